@@ -1,0 +1,93 @@
+"""Every error that Shoal raises on purpose: what is wrong, where, and what to do.
+
+    ShoalError
+    ├── ConfigError            the configuration (all problems at once)
+    ├── ModelError             the model, its parameters, or a change made to them
+    ├── OptimizerError         the optimizer, its groups, or the schedule
+    ├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
+    ├── CommError              a collective: mismatch, timeout, closed connection
+    │   └── RankFailedError    another rank failed; carries that rank's traceback
+    ├── NonFiniteError         a loss or gradient that is NaN or infinite
+    ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
+    ├── NotBuiltError          a part of Shoal that is not built yet, by name
+    └── UsageError             the API called in a way that cannot work
+"""
+
+from __future__ import annotations
+
+
+class ShoalError(Exception):
+    """The root of the tree.
+
+    Args:
+        what: one sentence, with the values that are wrong in it.
+        where: rank, unit, key or step; empty when it is plain from ``what``.
+        do: the repair, in the imperative.
+        code: a stable name, an anchor in ``docs/reference/errors.md``.
+    """
+
+    code = "shoal"
+
+    def __init__(self, what: str, *, where: str = "", do: str = "", code: str | None = None) -> None:
+        if code is not None:
+            self.code = code
+        self.what = what
+        self.where = where
+        self.do = do
+        lines = [f"[{self.code}] {what}"]
+        if where:
+            lines.append(f"  where: {where}")
+        if do:
+            lines.append(f"  do: {do}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(ShoalError, ValueError):
+    code = "config"
+
+
+class ModelError(ShoalError, ValueError):
+    code = "model"
+
+
+class OptimizerError(ShoalError, ValueError):
+    code = "optimizer"
+
+
+class PlacementError(ShoalError, RuntimeError):
+    code = "placement"
+
+
+class CommError(ShoalError, RuntimeError):
+    code = "comm"
+
+
+class RankFailedError(CommError):
+    """Another rank failed; ``remote_traceback`` is what that rank raised."""
+
+    code = "rank-failed"
+
+    def __init__(self, rank: int, remote_traceback: str, *, where: str = "") -> None:
+        self.failed_rank = rank
+        self.remote_traceback = remote_traceback
+        super().__init__(
+            f"rank {rank} failed, so this rank stops too. Its traceback:\n{remote_traceback.rstrip()}",
+            where=where,
+            do=f"mend the cause on rank {rank}; this rank is only a witness.",
+        )
+
+
+class NonFiniteError(ShoalError, FloatingPointError):
+    code = "non-finite"
+
+
+class OutOfMemoryError(ShoalError, MemoryError):
+    code = "out-of-memory"
+
+
+class NotBuiltError(ShoalError, NotImplementedError):
+    code = "not-built"
+
+
+class UsageError(ShoalError, RuntimeError):
+    code = "usage"

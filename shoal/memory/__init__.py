@@ -1,0 +1,1 @@
+"""Where bytes lie: placement, layout, pool."""

@@ -1,0 +1,286 @@
+"""A GPT: pre-norm blocks, rotary positions, causal attention, one loss.
+
+    tokens [B, L] -> embedding [B, L, D] -> blocks -> norm -> head -> logits [B, L, V] -> loss []
+
+Letters: B sequences, L positions, D hidden size, H heads, E = D / H head size, V vocabulary size.
+
+Every module that owns a parameter has ``reset_parameters()``, which fills all that it owns, and modules are built in the
+order in which ``modules()`` lists them. So a model built on the meta device and filled module by module has the same bits
+as one that was built directly from the same seed. Rotations are computed in each forward pass, once for all blocks, so that
+there are no buffers to lose or to round.
+
+Source: GPT-2's shape and initialisation (Radford et al. 2019), rotary positions (arXiv:2104.09864).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.errors import ModelError, UsageError
+
+_INIT_STD = 0.02
+_ROTARY_BASE = 10_000.0
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT.
+
+    Args:
+        vocab_size: number of distinct tokens, V.
+        sequence_length: the longest sequence in tokens, L.
+        num_layers: number of blocks.
+        hidden_size: width of the residual stream, D; divides by ``num_heads``, into an even head size.
+        num_heads: attention heads per block, H.
+        tied: whether the head's weight is the embedding's.
+        dropout: probability that an element of a block's two outputs is zeroed while training.
+
+    Raises: ModelError: a size that is not positive, or a hidden size that does not divide.
+    """
+
+    vocab_size: int
+    sequence_length: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    tied: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "sequence_length", "num_layers", "hidden_size", "num_heads"):
+            value = vars(self)[name]
+            if value < 1:
+                raise ModelError(f"{name} is {value}, but a model needs at least 1.", where="GPTConfig")
+        if self.hidden_size % (2 * self.num_heads):
+            raise ModelError(
+                f"hidden_size {self.hidden_size} does not divide into {self.num_heads} heads of an even size.",
+                where="GPTConfig",
+                do=f"take a hidden_size that is a multiple of {2 * self.num_heads}.",
+            )
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    def num_parameters(self) -> int:
+        """The number of distinct parameters (a tied weight counts once)."""
+        hidden = self.hidden_size
+        block = 12 * hidden * hidden + 2 * hidden
+        embeddings = self.vocab_size * hidden * (1 if self.tied else 2)
+        return self.num_layers * block + embeddings + hidden
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of forward and backward per trained token, matrix products only.
+
+        Source: Megatron-LM (arXiv:2104.04473), section 5.1, without recomputation.
+        """
+        matrices = 12 * self.num_layers * self.hidden_size**2 + self.vocab_size * self.hidden_size
+        scores = 2 * self.num_layers * self.hidden_size * self.sequence_length
+        return 6 * (matrices + scores)
+
+
+class Embedding(nn.Embedding):
+    """Token embedding, normal with standard deviation 0.02."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_INIT_STD)
+
+
+class Linear(nn.Linear):
+    """A matrix without a bias, normal with a given standard deviation."""
+
+    def __init__(self, in_features: int, out_features: int, std: float = _INIT_STD) -> None:
+        self.std = std  # set first: the base class's constructor calls reset_parameters()
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Head(nn.Module):
+    """From hidden states to logits, with a weight of its own or the embedding's."""
+
+    weight: nn.Parameter  # [V, D]
+
+    def __init__(self, config: GPTConfig, tied_to: nn.Parameter | None) -> None:
+        super().__init__()
+        self.is_tied = tied_to is not None
+        if tied_to is not None:
+            self.weight = tied_to
+        else:
+            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight, unless it is tied: then the embedding, its owner, does."""
+        if not self.is_tied:
+            nn.init.normal_(self.weight, std=_INIT_STD)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
+        self.out = Linear(config.hidden_size, config.hidden_size, _residual_std(config))
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, length, width = hidden.shape
+        qkv = self.qkv(hidden).view(batch, length, 3, self.num_heads, width // self.num_heads)  # [B, L, 3, H, E]
+        query, key = rotate(qkv[:, :, :2], cos, sin).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, E] each
+        value = qkv[:, :, 2].transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class FeedForward(nn.Module):
+    """Two matrices around a GELU, four times as wide inside."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden_size, 4 * config.hidden_size)
+        self.down = Linear(4 * config.hidden_size, config.hidden_size, _residual_std(config))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each after a norm and added to its input."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.attention = Attention(config)
+        self.feed_forward_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.feed_forward = FeedForward(config)
+        self.dropout = config.dropout
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """
+        Args:
+            hidden: [B, L, D].
+            cos, sin: [L, E / 2], in the dtype of ``hidden``.
+        """
+        hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), cos, sin))
+        return hidden + self._drop(self.feed_forward(self.feed_forward_norm(hidden)))
+
+    def _drop(self, hidden: Tensor) -> Tensor:
+        return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
+
+
+class GPT(nn.Module):
+    """A decoder-only language model; ``blocks`` are its repeated parts."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.head = Head(config, self.embedding.weight if config.tied else None)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss per target when targets are given, else the logits.
+
+        Args:
+            tokens: [B, L], int64.
+            targets: [B, L], int64: the token that follows each position; -100 where there is none to learn from.
+
+        Returns: loss, [] in fp32; or logits, [B, L, V].
+        Raises: UsageError: more positions than ``sequence_length``.
+        """
+        length = tokens.shape[1]
+        if length > self.config.sequence_length:
+            raise UsageError(
+                f"{length} tokens in a sequence, but the model was built for {self.config.sequence_length}.",
+                where="GPT.forward",
+                do="cut the sequence, or build the model with a longer sequence_length.",
+            )
+        hidden = self.embedding(tokens)
+        cos, sin = rotations(length, self.config.head_size, hidden.dtype, hidden.device)
+        for block in self.blocks:
+            hidden = block(hidden, cos, sin)
+        logits: Tensor = self.head(self.norm(hidden))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        num_new: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue every sequence by ``num_new`` tokens.
+
+        Args:
+            tokens: [B, L], int64, L at least 1; only the last ``sequence_length`` are looked at.
+            temperature: 0 takes the likeliest token; below 1 sharpens the distribution, above 1 flattens it.
+            top_k: draw from the k likeliest tokens only.
+            generator: the source of chance, on the model's device.
+
+        Returns: [B, L + num_new].
+        Communicates: under ZeRO-3, what ``num_new`` forward passes do. So call it on all ranks alike.
+        """
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(num_new):
+                logits = self(tokens[:, -self.config.sequence_length :])[:, -1].float()  # [B, V]
+                tokens = torch.cat([tokens, _draw(logits, temperature, top_k, generator)], dim=1)
+        finally:
+            self.train(was_training)
+        return tokens
+
+
+def rotations(length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [L, E / 2] each, of every position's angles; computed in fp32, then rounded to ``dtype``."""
+    steps = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size  # [E / 2]
+    positions = torch.arange(length, dtype=torch.float32, device=device)  # [L]
+    angles = torch.outer(positions, torch.exp(steps * -math.log(_ROTARY_BASE)))
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (i, i + E / 2) of a head by its position's angle.
+
+    Args:
+        heads: [B, L, n, H, E].
+        cos, sin: [L, E / 2].
+    """
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """Smaller for what is added to the residual stream, so that its variance does not grow with depth."""
+    return _INIT_STD / math.sqrt(2 * config.num_layers)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token per row, [B, 1], from logits [B, V]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(dim=-1), num_samples=1, generator=generator)

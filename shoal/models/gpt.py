@@ -4,10 +4,10 @@
 
 Letters: B sequences, L positions, D hidden size, H heads, E = D / H head size, V vocabulary size.
 
-Every module that owns a parameter has ``reset_parameters()``, which fills all that it owns, and modules are built in the
-order in which ``modules()`` lists them. So a model built on the meta device and filled module by module has the same bits
-as one that was built directly from the same seed. Rotations are computed in each forward pass, once for all blocks, so that
-there are no buffers to lose or to round.
+Every module that owns a parameter has ``reset_parameters()``, which fills all that it owns, and modules are built in
+the order in which ``modules()`` lists them. So a model built on the meta device and filled module by module has the
+same bits as one that was built directly from the same seed. Rotations are computed in each forward pass, once for all
+blocks, so that there are no buffers to lose or to round.
 
 Source: GPT-2's shape and initialisation (Radford et al. 2019), rotary positions (arXiv:2104.09864).
 """
@@ -86,6 +86,8 @@ class GPTConfig:
 
 class Embedding(nn.Embedding):
     """Token embedding, normal with standard deviation 0.02."""
+
+    weight: nn.Parameter  # [V, D]
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_INIT_STD)

@@ -1,0 +1,80 @@
+# make test | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it reads has changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup test lint quickstart bench docs clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BENCH_VENV ?= .venv-bench
+BIN := $(VENV)/bin
+PIP_FLAGS := --quiet --disable-pip-version-check --no-input
+SETUP_INPUTS := pyproject.toml constraints.txt
+
+# Two test workers are the most that pay on a small machine; TEST_WORKERS=0 runs all tests in one process.
+TEST_WORKERS ?= 2
+TESTS ?= tests/unit tests/ranks tests/device
+MINUTES ?= 3
+
+# One thread a process: tests and benchmarks start several processes, which would otherwise fight for the cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+help:
+	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
+	@echo "make lint        set up, run ruff, mypy and the import contract"
+	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
+	@echo "make bench       set up a second environment with the peers, run the step benchmark"
+	@echo "make docs        check that the pages' links lead somewhere"
+	@echo "make clean       remove what the above made"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	    f"Shoal needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another one: make PYTHON=python3.12 ...")'
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.stamp: $(SETUP_INPUTS) | $(BIN)/python
+	@echo "installing Shoal into $(VENV)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.stamp-test: $(SETUP_INPUTS) | $(BIN)/python
+	@echo "installing Shoal and its tests' tools into $(VENV)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test]'
+	@touch $(VENV)/.stamp $@
+
+$(VENV)/.stamp-lint: $(SETUP_INPUTS) | $(BIN)/python
+	@echo "installing Shoal, its tests' tools and the linters into $(VENV)"
+	@$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,lint]'
+	@touch $(VENV)/.stamp $(VENV)/.stamp-test $@
+
+setup: $(VENV)/.stamp
+
+test: $(VENV)/.stamp-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+lint: $(VENV)/.stamp-lint
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+quickstart: $(VENV)/.stamp
+	$(ONE_THREAD) $(BIN)/shoal train --ranks 2 --stage 3 --minutes $(MINUTES)
+
+$(BENCH_VENV)/.stamp: $(SETUP_INPUTS)
+	@echo "installing Shoal and the peers into $(BENCH_VENV)"
+	@test -x $(BENCH_VENV)/bin/python || $(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e .
+	@$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[bench]'
+	@touch $@
+
+bench: $(BENCH_VENV)/.stamp
+	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m benchmarks.step --ranks 2 --sequences 1 4 --precision bf16 fp32 --out runs/step.json
+
+docs: $(VENV)/.stamp-test
+	$(BIN)/python -m pytest -q tests/unit/test_house.py -k link
+
+clean:
+	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,62 @@
+"""The tests' own tools do what tests rely on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gloo_pool import GlooPool, GlooRankError
+
+
+def add_ranks(rank: int, size: int, start: torch.Tensor) -> torch.Tensor:
+    total = start + rank
+    dist.all_reduce(total)
+    return total
+
+
+def fail_on_rank_one(rank: int, size: int) -> None:
+    if rank == 1:
+        raise ValueError("rank one stumbles")
+    dist.barrier()
+
+
+def sleep_long(rank: int, size: int) -> None:
+    time.sleep(60)
+
+
+@pytest.mark.gloo
+def test_gloo_processes_are_kept_and_return_tensors_in_rank_order(gloo: Any) -> None:
+    first = gloo(2, add_ranks, torch.tensor([10.0]))
+    begin = time.monotonic()
+    second = gloo(2, add_ranks, torch.tensor([20.0]))
+    assert time.monotonic() - begin < 1.0
+    assert [value.item() for value in first] == [21.0, 21.0]
+    assert [value.item() for value in second] == [41.0, 41.0]
+
+
+@pytest.mark.gloo
+def test_a_rank_that_raises_ends_the_pool_with_its_traceback() -> None:
+    pool = GlooPool(2)
+    with pytest.raises(GlooRankError, match="rank one stumbles"):
+        pool.call(fail_on_rank_one)
+    assert not pool.is_alive
+
+
+@pytest.mark.gloo
+def test_ranks_that_hang_are_ended_within_the_timeout() -> None:
+    pool = GlooPool(2)
+    pool.call(add_ranks, torch.zeros(1))  # the processes are up
+    begin = time.monotonic()
+    with pytest.raises(GlooRankError, match=r"no answer from ranks \[0, 1\]"):
+        pool.call(sleep_long, timeout=0.5)
+    assert time.monotonic() - begin < 10
+    assert not pool.is_alive
+
+
+def test_a_function_that_another_process_cannot_find_is_refused(gloo: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be found by name"):
+        gloo(1, lambda rank, size: None)

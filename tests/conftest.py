@@ -1,4 +1,4 @@
-"""What every test stands on: fixed seeds, one thread, ranks as threads or as Gloo processes, and nothing left behind."""
+"""What every test stands on: fixed seeds, one thread, ranks as threads or Gloo processes, and nothing left behind."""
 
 from __future__ import annotations
 

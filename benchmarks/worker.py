@@ -1,0 +1,105 @@
+"""One rank of one contender: a process that builds its step, then waits for the word to run some steps.
+
+Spoken to in lines of JSON: requests on standard input, answers on what was standard output; everything that a library
+prints goes to standard error instead. While it waits it uses no processor time, so other contenders can be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    try:
+        _serve(answers)
+    except BaseException:
+        answers.write(json.dumps({"error": traceback.format_exc()}) + "\n")
+        raise
+
+
+def _serve(answers: Any) -> None:
+    import torch
+
+    from benchmarks.contenders import CONTENDERS, Task
+
+    job = json.loads(sys.stdin.readline())
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    imported = _memory("VmRSS")
+    contender = CONTENDERS[job["contender"]]
+    task = Task(**job["task"])
+    if contender.joined:
+        _join(job["contender"], task)
+    step = contender.build(task, rank, size, **contender.options)
+    loss = step()
+    _forget_peak()
+    answers.write(json.dumps({"ready": True, "loss": float(loss.detach()), "imported_bytes": imported}) + "\n")
+    for line in sys.stdin:
+        num_steps = json.loads(line)["steps"]
+        step()  # other contenders ran since: bring code and data back into the caches
+        seconds = []
+        cpu = time.process_time()
+        for _ in range(num_steps):
+            begin = time.perf_counter()
+            loss = step()
+            if task.device != "cpu":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        answers.write(
+            json.dumps(
+                {
+                    "seconds": seconds,
+                    "cpu_seconds": time.process_time() - cpu,
+                    "loss": float(loss.detach()),
+                    "peak_bytes": _memory("VmHWM"),
+                    "peak_shared_bytes": _memory("RssShmem"),
+                }
+            )
+            + "\n"
+        )
+    os._exit(0)  # the peers may have gone already: no farewell that could hang
+
+
+def _join(name: str, task: Any) -> None:
+    if name.startswith("deepspeed"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo" if task.device == "cpu" else "nccl")
+    elif name.startswith("shoal"):
+        import shoal
+
+        shoal.init_distributed()
+    else:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo" if task.device == "cpu" else "nccl")
+
+
+def _memory(key: str) -> int:
+    """``VmHWM`` (peak), ``VmRSS`` or ``RssShmem`` of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _forget_peak() -> None:
+    """Let ``VmHWM`` start anew, so that it tells of training steps, not of the set-up."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        print("the peak includes the set-up: /proc/self/clear_refs cannot be written", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -92,9 +92,7 @@ def build_batch(task: Task, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
-    )
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 class MasterWeights:

@@ -1,0 +1,261 @@
+"""The rules of the house, as tests: what no file may say, and what every page must keep."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "shoal"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+# A call or an import that turns data into code, hands a string to a shell, or races for a file name.
+FORBIDDEN_IMPORTS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "torch.save",
+    "os.system",
+    "os.popen",
+    "yaml.load",
+    "tempfile.mktemp",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+}
+# What `import shoal` leaves for later, because it takes long and few runs need it.
+HEAVY = ("tensorboard", "rich", "typer", "click", "torch._dynamo", "torch._inductor", "wandb", "tokenizers")
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(node: ast.AST) -> str:
+    """``a.b.c`` of a name or an attribute; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        left = dotted(node.value)
+        return f"{left}.{node.attr}" if left else ""
+    return ""
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and full name of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.lineno, node.module
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+
+
+def uses(tree: ast.AST, name: str) -> Iterator[int]:
+    """Lines that import a dotted name or something below it, or speak of it as an attribute."""
+    for line, module in imported(tree):
+        if module == name or module.startswith(name + "."):
+            yield line
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node) == name:
+            yield node.lineno
+
+
+def trees() -> Iterator[tuple[str, ast.Module]]:
+    for path in SOURCES:
+        yield relative(path), ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def places_of(name: str, allowed: tuple[str, ...]) -> list[str]:
+    files = [(place, tree) for place, tree in trees() if not place.startswith(allowed)]
+    return [f"{place}:{line}" for place, tree in files for line in sorted(uses(tree, name))]
+
+
+def test_the_search_for_names_finds_what_it_looks_for() -> None:
+    tree = ast.parse("import torch\nfrom torch import cuda\nimport torch.cuda.nvtx\ntorch.cuda.empty_cache()")
+    assert sorted(uses(tree, "torch.cuda")) == [2, 3, 4]
+
+
+def test_no_module_imports_what_runs_data() -> None:
+    found = [
+        f"{place}:{line} {module}"
+        for place, tree in trees()
+        for line, module in imported(tree)
+        if module.partition(".")[0] in FORBIDDEN_IMPORTS
+    ]
+    assert found == []
+
+
+def test_no_call_runs_data_or_a_shell() -> None:
+    found = []
+    for place, tree in trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            if dotted(node.func) in FORBIDDEN_CALLS:
+                found.append(f"{place}:{node.lineno} {dotted(node.func)}")
+            for keyword in node.keywords:
+                if keyword.arg == "shell" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    found.append(f"{place}:{node.lineno} shell=")
+                if keyword.arg == "weights_only" and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is True
+                ):
+                    found.append(f"{place}:{node.lineno} weights_only=")
+    assert found == []
+
+
+def test_only_device_and_comm_name_cuda() -> None:
+    assert places_of("torch.cuda", allowed=("shoal/device.py", "shoal/comm/")) == []
+
+
+def test_only_comm_and_launch_name_torch_distributed() -> None:
+    assert places_of("torch.distributed", allowed=("shoal/comm/", "shoal/launch/")) == []
+
+
+def test_the_environment_is_read_in_one_kind_of_file_and_written_in_none() -> None:
+    reads, writes = [], []
+    for place, tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and dotted(node.func) in ("os.putenv", "os.unsetenv"):
+                writes.append(f"{place}:{node.lineno}")
+            if isinstance(node, ast.Call) and dotted(node.func) in (
+                "os.environ.update",
+                "os.environ.setdefault",
+                "os.environ.pop",
+                "os.environ.clear",
+            ):
+                writes.append(f"{place}:{node.lineno}")
+            if isinstance(node, ast.Subscript) and dotted(node.value) == "os.environ":
+                (reads if isinstance(node.ctx, ast.Load) else writes).append(f"{place}:{node.lineno}")
+        for line in [*uses(tree, "os.environ"), *uses(tree, "os.getenv")]:
+            if not place.endswith("/environment.py"):
+                reads.append(f"{place}:{line}")
+    assert writes == []
+    assert [place for place in reads if "/environment.py:" not in place] == []
+
+
+def test_no_module_but_the_command_line_imports_the_face() -> None:
+    """The face imports every floor, so a floor that imports the face imports upward."""
+    found = [
+        f"{place}:{line}"
+        for place, tree in trees()
+        if place != "shoal/__init__.py" and not place.startswith("shoal/cli/")
+        for line, module in imported(tree)
+        if module == "shoal"
+    ]
+    assert found == []
+
+
+def test_every_room_has_a_floor() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
+    floors = {name for layer in contract["layers"] for name in re.findall(r"\w+", layer)}
+    rooms = {
+        path.stem if path.is_file() else path.name
+        for path in PACKAGE.iterdir()
+        if (path.suffix == ".py" and path.stem not in ("__init__", "__main__")) or any(path.glob("*.py"))
+    }
+    assert rooms - floors == set()
+
+
+def test_there_is_no_room_for_leftovers() -> None:
+    names = {part for path in SOURCES for part in path.relative_to(PACKAGE).with_suffix("").parts}
+    assert names & {"utils", "util", "helpers", "common", "misc"} == set()
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_file_opens_with_a_sentence_and_postpones_annotations(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not tree.body:
+        pytest.skip("an empty file has nothing to say")
+    docstring = ast.get_docstring(tree)
+    assert docstring, "no docstring that says what the file is"
+    has_code = any(not isinstance(node, (ast.Expr, ast.Import, ast.ImportFrom, ast.Assign)) for node in tree.body)
+    if has_code:
+        futures = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+        assert any(alias.name == "annotations" for node in futures for alias in node.names)
+
+
+def in_a_new_process(program: str) -> object:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_import_shoal_loads_nothing_heavy() -> None:
+    """Time is measured by benchmarks/import_time.py; here only what would make it long is looked for."""
+    if not (PACKAGE / "__init__.py").exists():
+        pytest.skip("the face is not there yet")
+    program = (
+        "import json, sys, torch\nbefore = set(sys.modules)\nimport shoal\n"
+        f"print(json.dumps(sorted(name for name in {HEAVY!r} if name in sys.modules and name not in before)))"
+    )
+    assert in_a_new_process(program) == []
+
+
+def test_import_shoal_starts_no_thread_and_says_nothing() -> None:
+    if not (PACKAGE / "__init__.py").exists():
+        pytest.skip("the face is not there yet")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", "import torch, threading; n = threading.active_count(); import shoal; "
+         "assert threading.active_count() == n"],
+        capture_output=True, text=True, timeout=50, cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_public_names_are_sorted_present_and_documented() -> None:
+    if not (PACKAGE / "__init__.py").exists():
+        pytest.skip("the face is not there yet")
+    import inspect
+
+    import shoal
+
+    names = list(shoal.__all__)
+    assert names == sorted(names)
+    undocumented = []
+    for name in names:
+        thing = getattr(shoal, name)
+        can_speak = inspect.isclass(thing) or inspect.isfunction(thing) or inspect.ismodule(thing)
+        if can_speak and not inspect.getdoc(thing):
+            undocumented.append(name)
+    assert undocumented == []
+
+
+def markdown_pages() -> list[Path]:
+    outside = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
+    return sorted(page for page in [*outside, *(ROOT / "docs").rglob("*.md")] if page.exists())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings make, as code hosts write them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+\s+(.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", markdown_pages(), ids=relative)
+def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+            broken.append(target)
+    assert broken == []

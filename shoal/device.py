@@ -1,0 +1,107 @@
+"""The accelerator behind one seam: streams, memory counters, scalar reads. Nothing above this floor names ``torch.cuda``."""
+
+from __future__ import annotations
+
+import resource
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Is this a tensor of a dry run, which has a shape but no values?"""
+    return isinstance(tensor, FakeTensor)
+
+
+def read_scalar(tensor: torch.Tensor, *, when_fake: float) -> float:
+    """The value of a one-element tensor, or ``when_fake`` in a dry run.
+
+    Order: blocks the host until the value is there.
+    """
+    if is_fake(tensor):
+        return when_fake
+    return float(tensor.item())
+
+
+def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
+    """The values of a 1-D tensor, or ``when_fake`` for each in a dry run. Order: blocks the host until they are there."""
+    if is_fake(tensor):
+        return [when_fake] * tensor.numel()
+    return [float(value) for value in tensor.tolist()]
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """What the allocator says, in bytes. On CPU ``allocated`` is the resident set of the process."""
+
+    allocated: int
+    peak: int
+    source: str
+
+
+class Device:
+    """One device of this rank. Every method is a no-op, or the plain thing, on CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self.is_cuda = device.type == "cuda"
+
+    @property
+    def step_block_numel(self) -> int | None:
+        """Elements of the optimizer step that are done together; None: no limit.
+
+        On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache, so the step
+        moves each byte through memory once. A GPU wants one large launch instead.
+        """
+        return None if self.is_cuda else 256 * 1024
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize(self.torch_device)
+
+    def use(self) -> AbstractContextManager[object]:
+        """Make this the current device inside the block."""
+        return torch.cuda.device(self.torch_device) if self.is_cuda else nullcontext()
+
+    def keep_for_stream(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses ``tensor``, so that its memory is not reused too early."""
+        if self.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
+    def memory(self) -> MemoryReading:
+        if self.is_cuda:
+            return MemoryReading(
+                torch.cuda.memory_allocated(self.torch_device),
+                torch.cuda.max_memory_allocated(self.torch_device),
+                "CUDA caching allocator",
+            )
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            resident = int(statm.read().split()[1]) * resource.getpagesize()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return MemoryReading(resident, peak, "resident set of the process")
+
+    def total_memory(self) -> int:
+        """Bytes that this device has."""
+        if self.is_cuda:
+            return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
+        with open("/proc/meminfo", encoding="ascii") as info:
+            return int(info.readline().split()[1]) * 1024
+
+    @staticmethod
+    def is_out_of_memory(error: BaseException) -> bool:
+        """Did this error come from an allocator that has no more?"""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def in_backward() -> bool:
+    """Is autograd running a backward pass in this thread?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def at_end_of_backward(callback: object) -> None:
+    """Call ``callback()`` when the backward pass that is running has ended."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

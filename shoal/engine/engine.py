@@ -1,0 +1,540 @@
+"""The engine: a model, an optimizer and a config, put together; forward, backward, step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.device import Device, in_backward, read_scalar
+from shoal.engine.guard import ModelGuard
+from shoal.engine.log import logger
+from shoal.engine.settings import Plan
+from shoal.errors import ConfigError, NonFiniteError, OutOfMemoryError, UsageError
+from shoal.observe.ledger import Ledger, account
+from shoal.optim.loss_scale import LossScale
+from shoal.zero.access import Access
+from shoal.zero.agree import Agreement, agree, first_bad_parameter
+from shoal.zero.build import Axes
+from shoal.zero.gradient import GradientState
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState, ShardedStep
+
+
+class Engine(nn.Module):
+    """A model that trains under one plan.
+
+    Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or ``loss.backward()`` and
+    ``engine.step()``. Attributes that are not the engine's own are the model's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        sharded: ShardedModel,
+        states: Sequence[BucketState],
+        optimizer_step: ShardedStep | None,
+        plan: Plan,
+        config: Config,
+        world: World,
+        axes: Axes,
+        device: Device,
+        loss_scale: LossScale | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.sharded = sharded
+        self.plan = plan
+        self.world = world
+        self.axes = axes
+        self._device = device
+        self._config_object = config
+        self._states = list(states)
+        self._optimizer_step = optimizer_step
+        self._loss_scale = loss_scale
+        self._guard = ModelGuard(module, sharded)
+        self._accumulation_steps = config.gradient_accumulation_steps
+        self._micro_batch = config.train_micro_batch_size_per_gpu
+        self._forced_boundary: bool | None = None
+        self._is_managed = config.managed_gradient_accumulation
+        self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "plain"
+        self._is_engine_backward = False
+        self._has_backward = False
+        self._losses: list[torch.Tensor] = []
+        self._norm: float | None = None
+        self._bad_steps = 0
+        self._is_destroyed = False
+        self._was_step_applied = False
+        self.global_steps = 0
+        self.global_samples = 0
+        self.micro_steps = 0
+        self.skipped_steps = 0
+        self.optimizer: ShardedOptimizer | None = (
+            ShardedOptimizer(optimizer_step, self._step_now, self.zero_grad) if optimizer_step is not None else None
+        )
+        if self.optimizer is not None and loss_scale is not None:
+            self.optimizer.loss_scale = loss_scale.scale
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.client_optimizer: Any = None
+        self.on_step: list[Callable[[Engine], None]] = []
+
+    # what it is
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._config_object.raw
+
+    @property
+    def local_rank(self) -> int:
+        return self.world.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.axes.all.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._device.torch_device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    def train_batch_size(self) -> int:
+        """Samples of one step, over all ranks."""
+        return self._micro_batch * self._accumulation_steps * self.dp_world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps.
+
+        Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a step.
+        """
+        per_micro = self._micro_batch * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_micro:
+            low = max(train_batch_size // per_micro, 1) * per_micro
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} does not divide by micro-batch {self._micro_batch} x data-parallel"
+                f" {self.dp_world_size} = {per_micro}.",
+                do=f"take {low} or {low + per_micro}.",
+                code="batch-size",
+            )
+        if self._has_backward:
+            raise UsageError(
+                "set_train_batch_size() was called between backward() and step().",
+                do="call it right after a step.",
+                code="batch-size-mid-step",
+            )
+        self._accumulation_steps = train_batch_size // per_micro
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch; the accumulation steps stay."""
+        self._micro_batch = micro_batch_size
+
+    def zero_optimization_stage(self) -> int:
+        return self.plan.zero.stage
+
+    def gradient_clipping(self) -> float:
+        return self.plan.clip_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm over all axes of the last step's gradients, before clipping; None before the first step."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Did the last ``step()`` change the parameters?"""
+        return self._was_step_applied
+
+    @property
+    def loss_scale(self) -> float:
+        return self._loss_scale.scale if self._loss_scale is not None else 1.0
+
+    # forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, its output untouched."""
+        self._check_alive()
+        self._guard.check()
+        if self.plan.input_dtype is not None:
+            args, kwargs = _cast(args, self.plan.input_dtype), _cast(kwargs, self.plan.input_dtype)
+        autocast = (
+            torch.autocast(self.device.type, dtype=self.plan.autocast_dtype)
+            if self.plan.autocast_dtype is not None
+            else nullcontext()
+        )
+        with self._failing("forward"), autocast, self.sharded.searching():
+            return self.module(*args, **kwargs)
+
+    @contextmanager
+    def _failing(self, phase: str) -> Iterator[None]:
+        """Bring the units to rest and tell the other ranks, when something raises."""
+        try:
+            yield
+        except Exception as error:
+            if in_backward():
+                raise  # recomputed activations: the backward pass that asked for them reports it
+            self._after_failure()
+            if self._device.is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
+                wrapped = self._out_of_memory(error, phase)
+                self.world.report_failure(wrapped)
+                raise wrapped from error
+            self.world.report_failure(error)
+            raise
+
+    def _after_failure(self) -> None:
+        self.sharded.recover()
+        self._has_backward = False
+        self._is_engine_backward = False
+        self._losses.clear()
+        self._styles.clear()
+
+    def _out_of_memory(self, error: BaseException, phase: str) -> OutOfMemoryError:
+        ledger = self.memory_report()
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return OutOfMemoryError(
+            f"no memory left in {phase}: {first_line}\n{ledger}",
+            where=f"rank {self.global_rank}, step {self.global_steps}, micro-batch {self.micro_steps % self._accumulation_steps}",
+            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._micro_batch),
+        )
+
+    # backward
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale."""
+        self._styles.add("engine")
+        return self._scaled(loss, by_accumulation=True)
+
+    def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
+        self._losses.append(loss.detach())
+        scaled = loss
+        if by_accumulation and self._accumulation_steps > 1:
+            scaled = scaled / self._accumulation_steps
+        if self._loss_scale is not None:
+            scaled = scaled.float() * self._loss_scale.scale
+        return scaled
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        """Back-propagate.
+
+        Args:
+            loss: shape [] or [1].
+            scale_wrt_gas: divide by the accumulation steps.
+
+        Returns: the loss as it was given.
+        Raises: UsageError: no optimizer, or a loss that is not one differentiable number.
+        Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters of stage 3.
+        """
+        self._check_alive()
+        if self.optimizer is None:
+            raise UsageError("backward() needs an optimizer, and this engine was made without one.", code="no-optimizer")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"the loss must be one number, got {shape}.", do="reduce it, e.g. loss.mean().", code="loss-shape")
+        if not loss.requires_grad:
+            raise UsageError(
+                "the loss does not depend on any parameter that is trained.",
+                do="check torch.no_grad(), detach(), and requires_grad of the parameters.",
+                code="loss-detached",
+            )
+        with self._failing("backward"):
+            scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
+            self._styles.add("engine")
+            self._is_engine_backward = True
+            try:
+                self.sharded.begin_backward()
+                scaled.backward(retain_graph=retain_graph, **kwargs)
+                self.sharded.finish_backward()
+            finally:
+                self._is_engine_backward = False
+        return loss
+
+    def _on_backward(self) -> None:
+        """A backward pass begins, by ``backward()`` or by ``loss.backward()``."""
+        if not self._is_engine_backward and "engine" not in self._styles:
+            self._styles.add("plain")
+        self._has_backward = True
+        self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Does the optimizer step after the micro-batch that is under way?"""
+        if self._forced_boundary is not None:
+            return self._forced_boundary
+        if not self._is_managed:
+            return True
+        return (self.micro_steps + 1) % self._accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
+        self._forced_boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, at every stage.
+
+        Memory: at stages 2 and 3 the gradients are whole on each rank until the next backward outside of it.
+        """
+        reducer = self.sharded.reducer
+        was_syncing, reducer.is_syncing = reducer.is_syncing, False
+        try:
+            yield
+        finally:
+            reducer.is_syncing = was_syncing
+
+    # step
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At a boundary: reduce what is open, clip, update, schedule; otherwise count the micro-batch.
+
+        Raises: NonFiniteError: the loss is NaN or infinite, or gradients were so too often in a row.
+        Communicates: stages 1 and 2: an all_gather of every parameter (Psi bytes); norm and flags: 32 bytes.
+        """
+        self._check_alive()
+        self.sharded.finish_backward()
+        is_boundary = self.is_gradient_accumulation_boundary()
+        if is_boundary:
+            with self._failing("step"):
+                self._step_boundary(lr_kwargs)
+        self.micro_steps += 1
+        self.global_samples += self._micro_batch * self.dp_world_size
+
+    def _step_now(self) -> None:
+        """``optimizer.step()``: a step whatever the count says."""
+        if self._forced_boundary is None and not self.is_gradient_accumulation_boundary():
+            self._forced_boundary = True
+            try:
+                self.step()
+            finally:
+                self._forced_boundary = None
+            return
+        self.step()
+
+    def _step_boundary(self, lr_kwargs: dict[str, Any] | None) -> None:
+        step = self._optimizer_step
+        if step is None:
+            raise UsageError("step() needs an optimizer, and this engine was made without one.", code="no-optimizer")
+        if not self._has_backward:
+            raise UsageError(
+                "step() was called without a backward() since the last step.",
+                where=f"rank {self.global_rank}, step {self.global_steps}",
+                do="call engine.backward(loss) first.",
+                code="step-without-backward",
+            )
+        if len(self._styles) > 1:
+            raise UsageError(
+                "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
+                do="use one of them, or loss.backward() on engine.scale(loss).",
+                code="mixed-backward",
+            )
+        for entry in reversed(self.sharded.reducer.entries):
+            for gradient in entry.gradients:
+                if gradient.state is not GradientState.REDUCED:
+                    gradient.complete()
+        view = agree(
+            self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=self._are_losses_finite_cheaply()
+        )
+        unscale = self._unscale()
+        self._norm = view.norm * unscale
+        self._was_step_applied = view.is_finite
+        if view.is_finite:
+            self._apply(view, unscale)
+            self._bad_steps = 0
+        else:
+            self._skip(view)
+        if self._loss_scale is not None:
+            event = self._loss_scale.update(not view.is_finite)
+            if self.optimizer is not None:
+                self.optimizer.loss_scale = self._loss_scale.scale
+            self._report_scale(event, view)
+        if view.is_finite and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.global_steps += 1
+        self._finish_step()
+        for callback in self.on_step:
+            callback(self)
+
+    def _unscale(self) -> float:
+        """What the gradients in memory must be multiplied by to be the step's gradients."""
+        factor = 1.0
+        if self._styles == {"plain"}:
+            factor /= self._accumulation_steps if self._is_managed else 1
+        elif self._loss_scale is not None:
+            factor /= self._loss_scale.scale
+        return factor
+
+    def _apply(self, view: Agreement, unscale: float) -> None:
+        step = self._optimizer_step
+        assert step is not None and self._norm is not None
+        coefficient = unscale
+        clip = self.plan.clip_norm
+        if clip > 0 and self._norm > clip:
+            coefficient *= clip / (self._norm + 1e-6)
+        # Peers may still be reading the shards that are about to change.
+        self.axes.all.drain()
+        self.axes.inner.drain()
+        works = []
+        step.begin()
+        try:
+            with torch.no_grad():
+                for unit in self.sharded.units:
+                    works += step.step_unit(unit, coefficient, view.touched)
+        finally:
+            step.end()
+        for work in works:
+            work.wait()
+
+    def _skip(self, view: Agreement) -> None:
+        """The gradients are not finite. Never silent: raises, or logs the rank, the step and the first parameter."""
+        self.skipped_steps += 1
+        self._bad_steps += 1
+        if self.optimizer is not None:
+            self.optimizer.overflow = True
+        where, what = self._describe(view)
+        policy = self.plan.nonfinite
+        is_loss_bad = bool(view.bad_loss_ranks)
+        is_scaled = self._loss_scale is not None
+        if policy == "raise" or (policy is None and is_loss_bad and not is_scaled) or self._bad_steps >= self.plan.max_bad_steps:
+            self._finish_step()
+            raise NonFiniteError(
+                what + (f" {self._bad_steps} steps in a row." if self._bad_steps > 1 else ""),
+                where=where,
+                do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave such steps out"
+                " and go on. The parameters are as they were before the step.",
+            )
+        message = f"step {self.global_steps} skipped: {what} ({where})"
+        if not is_scaled or is_loss_bad:
+            logger.warning(message)
+        else:
+            logger.info(message)
+
+    def _describe(self, view: Agreement) -> tuple[str, str]:
+        mine = first_bad_parameter(self._states) if self.axes.all.rank in view.bad_gradient_ranks else None
+        names = self.axes.all.gather_objects(mine, label="first bad parameter") if self.axes.all.size > 1 else [mine]
+        first = next((name for name in names if name), None)
+        if view.bad_loss_ranks:
+            what = f"the loss of rank {', '.join(map(str, view.bad_loss_ranks))} is not finite."
+        else:
+            what = "the gradients are not finite though the loss is."
+        where = f"step {self.global_steps}, first parameter {first!r}" if first else f"step {self.global_steps}"
+        return f"rank {view.bad_loss_ranks[0]}, {where}" if view.bad_loss_ranks else where, what
+
+    def _are_losses_finite_cheaply(self) -> bool:
+        """Are this step's losses finite? On an accelerator the answer waits for the gradients anyway."""
+        if not self._losses:
+            return True
+        total = torch.stack([loss.reshape(()).float() for loss in self._losses]).sum()
+        return math.isfinite(read_scalar(total, when_fake=0.0))
+
+    def _report_scale(self, event: Any, view: Agreement) -> None:
+        name = getattr(event, "name", str(event)).lower()
+        assert self._loss_scale is not None
+        if name == "halved":
+            logger.info("step %d: overflow, loss scale halved to %g", self.global_steps, self._loss_scale.scale)
+        elif name == "at_floor":
+            where, what = self._describe(view)
+            message = (
+                f"overflow at the lowest loss scale {self._loss_scale.scale:g}: {what} Train in bf16, or look at the first parameter."
+            )
+            if self.plan.nonfinite in (None, "raise") and self._bad_steps >= self.plan.max_bad_steps:
+                raise NonFiniteError(message, where=where, do='set "bf16": {"enabled": true} in place of fp16.')
+            logger.warning("%s (%s)", message, where)
+
+    def _finish_step(self) -> None:
+        for state in self._states:
+            state.gradient.reset()
+        self._losses.clear()
+        self._styles.clear()
+        self._has_backward = False
+        if self.optimizer is not None and self._was_step_applied:
+            self.optimizer.overflow = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the step under way. After ``step()`` there are none."""
+        if self.sharded.in_pass:
+            return
+        for state in self._states:
+            state.gradient.reset()
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._losses.clear()
+        self._styles.clear()
+        self._has_backward = False
+
+    # the rest
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
+        """A loader whose batches are this rank's part of the data."""
+        from shoal.engine.data import make_loader
+
+        return make_loader(dataset, batch_size or self._micro_batch, self.axes.all, self._config_object, **kwargs)
+
+    @property
+    def access(self) -> Access:
+        """Full and local values of parameters, gradients and optimizer state."""
+        return Access(self.sharded, self._states, self._optimizer_step, self._unscale)
+
+    def memory_report(self) -> Ledger:
+        """Bytes by kind, tier and unit, beside what the allocator says."""
+        return account(self.sharded, self._states, self._optimizer_step, self._device)
+
+    def _check_alive(self) -> None:
+        if self._is_destroyed:
+            raise UsageError("this engine was destroyed.", do="call shoal.initialize() again.", code="engine-destroyed")
+
+    def destroy(self) -> None:
+        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters, whole. Idempotent."""
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
+        self.sharded.recover()
+        self.sharded.detach()
+        if self._optimizer_step is not None:
+            self._optimizer_step.free()
+        for state in self._states:
+            state.gradient.free()
+        self._states.clear()
+        self.on_step.clear()
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    return value

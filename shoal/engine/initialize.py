@@ -1,0 +1,285 @@
+"""``initialize``: from a model, an optimizer and a config to an engine."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World, current_world, init_distributed
+from shoal.config import Config, load
+from shoal.device import Device
+from shoal.engine.engine import Engine
+from shoal.engine.log import logger, say_on_rank_0
+from shoal.engine.settings import Plan, loss_scale_of, plan_of
+from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
+from shoal.mesh import Mesh
+from shoal.optim.build import build as build_optimizer
+from shoal.optim.elementwise import check as check_elementwise
+from shoal.optim.schedules import build_schedule
+from shoal.optim.whole import WholeTensorOptimizer
+from shoal.zero.build import Axes, build
+from shoal.zero.step import ShardedStep
+
+Initialized = tuple[Engine, Any, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | pathlib.Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | pathlib.Path | dict[str, Any] | None = None,
+) -> Initialized:
+    """Shard a model for training. DeepSpeed's signature and return values.
+
+    Args:
+        model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
+        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None: from the config.
+        model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
+        training_data: a dataset; a loader of this rank's micro-batches is returned.
+        lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
+        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places for it.
+
+    Returns: engine, optimizer (None without one), data loader, schedule.
+    Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
+    Communicates: the model's values are broadcast from rank 0.
+    """
+    if model is None or not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
+        )
+    world = _world(dist_init_required, distributed_port)
+    source = config if config is not None else config_params
+    if source is None and getattr(args, "deepspeed_config", None) is None:
+        raise ConfigError(
+            "no config was given.",
+            do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
+            code="config-missing",
+        )
+    if mpu is not None:
+        _check_mpu(mpu)
+    if mesh_param is not None:
+        raise ConfigError(
+            f"mesh_param = {mesh_param!r}: meshes are made from the config.",
+            do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
+            code="mesh",
+        )
+    settings = load(source, args=args, world_size=world.size)
+    plan = plan_of(settings, world.size)
+    axes = make_axes(world, plan)
+    _check_same_everywhere(axes, settings, model)
+    client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings)
+    device = Device(world.device)
+    engine_box: list[Engine] = []
+    with device.use():
+        sharded, states = build(
+            model,
+            groups,
+            plan.zero if not isinstance(client_optimizer, WholeTensorOptimizer) else _without_native(plan),
+            plan.precision,
+            axes,
+            device.torch_device,
+            lambda: engine_box[0]._on_backward(),
+        )
+        step = None
+        if client_optimizer is not None:
+            step = ShardedStep(
+                client_optimizer,
+                states,
+                axes.inner,
+                block_numel=device.step_block_numel,
+                chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
+            )
+        engine = Engine(
+            model, sharded, states, step, plan, settings, world, axes, device, loss_scale_of(settings) if step else None
+        )
+    engine_box.append(engine)
+    engine.client_optimizer = client_optimizer
+    engine.lr_scheduler = _make_schedule(lr_scheduler, settings, engine)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    _report(engine, settings, notes)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _world(dist_init_required: bool | None, port: int) -> World:
+    if dist_init_required:
+        init_distributed(distributed_port=port)
+    return current_world()
+
+
+def _check_mpu(mpu: Any) -> None:
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_sequence_parallel_world_size"):
+        degree = getattr(mpu, name, lambda: 1)()
+        if degree != 1:
+            from shoal.errors import NotBuiltError
+
+            raise NotBuiltError(
+                f"mpu.{name}() is {degree}: tensor and sequence parallelism are not built yet.",
+                do="train with data parallelism (ZeRO) only for now.",
+            )
+
+
+def make_axes(world: World, plan: Plan) -> Axes:
+    """The communicators that a plan needs."""
+    mesh = Mesh.of(world.size, dp_shard=plan.shard_size or world.size, dp_replicate=world.size // (plan.shard_size or world.size))
+    mesh.refuse_unbuilt()
+    everyone = world.communicator("dp", mesh)
+    secondary = None
+    if plan.secondary_size is not None:
+        inner_mesh = Mesh.of(
+            world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size
+        )
+        secondary = world.communicator("dp_shard", inner_mesh)
+    if plan.shard_size is None:
+        return Axes(everyone, everyone, None, secondary)
+    return Axes(everyone, world.communicator("dp_shard", mesh), world.communicator("dp_replicate", mesh))
+
+
+def _without_native(plan: Plan) -> Any:
+    import dataclasses
+
+    return dataclasses.replace(plan.zero, can_be_native=False)
+
+
+def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> None:
+    """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters."""
+    comm = axes.all
+    if comm.size == 1:
+        return
+    mine = {
+        "config": repr(sorted(_flat(settings.effective()))),
+        "model": repr([(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]),
+    }
+    digests = comm.gather_objects({key: _digest(text) for key, text in mine.items()}, label="start-up check")
+    for key, error in (("config", ConfigError), ("model", ModelError)):
+        values = [digest[key] for digest in digests]
+        if len(set(values)) > 1:
+            common = max(set(values), key=values.count)
+            odd = [rank for rank, value in enumerate(values) if value != common]
+            raise error(
+                f"rank {', '.join(map(str, odd))} has another {key} than the others.",
+                where=f"{comm.size} data-parallel ranks",
+                do=f"give every rank the same {key}" + ("; the same names, shapes, dtypes and requires_grad." if key == "model" else "."),
+                code=f"ranks-differ-{key}",
+            )
+
+
+def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [item for key, inner in value.items() for item in _flat(inner, f"{path}.{key}")]
+    return [(path, repr(value))]
+
+
+def _digest(text: str) -> str:
+    import hashlib
+
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _make_optimizer(
+    model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config
+) -> tuple[torch.optim.Optimizer | None, list[list[nn.Parameter]], list[str]]:
+    """The optimizer, the parameters of each of its groups, and notes for start-up."""
+    notes: list[str] = []
+    parameters = list(model_parameters) if model_parameters is not None else None
+    if isinstance(given, torch.optim.Optimizer):
+        if settings.optimizer is not None and settings.optimizer.type:
+            notes.append("the optimizer handed in is used; the config's optimizer section is not.")
+        check_elementwise(given, allow_untested=bool(settings.zero_allow_untested_optimizer))
+        made: torch.optim.Optimizer = given
+    elif callable(given):
+        made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
+        check_elementwise(made, allow_untested=bool(settings.zero_allow_untested_optimizer))
+    elif given is not None:
+        raise OptimizerError(
+            f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.", code="optimizer-type"
+        )
+    elif settings.optimizer is not None and settings.optimizer.type:
+        groups = _groups(model, parameters)
+        made, more = build_optimizer(settings.optimizer.type, dict(settings.optimizer.params or {}), groups)
+        notes += more
+    else:
+        return None, [], notes
+    return made, [list(group["params"]) for group in made.param_groups], notes
+
+
+def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, Any]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    if parameters is None:
+        parameters = list(model.parameters())
+    if parameters and isinstance(parameters[0], tuple):
+        parameters = [entry[1] for entry in parameters]
+    if not parameters or not isinstance(parameters[0], dict):
+        parameters = [{"params": parameters}]
+    groups = []
+    for index, group in enumerate(parameters):
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        trained = [p for p in members if p.requires_grad]
+        groups.append({**group, "params": trained, "names": [names.get(id(p), f"group {index}") for p in trained]})
+    seen: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise OptimizerError(
+                    f"parameter {names.get(id(parameter), '?')!r} is in group {seen[id(parameter)]} and again in group {index}.",
+                    do="hand each parameter to exactly one group.",
+                    code="optimizer-groups",
+                )
+            seen[id(parameter)] = index
+    groups = [{k: v for k, v in group.items() if k != "names"} for group in groups if group["params"]]
+    if not groups:
+        raise OptimizerError(
+            "no parameter requires a gradient, so the optimizer would train nothing.",
+            do="unfreeze some parameters, or leave the optimizer out to run the model only.",
+            code="optimizer-empty",
+        )
+    return groups
+
+
+def _make_schedule(given: Any, settings: Config, engine: Engine) -> Any:
+    if given is not None and not callable(given) or hasattr(given, "get_last_lr"):
+        return given
+    if engine.client_optimizer is None:
+        return None
+    if callable(given):
+        return given(engine.client_optimizer)
+    if settings.scheduler is not None and settings.scheduler.type:
+        return build_schedule(settings.scheduler.type, dict(settings.scheduler.params or {}), engine.client_optimizer)
+    return None
+
+
+def _report(engine: Engine, settings: Config, notes: list[str]) -> None:
+    rank = engine.global_rank
+    say_on_rank_0(rank, f"placement:\n{engine.sharded.table}")
+    say_on_rank_0(rank, f"memory:\n{engine.memory_report()}")
+    for note in (*settings.notes(), *notes):
+        say_on_rank_0(rank, note)
+    untrained = [
+        name
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad and engine.client_optimizer is not None and not engine.access.knows(p)
+    ]
+    if untrained and rank == 0:
+        logger.warning(
+            "%d parameters require a gradient but are in no optimizer group and will not be trained: %s%s",
+            len(untrained),
+            ", ".join(untrained[:5]),
+            " ..." if len(untrained) > 5 else "",
+        )
+
+
+

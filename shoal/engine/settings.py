@@ -1,0 +1,185 @@
+"""Translates the JSON file's words (DeepSpeed's) into Shoal's: the one place that knows both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.zero.build import Precision, ZeroSettings
+from shoal.zero.gradient import GradientPolicy
+from shoal.zero.partition import UnitRules
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything the engine needs to know, decided before the first step."""
+
+    zero: ZeroSettings
+    precision: Precision
+    clip_norm: float
+    nonfinite: str | None  # "raise", "skip", "warn"; None: raise for a bad loss, skip for bad gradients of a good one
+    max_bad_steps: int
+    autocast_dtype: torch.dtype | None
+    input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
+    shard_size: int | None  # ranks of the inner axis (MiCS, parallel.dp_shard); None: all
+    secondary_size: int | None  # hpZ
+
+
+def dtype_of(name: str | None, where: str) -> torch.dtype | None:
+    """A dtype by its name in the file.
+
+    Raises: ConfigError: no such name.
+    """
+    if name is None:
+        return None
+    try:
+        return DTYPES[str(name).lower().removeprefix("torch.")]
+    except KeyError:
+        raise ConfigError(f"{where} = {name!r}: expected one of {', '.join(sorted(DTYPES))}.", code="dtype") from None
+
+
+def plan_of(config: Config, dp_size: int) -> Plan:
+    """The plan that a config means for ``dp_size`` data-parallel ranks.
+
+    Raises: ConfigError: precisions that exclude each other, or degrees that do not divide.
+    """
+    zero = config.zero_optimization
+    fp16, bf16 = config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        raise ConfigError(
+            "fp16.enabled and bf16.enabled are both true.", do="enable one of them.", code="precision-conflict"
+        )
+    compute = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
+    autocast = dtype_of(config.torch_autocast.dtype, "torch_autocast.dtype") or torch.bfloat16
+    has_no_master = (fp16.enabled and fp16.fp16_master_weights_and_grads) or (
+        bf16.enabled and bf16.bf16_master_weights_and_grads
+    )
+    gas = config.gradient_accumulation_steps
+    accumulate = dtype_of(config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype")
+    if accumulate is None and compute is not None and gas > 1 and not has_no_master:
+        accumulate = torch.float32
+    wire = dtype_of(config.communication_data_type, "communication_data_type") or dtype_of(
+        config.precision.reduce_dtype, "precision.reduce_dtype"
+    )
+    pre, post = _scales(config, dp_size)
+    stage = zero.stage
+    shard_size, secondary_size = _hybrid(config, dp_size)
+    threshold = int(zero.stage3_param_persistence_threshold) if stage == 3 and dp_size > 1 else 0
+    leaf = zero.leaf_module
+    rules = UnitRules(
+        classes=tuple(config.units.classes) + tuple(leaf.classes or ()),
+        names=tuple(config.units.names) + tuple(leaf.names or ()),
+        persistence_threshold=threshold,
+        max_persistent_numel=int(zero.stage3_model_persistence_threshold),
+    )
+    return Plan(
+        zero=ZeroSettings(
+            stage=stage,
+            rules=rules,
+            has_secondary=secondary_size is not None,
+            max_bucket_numel=int(zero.reduce_bucket_size),
+            prefetch_numel=int(zero.stage3_prefetch_bucket_size),
+            max_live_numel=int(zero.stage3_max_live_parameters),
+            max_reuse_numel=int(zero.stage3_max_reuse_distance),
+            has_overlap=zero.overlap_comm is not False,
+        ),
+        precision=Precision(
+            parameter=compute,
+            master=None if has_no_master else torch.float32,
+            buffer=dtype_of(config.data_types.buffer_dtype, "data_types.buffer_dtype"),
+            gradient=GradientPolicy(accumulate, wire, pre, post),
+        ),
+        clip_norm=float(config.gradient_clipping),
+        nonfinite=config.precision.nonfinite,
+        max_bad_steps=1_000 if fp16.enabled else 10,
+        autocast_dtype=autocast if config.torch_autocast.enabled else None,
+        input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,
+        shard_size=shard_size,
+        secondary_size=secondary_size,
+    )
+
+
+def _scales(config: Config, dp_size: int) -> tuple[float, float]:
+    """Factors before and after the sum over ranks: a mean, unless the file asks for a sum."""
+    divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(dp_size)
+    if not config.prescale_gradients:
+        return 1.0, 1.0 / divisor
+    factor = float(config.gradient_predivide_factor)
+    before = divisor if factor == 1.0 else factor
+    return 1.0 / before, before / divisor
+
+
+def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
+    zero = config.zero_optimization
+    mics, hpz = int(zero.mics_shard_size or -1), int(zero.zero_hpz_partition_size or 1)
+    asked = {
+        "zero_optimization.mics_shard_size": mics if mics > 0 else None,
+        "parallel.dp_shard": _degree(config.parallel.dp_shard),
+    }
+    replicas = _degree(config.parallel.dp_replicate)
+    if replicas is not None and replicas > 1:
+        if dp_size % replicas:
+            raise ConfigError(
+                f"parallel.dp_replicate = {replicas} does not divide {dp_size} data-parallel ranks.",
+                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
+                code="mesh",
+            )
+        asked["parallel.dp_replicate"] = dp_size // replicas
+    sizes = {size for size in asked.values() if size is not None}
+    if len(sizes) > 1:
+        raise ConfigError(
+            "these keys ask for different shard groups: "
+            + ", ".join(f"{key} -> {size} ranks" for key, size in asked.items() if size is not None),
+            do="set one of them.",
+            code="mesh",
+        )
+    shard = sizes.pop() if sizes else None
+    for key, size in ((next((k for k, v in asked.items() if v == shard), ""), shard), ("zero_optimization.zero_hpz_partition_size", hpz)):
+        if size is not None and dp_size % size:
+            raise ConfigError(
+                f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
+                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
+                code="mesh",
+            )
+    if shard is not None and hpz > 1:
+        raise ConfigError(
+            "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.", do="set one of them.", code="mesh"
+        )
+    secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
+    return (shard if shard is not None and shard < dp_size else None), secondary
+
+
+def _degree(value: object) -> int | None:
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def loss_scale_of(config: Config) -> LossScale | None:
+    """The loss scale of fp16; None in other precisions."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    return LossScale(
+        LossScaleSettings(
+            loss_scale=float(fp16.loss_scale),
+            initial_scale_power=int(fp16.initial_scale_power),
+            loss_scale_window=int(fp16.loss_scale_window),
+            hysteresis=int(fp16.hysteresis),
+            consecutive_hysteresis=bool(fp16.consecutive_hysteresis),
+            min_loss_scale=float(fp16.min_loss_scale),
+        )
+    )

@@ -1,0 +1,125 @@
+"""A unit's parameters of one dtype in one flat tensor, of which each parameter is a view.
+
+At rest a sharded bucket holds this rank's range only. Gathering fills ``full`` in place; releasing empties its storage but keeps every
+tensor object alive, so a view that autograd saved is valid again after the next gather. Reading a view of an emptied storage would crash
+the process, so at rest a parameter's data is a stand-in: one NaN expanded to the true shape (4 bytes, reads as NaN, refuses writes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.memory.layout import BucketLayout
+
+
+def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What a parameter shows at rest: its true shape and dtype, one element of memory."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class ParameterBucket:
+    """The parameters of one unit that share a dtype.
+
+    Args:
+        layout: where each parameter lies; one slot per entry of ``parameters``.
+        comm: the axis that shards. Its size is ``layout.num_shards`` where ``is_sharded``.
+        is_sharded: at rest each rank holds its range (stage 3), not the whole (stages 0 to 2).
+        is_state_sharded: this rank's optimizer owns its range (``begin`` to ``end``), not the whole (stage 0).
+        secondary: the inner axis of a second sharding that the backward pass gathers from (ZeRO++ hpZ, arXiv:2306.10209), or None.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Communicator,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        is_sharded: bool,
+        is_state_sharded: bool = True,
+        secondary: Communicator | None = None,
+    ) -> None:
+        self.label = label
+        self.layout = layout
+        self.dtype = dtype
+        self.comm = comm
+        self.parameters = list(parameters)
+        self.is_sharded = is_sharded
+        self.is_full = True
+        self._secondary_comm = secondary
+        self._secondary: torch.Tensor | None = None
+        begin, end = layout.owned(comm.rank) if is_state_sharded else (0, layout.numel)
+        self.begin, self.end = begin, end
+        self.full = (
+            torch.empty(layout.numel, dtype=dtype, device=device)
+            if is_sharded
+            else comm.empty(layout.numel, dtype, device)
+        )
+        self.full.zero_()
+        self._storage = self.full.untyped_storage()
+        self._full_nbytes = layout.numel * self.full.element_size()
+        self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
+        self.stand_ins = [stand_in(slot.shape, dtype, device) for slot in layout.slots] if is_sharded else []
+        self.shard = comm.empty(end - begin, dtype, device) if is_sharded else self.full[begin:end]
+
+    @property
+    def nbytes_at_rest(self) -> int:
+        """Bytes of parameters held between steps."""
+        held = self.shard if self.is_sharded else self.full
+        return held.numel() * held.element_size()
+
+    @property
+    def nbytes_secondary(self) -> int:
+        return 0 if self._secondary is None else self._secondary.numel() * self._secondary.element_size()
+
+    def adopt(self) -> None:
+        """Make the parameters views of ``full``."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+
+    def gather(self, *, from_secondary: bool = False) -> Work:
+        """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``adopt()``.
+
+        Communicates: one all_gather on the axis that shards (on the inner one, ``from_secondary``).
+        Memory: the whole bucket on the device until ``release()``.
+        """
+        self._storage.resize_(self._full_nbytes)
+        self.is_full = True
+        if from_secondary and self._secondary_comm is not None and self._secondary is not None:
+            return self._secondary_comm.all_gather(self.full, self._secondary, label=self.label)
+        return self.comm.all_gather(self.full, self.shard, label=self.label)
+
+    def keep_secondary(self) -> None:
+        """Keep this rank's range of the inner axis for the backward pass, while the bucket is full."""
+        if self._secondary_comm is None:
+            return
+        inner = self._secondary_comm
+        numel = self.layout.numel // inner.size
+        if self._secondary is None:
+            self._secondary = inner.empty(numel, self.dtype, self.full.device)
+        inner.drain()
+        self._secondary.copy_(self.full[inner.rank * numel : (inner.rank + 1) * numel])
+
+    def release(self) -> None:
+        """Replicate -> Shard: stand-ins take the parameters' place and the storage is emptied. Communicates nothing."""
+        for parameter, substitute in zip(self.parameters, self.stand_ins, strict=True):
+            parameter.data = substitute
+        self._storage.resize_(0)
+        self.is_full = False
+
+    def write_back(self) -> None:
+        """Copy this rank's range of a full bucket into its shard, after the parameters were changed in place."""
+        if self.is_sharded:
+            self.comm.drain()
+            self.shard.copy_(self.full[self.begin : self.end])
+
+    def detach(self) -> None:
+        """Give the parameters tensors of their own (the bucket must be full)."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view.clone()

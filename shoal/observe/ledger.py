@@ -1,0 +1,162 @@
+"""The ledger: bytes by kind, tier and unit, that equal the layout's formula, beside what the allocator says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.device import Device, MemoryReading
+from shoal.memory.placement import Kind
+from shoal.text import format_bytes
+from shoal.text import table as text_table
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState, ShardedStep
+
+KINDS = ("parameter", "gradient", "master", "optimizer state", "gathered", "buffers in flight")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Bytes of one kind of one unit on one tier."""
+
+    unit: str
+    kind: str
+    tier: str
+    nbytes: int
+    formula: int  # what the layout says it must be, padding included
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """What Shoal holds on this rank, in bytes.
+
+    ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and everything else too).
+    """
+
+    entries: tuple[Entry, ...]
+    parameter_numel: int  # the whole model's elements, without padding
+    reading: MemoryReading
+
+    @property
+    def held(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def by_kind(self) -> dict[str, int]:
+        found = dict.fromkeys(KINDS, 0)
+        for entry in self.entries:
+            found[entry.kind] += entry.nbytes
+        return found
+
+    def by_unit(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for entry in self.entries:
+            found[entry.unit] = found.get(entry.unit, 0) + entry.nbytes
+        return found
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "by_kind": self.by_kind(),
+            "by_unit": self.by_unit(),
+            "held": self.held,
+            "allocated": self.reading.allocated,
+            "peak": self.reading.peak,
+            "source": self.reading.source,
+        }
+
+    def rows(self) -> list[list[str]]:
+        """A row per kind: kind, tier, bytes, bytes per parameter of the model."""
+        rows = []
+        for kind in KINDS:
+            for tier in sorted({entry.tier for entry in self.entries if entry.kind == kind}):
+                total = sum(e.nbytes for e in self.entries if e.kind == kind and e.tier == tier)
+                rows.append([kind, tier, format_bytes(total), f"{total / max(self.parameter_numel, 1):.2f}"])
+        rows.append(["total", "", format_bytes(self.held), f"{self.held / max(self.parameter_numel, 1):.2f}"])
+        return rows
+
+    def __str__(self) -> str:
+        return (
+            text_table(self.rows(), ["kind", "tier", "bytes on this rank", "bytes per parameter"])
+            + f"\nallocator: {format_bytes(self.reading.allocated)} now, {format_bytes(self.reading.peak)} at the peak ({self.reading.source})"
+        )
+
+    def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
+        """The change of the config that would save most."""
+        kinds = self.by_kind()
+        shardable = {
+            1: kinds["master"] + kinds["optimizer state"],
+            2: kinds["gradient"],
+            3: kinds["parameter"],
+        }
+        savings = {
+            target: sum(nbytes for s, nbytes in shardable.items() if stage < s <= target) * (num_ranks - 1) // num_ranks
+            for target in (1, 2, 3)
+            if target > stage
+        }
+        model_bytes = self.held
+        rest = max(self.reading.peak - model_bytes, 0)
+        best = max(savings.items(), key=lambda item: item[1], default=None)
+        if best is not None and best[1] > max(rest // 2, 0) and best[1] > 0:
+            return f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+        if micro_batch > 1:
+            return (
+                f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps": activations and what'
+                f" else is not in the ledger take {format_bytes(rest)}."
+            )
+        if savings:
+            assert best is not None
+            return f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+        return "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
+
+
+def account(
+    sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, device: Device
+) -> Ledger:
+    """Read the ledger off the live engine. Communicates nothing."""
+    entries: list[Entry] = []
+    numel = 0
+    for unit in sharded.units:
+        row = unit.row
+        tier = row.parameter_tier.value
+        for bucket in unit.buckets:
+            numel += bucket.layout.parameter_numel
+            size = _itemsize(bucket.dtype)
+            shards = bucket.layout.num_shards if row.parameter.inner is Kind.SHARD else 1
+            entries.append(Entry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards))
+            if bucket.is_sharded and bucket.is_full:
+                whole = bucket.layout.numel * size
+                entries.append(Entry(unit.name, "gathered", tier, whole, whole))
+            if bucket.nbytes_secondary:
+                entries.append(Entry(unit.name, "gathered", tier, bucket.nbytes_secondary, bucket.nbytes_secondary))
+    for state in states:
+        row, layout = state.unit.row, state.bucket.layout
+        gradient_shards = layout.num_shards if row.gradient_between.inner is Kind.SHARD else 1
+        formula = layout.numel * _itemsize(state.gradient.dtype) // gradient_shards
+        entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, state.gradient.nbytes, formula))
+        owned = layout.numel // (layout.num_shards if row.state.inner is Kind.SHARD else 1)
+        if state.has_own_master:
+            held = state.master.numel() * state.master.element_size()
+            entries.append(Entry(state.unit.name, "master", row.state_tier.value, held, owned * _itemsize(state.master.dtype)))
+        if step is not None:
+            held, count, size = _optimizer_bytes(state, step)
+            if held:
+                entries.append(Entry(state.unit.name, "optimizer state", row.state_tier.value, held, owned * count * size))
+    in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
+    entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
+    return Ledger(tuple(entries), numel, device.memory())
+
+
+def _optimizer_bytes(state: BucketState, step: ShardedStep) -> tuple[int, int, int]:
+    held, keys, size = 0, set(), 4
+    for piece in state.pieces:
+        for key, value in step.optimizer.state.get(piece.param, {}).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
+                held += value.numel() * value.element_size()
+                keys.add(key)
+                size = value.element_size()
+    return held, len(keys), size
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype).element_size()

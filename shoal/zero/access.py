@@ -1,0 +1,232 @@
+"""Full and local values of a sharded parameter, its gradient and its optimizer state, to read and to set.
+
+``full`` calls are made on every rank and return the same on every rank; ``local`` calls see this rank's part (1-D) and communicate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shoal.errors import UsageError
+from shoal.memory.layout import Segment
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState, ShardedStep
+
+
+class Access:
+    """Reads and writes by parameter.
+
+    Args:
+        unscale: what gradients in memory must be multiplied by (accumulation, loss scale).
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        states: Sequence[BucketState],
+        step: ShardedStep | None,
+        unscale: Callable[[], float],
+    ) -> None:
+        self._sharded = sharded
+        self._step = step
+        self._unscale = unscale
+        self._home = {
+            id(parameter): (state, slot) for state in states for slot, parameter in enumerate(state.bucket.parameters)
+        }
+
+    def knows(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._home
+
+    def _find(self, parameter: nn.Parameter) -> tuple[BucketState, int, Segment | None]:
+        try:
+            state, slot = self._home[id(parameter)]
+        except KeyError:
+            raise UsageError(
+                f"a parameter of shape {tuple(parameter.shape)} is not trained by this engine.",
+                do="pass a parameter of engine.module that is in an optimizer group.",
+                code="access-unknown",
+            ) from None
+        bucket = state.bucket
+        for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
+            if segment.slot == slot:
+                return state, slot, segment
+        return state, slot, None
+
+    def _full(self, state: BucketState, slot: int, segment: Segment | None, owned: torch.Tensor | None) -> torch.Tensor:
+        """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""
+        info = state.bucket.layout.slots[slot]
+        comm = state.bucket.comm
+        whole = torch.zeros(info.numel, dtype=torch.float32, device=state.master.device)
+        if segment is not None and owned is not None:
+            whole[segment.offset : segment.offset + owned.numel()] = owned
+        if state.bucket.end - state.bucket.begin < state.bucket.layout.numel and info.numel:
+            # Each element comes from one rank only, so the sum is exact.
+            comm.all_reduce(whole, label=f"{state.bucket.label}: {info.name}").drain()
+        return whole.view(info.shape)
+
+    def _part(self, state: BucketState, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+        return value.detach().reshape(-1)[segment.offset : segment.offset + segment.stop - segment.start]
+
+    # master weights
+
+    def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The fp32 master weight. Communicates: one all_reduce of it where it is sharded."""
+        state, slot, segment = self._find(parameter)
+        owned = state.master[segment.start : segment.stop].float() if segment else None
+        return self._full(state, slot, segment, owned)
+
+    def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        state, _, segment = self._find(parameter)
+        return state.master[segment.start : segment.stop] if segment else None
+
+    @torch.no_grad()
+    def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set the master weight and the parameter. Called with the same value on every rank. Communicates nothing."""
+        state, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        state.bucket.comm.drain()
+        if segment:
+            part = self._part(state, segment, value)
+            state.master[segment.start : segment.stop].copy_(part)
+            if state.has_own_master:
+                state.owned_parameters[segment.start : segment.stop].copy_(part)
+        if not state.bucket.is_sharded:
+            state.bucket.views[slot].copy_(value)
+
+    @torch.no_grad()
+    def set_local_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set this rank's part. Called on every rank; replicas of the parameter follow after the next step."""
+        state, _, segment = self._find(parameter)
+        if segment is None:
+            return
+        _check_numel(value, segment)
+        state.bucket.comm.drain()
+        state.master[segment.start : segment.stop].copy_(value.reshape(-1))
+        if state.has_own_master:
+            state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
+
+    # gradients
+
+    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """The reduced gradient of the step under way, fp32, as the optimizer will see it before clipping; None before backward."""
+        state, slot, segment = self._find(parameter)
+        if not self._has_gradient(state):
+            return None
+        owned = None
+        if segment:
+            owned = state.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
+        return self._full(state, slot, segment, owned)
+
+    def _has_gradient(self, state: BucketState) -> bool:
+        self._sharded.finish_backward()
+        if state.is_native:
+            return any(parameter.grad is not None for parameter in state.gradient.parameters)
+        return state.gradient.state.value != "NONE"
+
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        state, _, segment = self._find(parameter)
+        if segment is None or not self._has_gradient(state):
+            return None
+        return state.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
+
+    @torch.no_grad()
+    def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace the gradient. Called with the same value on every rank, after backward at the boundary."""
+        state, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        if not self._has_gradient(state):
+            raise UsageError("there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient")
+        scaled = value / self._unscale()
+        if state.is_native:
+            parameter.grad = scaled.to(parameter.dtype).view(parameter.shape).clone()
+        elif segment:
+            state.gradient.owned()[segment.start : segment.stop].copy_(self._part(state, segment, scaled))
+        state.gradient.touched[slot] = 1
+
+    # optimizer state
+
+    def _state_parts(self, parameter: nn.Parameter, key: str, *, create: bool = False) -> tuple[BucketState, int, Segment | None, torch.Tensor | None]:
+        state, slot, segment = self._find(parameter)
+        if self._step is None or segment is None:
+            return state, slot, segment, None
+        parts = []
+        for piece, part in self._step.pieces_of_slot(state, slot):
+            held = self._step.optimizer.state[piece.param] if create else self._step.optimizer.state.get(piece.param, {})
+            if key not in held:
+                if not create:
+                    return state, slot, segment, None
+                held[key] = torch.zeros_like(piece.param.detach())
+            parts.append(held[key][part.start : part.stop])
+        return state, slot, segment, torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def full_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+        """One per-element state, whole, fp32; None before the first step. Communicates as ``full_parameter``."""
+        if key in ("fp32_param", "master"):
+            return self.full_parameter(parameter)
+        state, slot, segment, owned = self._state_parts(parameter, key)
+        if self._step is None or key not in self._step.state_keys():
+            has_it = owned is not None
+            if not self._anywhere(has_it, state):
+                return None
+        return self._full(state, slot, segment, owned.float() if owned is not None else None)
+
+    def _anywhere(self, flag: bool, state: BucketState) -> bool:
+        comm = state.bucket.comm
+        if comm.size == 1:
+            return flag
+        return bool(comm.exchange(torch.tensor([float(flag)], device=state.master.device), label="state").wait().any())
+
+    def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+        if key in ("fp32_param", "master"):
+            return self.local_parameter(parameter)
+        return self._state_parts(parameter, key)[3]
+
+    @torch.no_grad()
+    def set_full_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        """Set one per-element state. Called with the same value on every rank. Communicates nothing."""
+        if key in ("fp32_param", "master"):
+            self.set_full_parameter(parameter, value)
+            return
+        state, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        if segment:
+            self._write_state(state, slot, key, self._part(state, segment, value))
+
+    @torch.no_grad()
+    def set_local_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        state, slot, segment = self._find(parameter)
+        if segment is not None:
+            _check_numel(value, segment)
+            self._write_state(state, slot, key, value.reshape(-1))
+
+    def _write_state(self, state: BucketState, slot: int, key: str, flat: torch.Tensor) -> None:
+        assert self._step is not None
+        done = 0
+        for piece, part in self._step.pieces_of_slot(state, slot):
+            held = self._step.optimizer.state[piece.param]
+            if key not in held:
+                held[key] = torch.zeros_like(piece.param.detach())
+            numel = part.stop - part.start
+            held[key][part.start : part.stop].copy_(flat[done : done + numel])
+            done += numel
+
+
+def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
+    if got != tuple(expected):
+        raise UsageError(
+            f"the value for {name!r} has shape {got}, expected {tuple(expected)}.",
+            do="pass the whole tensor; the local forms take this rank's part.",
+            code="access-shape",
+        )
+
+
+def _check_numel(value: torch.Tensor, segment: Segment) -> None:
+    if value.numel() != segment.stop - segment.start:
+        raise UsageError(
+            f"the local value has {value.numel()} elements, this rank owns {segment.stop - segment.start}.",
+            do="pass a tensor of the size that the local getter returns.",
+            code="access-shape",
+        )

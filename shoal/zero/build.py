@@ -1,0 +1,294 @@
+"""Puts a model into units: cuts it, fills in the table, moves every parameter into its bucket, one unit at a time.
+
+Peak memory while it runs: what rests on this rank, and one unit whole. The model's own copy goes as each unit is filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ModelError, OptimizerError
+from shoal.memory.bucket import ParameterBucket
+from shoal.memory.layout import lay_out
+from shoal.memory.placement import Kind
+from shoal.memory.pool import Pool
+from shoal.zero.gradient import BucketGradient, GradientPolicy, NativeGradient
+from shoal.zero.materialize import Materializer
+from shoal.zero.partition import UnitRules, UnitSpec, cut
+from shoal.zero.prefetch import UnitOrder
+from shoal.zero.reducer import UnitGradient
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState
+from shoal.zero.table import Row, Table, row_of_stage
+from shoal.zero.unit import Unit
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which dtype each kind of state has.
+
+    Args:
+        parameter: floating-point parameters are cast to it; None: kept.
+        master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters themselves.
+        buffer: floating-point buffers of the model are cast to it; None: kept.
+    """
+
+    parameter: torch.dtype | None = None
+    master: torch.dtype | None = torch.float32
+    buffer: torch.dtype | None = None
+    gradient: GradientPolicy = field(default_factory=GradientPolicy)
+
+
+@dataclass(frozen=True)
+class ZeroSettings:
+    """What the JSON file says about sharding, in Shoal's words. All ``numel`` are elements."""
+
+    stage: int = 0
+    rules: UnitRules = field(default_factory=UnitRules)
+    has_secondary: bool = False
+    max_bucket_numel: int | None = None
+    prefetch_numel: int = 50_000_000
+    max_live_numel: int = 1_000_000_000
+    max_reuse_numel: int = 0
+    has_overlap: bool = True
+    can_be_native: bool = True  # on one rank, leave gradients where autograd puts them
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The communicators of the data-parallel axes.
+
+    ``inner`` shards, ``outer`` replicates the shards, ``all`` is both flattened. Pure data parallel training: ``inner`` is ``all``.
+    ``secondary``: the inner axis that hpZ's second sharding uses.
+    """
+
+    all: Communicator
+    inner: Communicator
+    outer: Communicator | None = None
+    secondary: Communicator | None = None
+
+
+def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, int]:
+    """The optimizer group of each parameter, by ``id``.
+
+    Raises: OptimizerError: a parameter in two groups, or one that is not the model's.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, int] = {}
+    problems = []
+    for index, group in enumerate(groups):
+        for position, parameter in enumerate(group):
+            name = names.get(id(parameter))
+            if name is None:
+                problems.append(
+                    f"group {index} holds a parameter (position {position}, shape {tuple(parameter.shape)}) that is not in the model"
+                )
+            elif id(parameter) in found:
+                problems.append(f"parameter {name!r} is in group {found[id(parameter)]} and again in group {index}")
+            else:
+                found[id(parameter)] = index
+    if problems:
+        raise OptimizerError(
+            "; ".join(problems) + ".",
+            do="hand each parameter of the model to exactly one group.",
+            code="optimizer-groups",
+        )
+    return found
+
+
+def build(
+    model: nn.Module,
+    groups: Sequence[Sequence[nn.Parameter]],
+    settings: ZeroSettings,
+    precision: Precision,
+    axes: Axes,
+    device: torch.device,
+    on_backward: Callable[[], None],
+) -> tuple[ShardedModel, list[BucketState]]:
+    """Shard ``model`` in place.
+
+    Args:
+        groups: the optimizer's parameter groups; a parameter in none of them is not trained.
+
+    Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit.
+    """
+    group_of = group_index(model, groups)
+    specs = cut(model, settings.rules)
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    materializer = Materializer(model, device, axes.all)
+    rows = [
+        row_of_stage(
+            settings.stage,
+            spec.name,
+            hybrid=axes.outer is not None and axes.outer.size > 1,
+            secondary=settings.has_secondary,
+            persistent=spec.is_persistent,
+        )
+        for spec in specs
+    ]
+    pool = Pool(axes.inner, device)
+    built: dict[str, tuple[Unit, list[BucketState]]] = {}
+    filled_last = materializer.module_positions()
+    order = sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i))
+    for index in order:
+        built[specs[index].name] = _build_unit(
+            specs[index], index, rows[index], parameters, group_of, settings, precision, axes, device, pool, materializer
+        )
+    materializer.finish(precision.buffer or precision.parameter)
+    units = [built[spec.name][0] for spec in specs]
+    states = [state for spec in specs for state in built[spec.name][1]]
+    entries = [
+        UnitGradient(unit, [state.gradient for state in built[unit.name][1]]) for unit in units if built[unit.name][1]
+    ]
+    sharded = ShardedModel(
+        model,
+        Table(tuple(rows)),
+        units,
+        entries,
+        {spec.name: [modules[name] for name in spec.modules] for spec in specs},
+        axes.all,
+        pool,
+        UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
+        max_reuse_numel=settings.max_reuse_numel,
+        max_live_numel=settings.max_live_numel,
+        has_overlap=settings.has_overlap,
+        device=device,
+        on_backward=on_backward,
+    )
+    return sharded, states
+
+
+def _build_unit(
+    spec: UnitSpec,
+    index: int,
+    row: Row,
+    parameters: dict[str, nn.Parameter],
+    group_of: dict[int, int],
+    settings: ZeroSettings,
+    precision: Precision,
+    axes: Axes,
+    device: torch.device,
+    pool: Pool,
+    materializer: Materializer,
+) -> tuple[Unit, list[BucketState]]:
+    comm = axes.inner if row.state.inner is Kind.SHARD else axes.all
+    outer = axes.outer if row.state.inner is Kind.SHARD else None
+    is_native = settings.can_be_native and axes.all.size == 1
+    buckets: list[ParameterBucket] = []
+    states: list[BucketState] = []
+    for number, members in enumerate(_split(spec, parameters, group_of, settings, precision)):
+        dtype = _target_dtype(parameters[members[0]], precision)
+        is_trained = id(parameters[members[0]]) in group_of and parameters[members[0]].requires_grad
+        layout = lay_out(
+            [(n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1) for n in members],
+            num_shards=comm.size,
+        )
+        bucket = ParameterBucket(
+            spec.name if number == 0 else f"{spec.name}#{number}",
+            layout,
+            dtype,
+            device,
+            comm,
+            [parameters[slot.name] for slot in layout.slots],
+            is_sharded=row.parameter.inner is Kind.SHARD and comm.size > 1,
+            is_state_sharded=row.state.inner is Kind.SHARD,
+            secondary=axes.secondary if row.secondary else None,
+        )
+        wide = _fill(bucket, materializer, axes.all)
+        buckets.append(bucket)
+        if not is_trained:
+            continue
+        has_own_master = dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
+        master = (
+            wide[bucket.begin : bucket.end].to(precision.master, copy=True)
+            if has_own_master
+            else (bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end])
+        )
+        native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
+        gradient_class = NativeGradient if native else BucketGradient
+        states.append(
+            BucketState(
+                unit=None,  # type: ignore[arg-type]
+                bucket=bucket,
+                gradient=gradient_class(bucket, row, precision.gradient, comm, outer, pool),
+                master=master,
+                has_own_master=has_own_master,
+            )
+        )
+    unit = Unit(spec.name, index, row, buckets)
+    for state in states:
+        state.unit = unit
+    if unit.is_sharded:
+        unit.release()
+    return unit, states
+
+
+def _target_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
+    if precision.parameter is not None and parameter.is_floating_point():
+        return precision.parameter
+    return parameter.dtype
+
+
+def _split(
+    spec: UnitSpec,
+    parameters: dict[str, nn.Parameter],
+    group_of: dict[int, int],
+    settings: ZeroSettings,
+    precision: Precision,
+) -> list[list[str]]:
+    """The unit's parameters by dtype and trainability, in pieces of at most ``max_bucket_numel`` elements (but at least one parameter)."""
+    kinds: dict[tuple[torch.dtype, bool], list[list[str]]] = {}
+    for name in spec.parameters:
+        parameter = parameters[name]
+        key = (_target_dtype(parameter, precision), parameter.requires_grad and id(parameter) in group_of)
+        parts = kinds.setdefault(key, [[]])
+        held = sum(parameters[n].numel() for n in parts[-1])
+        limit = settings.max_bucket_numel
+        if parts[-1] and limit is not None and held + parameter.numel() > limit:
+            parts.append([])
+        parts[-1].append(name)
+    return [part for parts in kinds.values() for part in parts]
+
+
+def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicator) -> torch.Tensor:
+    """Move the parameters' values into the bucket.
+
+    Returns: the whole bucket in the widest dtype that a parameter came in, for the master weights.
+    """
+    dtypes = {materializer.dtype_of(parameter) for parameter in bucket.parameters}
+    widest = bucket.dtype
+    for dtype in dtypes:
+        widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
+    wide = bucket.full if widest == bucket.dtype else torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.full.device)
+    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+        target = wide[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        materializer.copy_value(slot.name, parameter, target)
+    if comm.size > 1:
+        comm.broadcast(wide, 0, label=bucket.label).drain()
+    if wide is not bucket.full:
+        bucket.full.copy_(wide)
+    if bucket.is_sharded:
+        bucket.shard.copy_(bucket.full[bucket.begin : bucket.end])
+    bucket.adopt()
+    return wide
+
+
+def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
+    """Raises: ModelError: parameters were added to, or taken from, the model after it was sharded."""
+    now = {id(parameter): name for name, parameter in model.named_parameters()}
+    added = [name for key, name in now.items() if key not in sharded.unit_of]
+    known = {id(p): slot.name for u in sharded.units for b in u.buckets for slot, p in zip(b.layout.slots, b.parameters, strict=True)}
+    removed = [name for key, name in known.items() if key not in now]
+    if added or removed:
+        changes = [f"added {name!r}" for name in added] + [f"removed {name!r}" for name in removed]
+        raise ModelError(
+            f"the model was changed after initialize(): {', '.join(changes[:8])}{' ...' if len(changes) > 8 else ''}.",
+            do="change the model first, then call shoal.initialize(); or destroy() this engine and initialize again.",
+            code="model-changed",
+        )

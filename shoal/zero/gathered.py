@@ -1,0 +1,162 @@
+"""``GatheredParameters``: sharded parameters, whole, inside a block. And parameters that another module's forward reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import UsageError
+from shoal.zero.early import EARLY
+from shoal.zero.registry import OWNERS, Owner
+from shoal.zero.unit import Unit
+
+
+class GatheredParameters:
+    """Holds the given parameters whole inside the block. DeepSpeed's signature.
+
+    Args:
+        params: one parameter, or any iterable of them; parameters that are not sharded are left as they are.
+        modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded parameters are lost.
+        fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
+
+    Raises: UsageError: something that is not a parameter.
+    Communicates: an all_gather per unit; with ``modifier_rank`` a broadcast of each parameter.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(_iterate(params))
+        self._parameters = list({id(p): p for p in given if isinstance(p, torch.Tensor)}.values())
+        if len([p for p in given if not isinstance(p, torch.Tensor)]):
+            wrong = next(p for p in given if not isinstance(p, torch.Tensor))
+            raise UsageError(
+                f"GatheredParameters takes parameters, got {type(wrong).__name__}.", do="pass model.parameters().", code="gathered-type"
+            )
+        self._modifier_rank = modifier_rank
+        self._enabled = enabled
+        self._early: list[nn.Parameter] = []
+        self._live: list[tuple[Owner, list[nn.Parameter], list[Unit]]] = []
+        self._contexts: list[Any] = []
+        if fwd_module is not None and enabled:
+            for parameter in self._parameters:
+                register_external_parameter(fwd_module, parameter)
+
+    def __enter__(self) -> GatheredParameters:
+        if not self._enabled:
+            return self
+        owned: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+        for parameter in self._parameters:
+            early = EARLY.get(parameter)
+            owner = OWNERS.get(parameter)
+            if early is not None:
+                with torch.no_grad():
+                    early.gather(parameter)
+                self._early.append(parameter)
+            elif owner is not None:
+                owned.setdefault(id(owner), (owner, []))[1].append(parameter)
+        for owner, parameters in owned.values():
+            sharded = owner.sharded
+            units = list(dict.fromkeys(sharded.unit_of[id(p)] for p in parameters))
+            context = sharded.gathered([unit for unit in units if unit.is_sharded])
+            context.__enter__()
+            self._contexts.append(context)
+            self._live.append((owner, parameters, units))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._enabled:
+            return
+        with torch.no_grad():
+            for parameter in self._early:
+                early = EARLY.get(parameter)
+                if early is not None:
+                    early.scatter(parameter, self._modifier_rank if error is None else None)
+            if self._modifier_rank is not None and error is None:
+                for owner, parameters, _ in self._live:
+                    for parameter in parameters:
+                        write_through(owner, parameter, self._modifier_rank)
+        for context in reversed(self._contexts):
+            context.__exit__(None, None, None)
+        self._contexts.clear()
+        self._live.clear()
+        self._early.clear()
+
+
+def _iterate(params: Any) -> Iterable[Any]:
+    if not isinstance(params, Iterable):
+        raise UsageError(
+            f"GatheredParameters takes a parameter or an iterable of them, got {type(params).__name__}.",
+            do="pass model.parameters().",
+            code="gathered-type",
+        )
+    return params
+
+
+@torch.no_grad()
+def write_through(owner: Owner, parameter: nn.Parameter, source: int) -> None:
+    """Give rank ``source``'s value of a whole parameter to all ranks, their shards and their master weights.
+
+    Master weights change only where the parameter did, so they keep their precision elsewhere.
+    """
+    unit = owner.sharded.unit_of[id(parameter)]
+    for bucket in unit.buckets:
+        for slot, held in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            if held is not parameter or not slot.numel:
+                continue
+            everyone = owner.sharded.comm
+            if parameter.data_ptr() != bucket.full[slot.offset :].data_ptr():
+                bucket.full[slot.offset : slot.offset + slot.numel].copy_(parameter.data.reshape(-1))
+            value = bucket.full[slot.offset : slot.offset + slot.numel]
+            if everyone.size > 1:
+                everyone.broadcast(value, source, label=bucket.label).drain()
+            bucket.comm.drain()
+            state = next((s for s in owner.bucket_states if s.bucket is bucket), None)
+            low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
+            if low >= high:
+                continue
+            new = bucket.full[low:high]
+            start, stop = low - bucket.begin, high - bucket.begin
+            if state is not None and state.has_own_master:
+                master = state.master[start:stop]
+                changed = new != master.to(new.dtype)
+                master.copy_(torch.where(changed, new.to(master.dtype), master))
+            if bucket.is_sharded:
+                bucket.shard[start:stop].copy_(new)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """From now on the forward of ``module`` finds ``parameter`` whole, though it belongs to another module.
+
+    Before ``initialize`` this does nothing: Shoal finds such reads by itself in the first pass.
+    """
+    owner = OWNERS.get(parameter)
+    if owner is None:
+        return
+    sharded = owner.sharded
+    reader = next((sharded.unit_of[id(p)] for p in module.parameters() if id(p) in sharded.unit_of), None)
+    root = next((unit for unit in sharded.units if unit.name == "root"), None)
+    target = reader or root
+    if target is not None:
+        sharded.add_external(target, sharded.unit_of[id(parameter)])
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo ``register_external_parameter``."""
+    owner = OWNERS.get(parameter)
+    if owner is None:
+        return
+    unit = owner.sharded.unit_of[id(parameter)]
+    for reader in owner.sharded.units:
+        if unit in reader.externals and any(owner.sharded.unit_of.get(id(p)) is reader for p in module.parameters()):
+            reader.externals.remove(unit)

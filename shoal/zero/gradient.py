@@ -1,0 +1,323 @@
+"""From a parameter's gradient to the reduced gradient of a unit.
+
+A unit is reduced when each of its parameters has its gradient; what is still open when backward ends is reduced then, with zeros where a
+parameter got none. Reductions are issued in one order, the same on every rank, so ranks whose branches differ neither hang nor mix.
+A gradient that comes after its unit was reduced stays in ``parameter.grad`` and joins the unit's next reduction, at the latest at the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.memory.bucket import ParameterBucket
+from shoal.memory.placement import Kind
+from shoal.memory.pool import Pool
+from shoal.zero.table import Row
+
+
+class GradientState(Enum):
+    NONE = "NONE"  # no memory beyond the accumulator
+    ACCUMULATING = "ACCUMULATING"  # the accumulator holds a part of the sum
+    REDUCING = "REDUCING"  # a collective reads or writes it
+    REDUCED = "REDUCED"  # this rank's range holds the sum over all ranks
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients are summed.
+
+    Args:
+        accumulate_dtype: of the accumulator; None: the parameter's.
+        wire_dtype: of what is sent; None: the accumulator's where that is sent, else the parameter's.
+        pre_scale: factor before the sum over ranks; ``post_scale``: after it.
+    """
+
+    accumulate_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
+    pre_scale: float = 1.0
+    post_scale: float = 1.0
+
+
+class BucketGradient:
+    """The gradient of one bucket.
+
+    Memory: an accumulator of the whole bucket where the row says Partial, else of this rank's range; from the first backward pass on.
+    While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole.
+    """
+
+    is_native = False
+
+    def __init__(
+        self,
+        bucket: ParameterBucket,
+        row: Row,
+        policy: GradientPolicy,
+        inner: Communicator,
+        outer: Communicator | None,
+        pool: Pool,
+    ) -> None:
+        self.bucket = bucket
+        self.layout = bucket.layout
+        self.parameters = bucket.parameters
+        self.policy = policy
+        self.dtype = policy.accumulate_dtype or bucket.dtype
+        self.state = GradientState.NONE
+        self.touched = bytearray(len(self.parameters))  # got a gradient on this rank since the last step
+        self._inner = inner
+        self._outer = outer if outer is not None and outer.size > 1 else None
+        self._pool = pool
+        self._is_whole_between = row.gradient_between.inner is not Kind.SHARD
+        self._is_whole_at_step = row.gradient_at_step.inner is Kind.REPLICATE
+        self._accumulator: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._work: Work | None = None
+        self._after: Callable[[], None] | None = None
+
+    # memory
+
+    def accumulator(self) -> torch.Tensor:
+        """The accumulator, allocated at the first call."""
+        if self._accumulator is None:
+            layout = self.layout
+            if self._is_whole_between:
+                flat = self._inner.empty(layout.numel, self.dtype, self.bucket.full.device)
+                self._views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
+            else:
+                begin, end = self.bucket.begin, self.bucket.end
+                flat = torch.empty(end - begin, dtype=self.dtype, device=self.bucket.full.device)
+            flat.zero_()
+            self._accumulator = flat
+        return self._accumulator
+
+    def owned(self) -> torch.Tensor:
+        """The range of the reduced gradient that this rank's optimizer reads. Shape: [owned numel]."""
+        whole = self.accumulator()
+        if self._is_whole_between and not self._is_whole_at_step:
+            return whole[self.bucket.begin : self.bucket.end]
+        return whole
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the accumulator holds, or will."""
+        numel = self.layout.numel if self._is_whole_between else self.bucket.end - self.bucket.begin
+        return numel * torch.empty((), dtype=self.dtype).element_size()
+
+    # from parameter.grad
+
+    def _take(self, views: Sequence[torch.Tensor], *, add: bool) -> None:
+        """Move the gradients into ``views``: add them, or copy them and zero what got none."""
+        targets, gradients = [], []
+        for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
+            gradient = parameter.grad
+            if gradient is not None:
+                self.touched[index] = 1
+                targets.append(view)
+                gradients.append(gradient)
+                parameter.grad = None
+            elif not add:
+                view.zero_()
+        if targets and add:
+            torch._foreach_add_(targets, gradients)
+        elif targets:
+            torch._foreach_copy_(targets, gradients)
+
+    def has_new(self) -> bool:
+        """Is there a gradient that no reduction has seen?"""
+        return any(parameter.grad is not None for parameter in self.parameters)
+
+    def accumulate(self) -> None:
+        """Add the parameters' gradients to the whole accumulator, without communication."""
+        self.accumulator()
+        if self.state is GradientState.NONE:
+            self._inner.drain()
+        self._take(self._views, add=self.state is GradientState.ACCUMULATING)
+        self.state = GradientState.ACCUMULATING
+
+    # over the ranks
+
+    def start_reduce(self, *, at_step: bool) -> None:
+        """Issue the reduction of what the parameters' gradients hold.
+
+        Args:
+            at_step: this is the last reduction before the optimizer's step: the outer axis is summed too.
+
+        Communicates: Partial -> Shard: one reduce_scatter; Partial -> Replicate: one all_reduce; with an outer axis one all_reduce of the shard.
+        """
+        if self._is_whole_between and self.state is not GradientState.REDUCED:
+            self._reduce_accumulator()
+        else:
+            self._reduce_slab(at_step=at_step)
+
+    def _reduce_accumulator(self) -> None:
+        self.accumulate()
+        policy, label = self.policy, self.bucket.label
+        flat = self.accumulator()
+        wire = policy.wire_dtype or self.dtype
+        if policy.pre_scale != 1.0:
+            flat.mul_(policy.pre_scale)
+        owned = self.owned()
+        self.state = GradientState.REDUCING
+        if wire == self.dtype:
+            if self._is_whole_at_step:
+                self._work = self._inner.all_reduce(flat, scale=policy.post_scale, label=label)
+            else:
+                self._work = self._inner.reduce_scatter(flat, owned, scale=policy.post_scale, label=label)
+            self._after = self._sum_outer(owned)
+            return
+        slab = self._pool.take(self.layout, wire)
+        slab.flat.copy_(flat)
+        if self._is_whole_at_step:
+            work = self._inner.all_reduce(slab.flat, scale=policy.post_scale, label=label)
+        else:
+            work = self._inner.reduce_scatter(slab.flat, owned, scale=policy.post_scale, label=label)
+        self._work = work
+        outer = self._sum_outer(owned)
+
+        def after() -> None:
+            if self._is_whole_at_step:
+                flat.copy_(slab.flat)
+            self._pool.give_back(self.layout, slab, work)
+            if outer is not None:
+                outer()
+
+        self._after = after
+
+    def _reduce_slab(self, *, at_step: bool) -> None:
+        policy, label = self.policy, self.bucket.label
+        wire = policy.wire_dtype or (self.dtype if self._is_whole_between else self.bucket.dtype)
+        add = self.state in (GradientState.ACCUMULATING, GradientState.REDUCED)
+        was_reduced = self.state is GradientState.REDUCED
+        slab = self._pool.take(self.layout, wire)
+        self._take(slab.views, add=False)
+        if policy.pre_scale != 1.0:
+            slab.flat.mul_(policy.pre_scale)
+        owned = self.owned()
+        self.state = GradientState.REDUCING
+        # What was reduced over the outer axis already must not be summed over it again: a late part goes through a shard of its own.
+        late = torch.empty_like(owned) if was_reduced and self._outer is not None else None
+        if self._is_whole_at_step:
+            work = self._inner.all_reduce(slab.flat, scale=policy.post_scale, label=label)
+        elif late is not None:
+            work = self._inner.reduce_scatter(slab.flat, late, scale=policy.post_scale, label=label)
+        else:
+            work = self._inner.reduce_scatter(slab.flat, owned, scale=policy.post_scale, accumulate=add, label=label)
+        self._work = work
+        outer = self._sum_outer(late if late is not None else owned) if at_step else None
+
+        def after() -> None:
+            if self._is_whole_at_step:
+                owned.add_(slab.flat)
+            self._pool.give_back(self.layout, slab, work)
+            if outer is not None:
+                outer()
+            if late is not None:
+                owned.add_(late)
+
+        self._after = after
+
+    def _sum_outer(self, shard: torch.Tensor) -> Callable[[], None] | None:
+        outer = self._outer
+        if outer is None:
+            return None
+        return lambda: outer.all_reduce(shard, label=self.bucket.label).drain()
+
+    def settle(self, *, at_step: bool) -> None:
+        """Wait for the reduction that was issued."""
+        if self._work is None:
+            return
+        self._work.wait()
+        if self._after is not None:
+            self._after()
+        self._work, self._after = None, None
+        is_sum = at_step or self._is_whole_between
+        self.state = GradientState.REDUCED if is_sum else GradientState.ACCUMULATING
+
+    def complete(self) -> None:
+        """At the step: sum over the ranks what no pass has summed yet (accumulation that the engine was not told the end of)."""
+        if self._is_whole_between:
+            self.start_reduce(at_step=True)
+            self.settle(at_step=True)
+            return
+        outer = self._sum_outer(self.owned())
+        if outer is not None:
+            outer()
+        self.state = GradientState.REDUCED
+
+    def norm_squared(self) -> torch.Tensor:
+        """Sum of squares of this rank's range, whether or not the whole is here. Shape: [], fp32."""
+        owned = self.owned()
+        if self._is_whole_at_step and self._inner.size > 1:
+            begin, end = self.layout.owned(self._inner.rank)
+            owned = owned[begin:end]
+        norm = torch.linalg.vector_norm(owned, dtype=torch.float64 if owned.dtype == torch.float64 else torch.float32)
+        return (norm * norm).to(torch.float32) if norm.dtype != torch.float64 else norm * norm
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the owned range."""
+        return self.owned()[start:stop]
+
+    def reset(self) -> None:
+        """Forget the gradient of this step; the memory stays."""
+        self.state = GradientState.NONE
+        self.touched = bytearray(len(self.parameters))
+        self._work, self._after = None, None
+
+    def free(self) -> None:
+        self.reset()
+        self._accumulator, self._views = None, []
+
+
+class NativeGradient(BucketGradient):
+    """On one rank there is nothing to reduce: autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Nothing is copied."""
+
+    is_native = True
+
+    def accumulate(self) -> None:
+        return
+
+    def start_reduce(self, *, at_step: bool) -> None:
+        return
+
+    def settle(self, *, at_step: bool) -> None:
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self.touched[index] = 1
+
+    def has_new(self) -> bool:
+        return False
+
+    def complete(self) -> None:
+        self.settle(at_step=True)
+
+    def norm_squared(self) -> torch.Tensor:
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float32, device=self.bucket.full.device)
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        return torch.stack(norms).square().sum()
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if slot.offset <= start and stop <= slot.offset + slot.numel:
+                if parameter.grad is None:
+                    raise AssertionError(f"no gradient for {slot.name}")
+                return parameter.grad.reshape(-1)[start - slot.offset : stop - slot.offset]
+        raise AssertionError(f"[{start}, {stop}) is not inside one parameter")
+
+    def owned(self) -> torch.Tensor:
+        """The gradients in one flat tensor, for the accessors; a copy."""
+        flat = torch.zeros(self.layout.numel, dtype=self.bucket.dtype, device=self.bucket.full.device)
+        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
+            if parameter.grad is not None:
+                flat[slot.offset : slot.offset + slot.numel] = parameter.grad.reshape(-1)
+        return flat
+
+    def reset(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.touched = bytearray(len(self.parameters))

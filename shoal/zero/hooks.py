@@ -1,0 +1,78 @@
+"""The hooks on modules and on autograd: each calls a verb of the runtime. All handles are kept; ``detach`` gives the model back as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal.zero.reducer import UnitGradient
+from shoal.zero.unit import Unit
+
+
+class Runtime(Protocol):
+    def before_model(self) -> None: ...
+    def after_model(self, output: Any) -> None: ...
+    def before_forward(self, unit: Unit) -> None: ...
+    def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None: ...
+    def gradient_ready(self, entry: UnitGradient, index: int) -> None: ...
+
+
+class HookSet:
+    """Every hook that Shoal has on one model."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+
+    def on_model(self, model: nn.Module, runtime: Runtime) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            runtime.before_model()
+
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            runtime.after_model(output)
+
+        self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
+        self._handles.append(model.register_forward_hook(torch.compiler.disable(after)))
+
+    def on_unit(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
+        def before(_module: nn.Module, _args: Any) -> None:
+            runtime.before_forward(unit)
+
+        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            runtime.after_forward(unit, (args, kwargs), output)
+
+        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
+        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, prepend=True))
+
+    def on_gradient(self, parameter: nn.Parameter, entry: UnitGradient, index: int, runtime: Runtime) -> None:
+        def ready(_parameter: torch.Tensor) -> None:
+            runtime.gradient_ready(entry, index)
+
+        self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of tuples, lists, mappings, dataclasses and plain objects' attributes."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), depth + 1)
+    elif depth < 4 and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth + 1)

@@ -1,0 +1,244 @@
+"""``zero.Init``: a model that fits no single rank is built sharded, module by module.
+
+Inside the context each parameter is made, initialised, and cut down to this rank's range when the constructor of its module returns, so
+peak memory is the shards and one module. Code that touches a parameter later in a constructor (``nn.init.normal_(self.head.weight)``,
+``self.apply(init)``) finds it whole again: it is gathered at the first touch, and rank 0's value is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.comm.world import current_world
+from shoal.errors import UsageError
+from shoal.mesh import Mesh
+from shoal.zero.early import EARLY, EarlyShard
+
+_MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
+_MAX_WHOLE = 32
+
+
+class Init:
+    """Shards parameters as modules are built. DeepSpeed's signature.
+
+    Args:
+        module: a module that exists already: it is sharded at once.
+        config_dict_or_path, config: accepted; Shoal needs nothing from it here.
+        enabled: False: the context does nothing.
+        dtype: cast floating-point parameters to it; None: keep them, so that master weights get the full precision.
+
+    Communicates: one broadcast of each parameter (rank 0's values count).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        **_unused: Any,
+    ) -> None:
+        if remote_device not in (None, "none") and enabled:
+            from shoal.errors import NotBuiltError
+
+            raise NotBuiltError(
+                f"zero.Init(remote_device={remote_device!r}): offload is not built yet.", do="leave remote_device out."
+            )
+        if data_parallel_group is not None:
+            raise UsageError(
+                "zero.Init(data_parallel_group=...): groups are made from the config.", do="leave it out.", code="zero-init-group"
+            )
+        self._enabled = enabled
+        self._dtype = dtype
+        self._mode: _TouchMode | None = None
+        self._building: set[int] = set()
+        if module is not None and enabled:
+            self._prepare()
+            for part in module.modules():
+                self._shard(part)
+
+    def _prepare(self) -> None:
+        world = current_world()
+        self._device = world.device
+        self._comm = world.communicator("dp", Mesh.of(world.size))
+        self._whole: dict[int, nn.Parameter] = {}
+
+    def __enter__(self) -> Init:
+        if self._enabled:
+            self._prepare()
+            _PATCH.enter(self)
+            self._mode = _TouchMode(self)
+            self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled and self._mode is not None:
+            self._mode.__exit__(kind, error, trace)
+            self._mode = None
+            _PATCH.leave(self)
+            if error is None:
+                self._scatter()
+
+    # called by the patched constructors
+
+    def construct(self, module: nn.Module, constructor: Callable[[], None]) -> None:
+        """Run one constructor; the outermost one of a module shards its parameters."""
+        if id(module) in self._building:
+            constructor()
+            return
+        self._building.add(id(module))
+        try:
+            constructor()
+        finally:
+            self._building.discard(id(module))
+        self._shard(module)
+
+    def _shard(self, module: nn.Module) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in module._parameters.values():
+                if parameter is not None and EARLY.get(parameter) is None and not parameter.is_meta:
+                    EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype))
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Make a sharded parameter whole, because code in the context is about to use it."""
+        early = EARLY.get(parameter)
+        if early is None or id(parameter) in self._whole:
+            return
+        held = sum(p.numel() for p in self._whole.values())
+        if held + parameter.numel() > _MAX_WHOLE_NUMEL or len(self._whole) >= _MAX_WHOLE:
+            self._scatter()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            early.gather(parameter)
+        self._whole[id(parameter)] = parameter
+
+    def _scatter(self) -> None:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in self._whole.values():
+                early = EARLY.get(parameter)
+                if early is not None:
+                    early.scatter(parameter, source=0)
+        self._whole.clear()
+
+
+class _TouchMode(TorchFunctionMode):
+    def __init__(self, init: Init) -> None:
+        super().__init__()
+        self._init = init
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func not in _METADATA:
+            for value in (*args, *kwargs.values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter):
+                        self._init.touch(item)
+        return func(*args, **kwargs)
+
+
+_METADATA = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad_,
+    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+}
+
+
+class _ConstructorPatch:
+    """Wraps the constructor of every module class while some context is open, in any thread, and unwraps it after the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._open = 0
+        self._originals: dict[type[nn.Module], Callable[..., None]] = {}
+        self._subclass_hook: Any = None
+        self._local = threading.local()
+
+    def _stack(self) -> list[Init]:
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        stack: list[Init] = self._local.stack
+        return stack
+
+    def enter(self, init: Init) -> None:
+        self._stack().append(init)
+        with self._lock:
+            self._open += 1
+            if self._open == 1:
+                self._wrap_all()
+
+    def leave(self, init: Init) -> None:
+        self._stack().remove(init)
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                for cls, original in self._originals.items():
+                    cls.__init__ = original  # type: ignore[method-assign, misc]
+                self._originals.clear()
+                if self._subclass_hook is None:
+                    del nn.Module.__init_subclass__
+                else:
+                    nn.Module.__init_subclass__ = self._subclass_hook
+
+    def _wrap_all(self) -> None:
+        pending: list[type[nn.Module]] = [nn.Module]
+        while pending:
+            cls = pending.pop()
+            pending.extend(cls.__subclasses__())
+            self._wrap(cls)
+        self._subclass_hook = nn.Module.__dict__.get("__init_subclass__")
+        patch = self
+
+        def defined(cls: type[nn.Module], **kwargs: Any) -> None:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+            patch._wrap(cls)
+
+        nn.Module.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
+
+    def _wrap(self, cls: type[nn.Module]) -> None:
+        original = cls.__dict__.get("__init__")
+        if original is None or cls in self._originals or cls is nn.Module:
+            return
+        stack = self._stack
+
+        @functools.wraps(original)
+        def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            active = stack()
+            if not active:
+                original(module, *args, **kwargs)
+            else:
+                active[-1].construct(module, lambda: original(module, *args, **kwargs))
+
+        self._originals[cls] = original
+        cls.__init__ = construct  # type: ignore[method-assign, assignment]
+
+
+_PATCH = _ConstructorPatch()

@@ -1,0 +1,173 @@
+"""The optimizer that users see: their own optimizer's groups and hyperparameters, with state by parameter, over sharded master weights."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import OptimizerError
+from shoal.zero.step import BucketState, ShardedStep
+
+
+class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
+    """Optimizer state keyed by the model's parameters, read from the pieces.
+
+    A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's shape where this rank
+    owns all of it, else 1-D. Other values (``step``) are given as they are.
+    """
+
+    def __init__(self, step: ShardedStep) -> None:
+        self._step = step
+        self._home: dict[int, tuple[BucketState, int, nn.Parameter]] = {
+            id(parameter): (state, slot, parameter)
+            for state in step.states
+            for slot, parameter in enumerate(state.bucket.parameters)
+        }
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        if id(parameter) not in self._home:
+            raise KeyError(parameter)
+        state, slot, _ = self._home[id(parameter)]
+        parts: dict[str, list[torch.Tensor]] = defaultdict(list)
+        found: dict[str, Any] = {}
+        for piece, segment in self._step.pieces_of_slot(state, slot):
+            for key, value in self._step.optimizer.state.get(piece.param, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
+                    parts[key].append(value[segment.start : segment.stop])
+                else:
+                    found[key] = value
+        shape = state.bucket.layout.slots[slot].shape
+        for key, tensors in parts.items():
+            flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            found[key] = flat.view(shape) if flat.numel() == state.bucket.layout.slots[slot].numel else flat
+        return found
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        for _, _, parameter in self._home.values():
+            if self[parameter]:
+                yield parameter
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._home and bool(self[parameter])  # type: ignore[index]
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What ``initialize`` returns as the optimizer.
+
+    ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's changes) and list the
+    model's parameters. ``step()`` does what ``engine.step()`` does.
+    """
+
+    def __init__(self, step: ShardedStep, engine_step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+        # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
+        self.optimizer = step.optimizer
+        self.sharded_step = step
+        self._engine_step = engine_step
+        self._zero_grad = zero_grad
+        self._state = StateByParameter(step)
+        self.overflow = False
+        self.loss_scale = 1.0
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name for ``loss_scale``."""
+        return self.loss_scale
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @property
+    def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:  # type: ignore[override]
+        return self._state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """One optimizer step. Raises: OptimizerError: a closure was given."""
+        if closure is not None:
+            raise OptimizerError(
+                "step(closure) would run the model again inside the optimizer, which sharded optimizers cannot do.",
+                do="call engine.backward(loss) and then engine.step().",
+                code="optimizer-closure",
+            )
+        self._engine_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise OptimizerError(
+            "a parameter group cannot be added after initialize(): its parameters have no place in the buckets.",
+            do="give the optimizer all its groups first.",
+            code="optimizer-add-group",
+        )
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """In torch's format; the state is this rank's part of each parameter's."""
+        groups, index_of = [], {}
+        for group in self.param_groups:
+            indices = []
+            for parameter in group["params"]:
+                index_of.setdefault(id(parameter), len(index_of))
+                indices.append(index_of[id(parameter)])
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": indices})
+        state = {index_of[id(p)]: self._state[p] for p in self._state if id(p) in index_of}
+        return {"state": state, "param_groups": groups}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` gave on the same rank of the same layout. The group dicts are updated in place.
+
+        Raises: OptimizerError: the groups or the sizes do not fit.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise OptimizerError(
+                f"the state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}.",
+                do="build the optimizer with the groups that it had when it was saved.",
+                code="optimizer-state-groups",
+            )
+        parameters: list[nn.Parameter] = []
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+            parameters += [p for p in group["params"] if id(p) not in {id(q) for q in parameters}]
+        for index, values in state_dict["state"].items():
+            self.load_local_state(parameters[int(index)], values)
+
+    @torch.no_grad()
+    def load_local_state(self, parameter: nn.Parameter, values: Mapping[str, Any]) -> None:
+        """Set this rank's part of one parameter's optimizer state.
+
+        Raises: OptimizerError: a tensor has another size than this rank's part.
+        """
+        state, slot, _ = self._state._home[id(parameter)]
+        owned = sum(s.stop - s.start for _, s in self.sharded_step.pieces_of_slot(state, slot))
+        done = 0
+        for piece, segment in self.sharded_step.pieces_of_slot(state, slot):
+            held = self.optimizer.state[piece.param]
+            numel = segment.stop - segment.start
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    if value.numel() != owned:
+                        raise OptimizerError(
+                            f"{key!r} of parameter {state.bucket.layout.slots[slot].name!r} has {value.numel()} elements,"
+                            f" this rank owns {owned}.",
+                            do="load the state on the rank and layout that saved it; a checkpoint loads into any layout.",
+                            code="optimizer-state-size",
+                        )
+                    if key not in held:
+                        held[key] = torch.zeros_like(piece.param.detach(), dtype=value.dtype)
+                    held[key][segment.start : segment.stop].copy_(value.reshape(-1)[done : done + numel])
+                else:
+                    held[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            done += numel

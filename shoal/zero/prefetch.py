@@ -1,0 +1,75 @@
+"""The order in which units are used, recorded in one pass and used to gather ahead in the next.
+
+When a pass departs from the recorded order it goes on without prefetch, the departure is counted and the order is recorded anew: nothing is
+wrong, only slower.
+"""
+
+from __future__ import annotations
+
+from shoal.zero.unit import Unit
+
+
+class UnitOrder:
+    """One recorded order per kind of pass (training, evaluation).
+
+    Args:
+        prefetch_numel: gather ahead at most this many elements.
+        max_live_numel: gather ahead only while fewer elements than this are gathered.
+    """
+
+    def __init__(self, *, prefetch_numel: int, max_live_numel: int) -> None:
+        self.departures = 0
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._recorded: dict[str, list[Unit]] = {}
+        self._visited: list[Unit] = []
+        self._key = ""
+        self._is_following = False
+
+    def start(self, key: str) -> None:
+        """A pass begins."""
+        self.end()
+        self._key = key
+        self._visited = []
+        self._is_following = key in self._recorded
+
+    def end(self) -> None:
+        """The pass is over: keep its order, unless it followed the recorded one."""
+        if self._visited and not (self._is_following and len(self._visited) <= len(self._recorded[self._key])):
+            self._recorded[self._key] = self._visited
+        self._visited = []
+
+    def visit(self, unit: Unit) -> None:
+        """A unit is about to be used."""
+        position = len(self._visited)
+        self._visited.append(unit)
+        if self._is_following:
+            order = self._recorded[self._key]
+            if position >= len(order) or order[position] is not unit:
+                self._is_following = False
+                self.departures += 1
+
+    def ahead(self, live_numel: int) -> list[Unit]:
+        """Units to gather now, because they come next."""
+        if not self._is_following or not self._prefetch_numel:
+            return []
+        chosen: list[Unit] = []
+        numel = 0
+        for unit in self._recorded[self._key][len(self._visited) :]:
+            if numel + unit.numel > self._prefetch_numel or live_numel + numel + unit.numel > self._max_live_numel:
+                break
+            if unit.is_at_rest and unit not in chosen:
+                chosen.append(unit)
+                numel += unit.numel
+        return chosen
+
+    def reuse_distance(self, unit: Unit) -> int | None:
+        """Elements gathered for other units before ``unit`` is used again; None: it is not, or nobody knows."""
+        if not self._is_following:
+            return None
+        numel = 0
+        for later in self._recorded[self._key][len(self._visited) :]:
+            if later is unit:
+                return numel
+            numel += later.numel
+        return None

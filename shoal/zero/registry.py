@@ -1,0 +1,53 @@
+"""Finds the engine that holds a parameter: what ``GatheredParameters`` and the safe accessors are given is a bare parameter."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from torch import nn
+
+from shoal.zero.access import Access
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState
+
+
+class Owner(Protocol):
+    """What holds sharded parameters: the engine."""
+
+    sharded: ShardedModel
+
+    @property
+    def access(self) -> Access: ...
+
+    @property
+    def bucket_states(self) -> list[BucketState]: ...
+
+
+class _Registry:
+    """Owners by parameter. Holds neither alive."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner]]] = {}
+
+    def put(self, parameter: nn.Parameter, owner: Owner) -> None:
+        key = id(parameter)
+
+        def forget(gone: weakref.ref[nn.Parameter]) -> None:
+            entry = self._by_id.get(key)
+            if entry is not None and entry[0] is gone:
+                del self._by_id[key]
+
+        self._by_id[key] = (weakref.ref(parameter, forget), weakref.ref(owner))
+
+    def pop(self, parameter: nn.Parameter) -> None:
+        self._by_id.pop(id(parameter), None)
+
+    def get(self, parameter: nn.Parameter) -> Owner | None:
+        entry = self._by_id.get(id(parameter))
+        if entry is None or entry[0]() is not parameter:
+            return None
+        return entry[1]()
+
+
+OWNERS = _Registry()

@@ -1,0 +1,306 @@
+"""Executes the table on a live model: what happens before and after each unit's forward and backward.
+
+    pre-forward     gather the unit, and those that come next
+    post-forward    release it
+    pre-backward    gather it, in reverse order
+    gradient ready  all parameters of the unit ready? -> reduce, release
+    end of backward reduce what is open, release everything
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.device import at_end_of_backward, in_backward
+from shoal.memory.pool import Pool
+from shoal.zero.external import ExternalUseMode
+from shoal.zero.hooks import HookSet, tensors_in
+from shoal.zero.prefetch import UnitOrder
+from shoal.zero.reducer import Reducer, UnitGradient
+from shoal.zero.table import Table
+from shoal.zero.unit import Unit, UnitState
+
+
+class _Call:
+    """One forward call of one unit, until its backward is done."""
+
+    __slots__ = ("has_differentiable_input", "is_done", "is_started")
+
+    def __init__(self, has_differentiable_input: bool) -> None:
+        self.has_differentiable_input = has_differentiable_input
+        self.is_started = False
+        self.is_done = False
+
+
+class ShardedModel:
+    """A model whose units are placed as the table says.
+
+    Args:
+        units: in order; ``entries``: the gradients of those that have trainable parameters.
+        modules: the modules whose forward needs a unit.
+        on_backward: called when a backward pass begins (the engine decides there whether it is the last before the step).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: Table,
+        units: Sequence[Unit],
+        entries: Sequence[UnitGradient],
+        modules: dict[str, list[nn.Module]],
+        comm: Communicator,
+        pool: Pool,
+        order: UnitOrder,
+        *,
+        max_reuse_numel: int,
+        max_live_numel: int,
+        has_overlap: bool,
+        device: torch.device,
+        on_backward: Callable[[], None],
+    ) -> None:
+        self.model = model
+        self.table = table
+        self.units = list(units)
+        self.entries = list(entries)
+        self.pool = pool
+        self.order = order
+        self.comm = comm
+        self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
+        self.sharded = [unit for unit in self.units if unit.is_sharded]
+        self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
+        self.in_pass = False  # between the first event of a backward pass and its end
+        self._on_backward = on_backward
+        self._max_reuse_numel = max_reuse_numel
+        self._max_live_numel = max_live_numel
+        self._entry_of = {entry.unit.name: entry for entry in self.entries}
+        self._calls: dict[str, list[_Call]] = {unit.name: [] for unit in self.units}
+        self._running: list[Unit] = []
+        self._searched: set[str] = set()
+        self._hooks = HookSet()
+        self._hooks.on_model(model, self)
+        for unit in self.sharded:
+            for module in modules.get(unit.name, ()):
+                self._hooks.on_unit(module, unit, self)
+        for entry in self.entries:
+            parameters = [p for gradient in entry.gradients for p in gradient.parameters]
+            if any(not gradient.is_native for gradient in entry.gradients):
+                for index, parameter in enumerate(parameters):
+                    self._hooks.on_gradient(parameter, entry, index, self)
+
+    # forward
+
+    def searching(self) -> AbstractContextManager[object]:
+        """In the first passes, look for parameters that are read outside their unit."""
+        key = self._pass_key()
+        if not self.sharded or key in self._searched or torch.compiler.is_compiling():
+            return nullcontext()
+        return self._search(key)
+
+    @contextmanager
+    def _search(self, key: str) -> Iterator[None]:
+        with ExternalUseMode(self.unit_of, self._read_outside):
+            yield
+        self._searched.add(key)
+
+    def _read_outside(self, unit: Unit) -> None:
+        reader = self._running[-1] if self._running else None
+        if reader is not None:
+            self.add_external(reader, unit)
+        unit.gather()
+
+    def add_external(self, reader: Unit, read: Unit) -> None:
+        """From now on the forward of ``reader`` gathers ``read`` too."""
+        if read is not reader and read not in reader.externals and read.is_sharded:
+            reader.externals.append(read)
+
+    def _pass_key(self) -> str:
+        return "training" if torch.is_grad_enabled() else "evaluation"
+
+    def before_model(self) -> None:
+        if not in_backward():
+            self._running.clear()
+            self.order.start(self._pass_key())
+
+    def after_model(self, output: Any) -> None:
+        if in_backward():
+            return
+        for unit in self.sharded:
+            if unit.state is UnitState.GATHERING:
+                unit.release()
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._output_gradient)
+
+    def _output_gradient(self, _gradient: torch.Tensor) -> None:
+        self.begin_backward(is_in_graph=True)
+
+    def before_forward(self, unit: Unit) -> None:
+        self._running.append(unit)
+        for external in unit.externals:
+            self._gather(external)
+        self._gather(unit)
+
+    def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
+        if self._running and self._running[-1] is unit:
+            self._running.pop()
+        is_recomputing = in_backward()
+        if torch.is_grad_enabled() and not (is_recomputing and self._is_open(unit)):
+            self._watch(unit, inputs, output)
+        if is_recomputing:
+            return
+        if torch.is_grad_enabled() and unit.row.secondary and unit.state is UnitState.FULL:
+            for bucket in unit.buckets:
+                bucket.keep_secondary()
+        for candidate in (unit, *unit.externals):
+            if candidate not in self._running and not self._is_worth_keeping(candidate):
+                candidate.release()
+
+    def _is_worth_keeping(self, unit: Unit) -> bool:
+        if not self._max_reuse_numel:
+            return False
+        distance = self.order.reuse_distance(unit)
+        return distance is not None and distance <= self._max_reuse_numel and self.live_numel() <= self._max_live_numel
+
+    def live_numel(self) -> int:
+        """Elements of sharded units that are gathered now."""
+        return sum(unit.numel for unit in self.sharded if unit.state in (UnitState.GATHERING, UnitState.FULL))
+
+    def _gather(self, unit: Unit) -> None:
+        self.order.visit(unit)
+        from_secondary = self.in_pass
+        unit.gather(from_secondary=from_secondary)
+        for later in self.order.ahead(self.live_numel()):
+            later.start_gather(from_secondary=from_secondary)
+
+    # backward
+
+    def _is_open(self, unit: Unit) -> bool:
+        return any(call.is_started and not call.is_done for call in self._calls[unit.name])
+
+    def _watch(self, unit: Unit, inputs: Any, output: Any) -> None:
+        """Gather before this call's backward, and know when it is done."""
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not outputs:
+            if unit.buckets and any(p.requires_grad for bucket in unit.buckets for p in bucket.parameters):
+                unit.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
+                self._calls[unit.name].append(_HELD)
+            return
+        received = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        call = _Call(bool(received))
+
+        def start(_gradient: torch.Tensor) -> None:
+            self._before_backward(unit, call)
+
+        for tensor in outputs:
+            tensor.register_hook(start)
+        if received:
+
+            def done(_gradients: Sequence[torch.Tensor | None]) -> None:
+                call.is_done = True
+                self._release_after_backward(unit)
+
+            torch.autograd.graph.register_multi_grad_hook(received, done, mode="all")
+
+    def _before_backward(self, unit: Unit, call: _Call) -> None:
+        self.begin_backward(is_in_graph=True)
+        if not call.is_started:
+            call.is_started = True
+            call.is_done = False
+            self._calls[unit.name].append(call)
+            for external in unit.externals:
+                self._gather(external)
+            self._gather(unit)
+        elif unit.is_at_rest:
+            self._gather(unit)
+
+    def begin_backward(self, *, is_in_graph: bool = False) -> None:
+        """A backward pass begins. Idempotent within a pass."""
+        if self.in_pass:
+            return
+        self.in_pass = True
+        self._on_backward()
+        if is_in_graph:
+            at_end_of_backward(self.finish_backward)
+
+    def gradient_ready(self, entry: UnitGradient, index: int) -> None:
+        if not self.in_pass:
+            self.begin_backward(is_in_graph=in_backward())
+        if entry.mark(index):
+            self.reducer.complete(entry)
+            unit = entry.unit
+            if unit.is_sharded:
+                for call in self._calls[unit.name]:
+                    if not call.has_differentiable_input and call is not _HELD:
+                        call.is_done = True
+                self._release_after_backward(unit)
+
+    def _release_after_backward(self, unit: Unit) -> None:
+        entry = self._entry_of.get(unit.name)
+        if (entry is None or entry.is_complete) and not self._is_open(unit) and self.in_pass:
+            unit.release()
+            for external in unit.externals:
+                if external.name not in self._entry_of and not self._is_open(external):
+                    external.release()
+
+    def finish_backward(self) -> None:
+        """A backward pass has ended: reduce what is open, bring every unit to rest. Idempotent."""
+        if not self.in_pass:
+            return
+        self.in_pass = False
+        self.reducer.finish()
+        self._rest()
+        self.order.end()
+
+    def _rest(self) -> None:
+        for unit in self.sharded:
+            calls = self._calls[unit.name]
+            unit.holds -= sum(call is _HELD for call in calls)
+            for call in calls:
+                if call is not _HELD:
+                    call.is_done, call.is_started = True, False
+            calls.clear()
+            unit.release()
+
+    # other callers
+
+    @contextmanager
+    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Hold units full inside the block, whoever asks: a pipeline schedule, a user, an accessor."""
+        for unit in units:
+            unit.holds += 1
+        try:
+            for unit in units:
+                unit.gather()
+            yield
+        finally:
+            for unit in units:
+                unit.holds -= 1
+                unit.release()
+
+    def recover(self) -> None:
+        """After an exception: every unit at rest, no gradient, no pass."""
+        self.in_pass = False
+        self._running.clear()
+        self.reducer.reset()
+        for unit in self.sharded:
+            unit.holds = 0
+        self._rest()
+
+    def detach(self) -> None:
+        """Take every hook off and give the parameters memory of their own, whole."""
+        self._hooks.detach()
+        for unit in self.units:
+            unit.gather()
+            for bucket in unit.buckets:
+                bucket.detach()
+        self.pool.clear()
+
+
+_HELD = _Call(has_differentiable_input=True)

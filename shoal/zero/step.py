@@ -1,0 +1,322 @@
+"""The optimizer's step on this rank's range: unit by unit, block by block.
+
+An optimizer sees *pieces*: contiguous ranges of the flat master weights, each within one bucket and one parameter group. On CPU a piece is at
+most one block, so that casting its gradient, updating it and casting the parameter stay in cache. A parameter that got no gradient on
+any rank is left alone, as in PyTorch: a piece that holds such a parameter beside others is cut, its optimizer state with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.errors import OptimizerError
+from shoal.memory.bucket import ParameterBucket
+from shoal.memory.layout import Segment
+from shoal.memory.placement import Kind
+from shoal.optim.whole import Piece as WholePiece
+from shoal.optim.whole import Segment as WholeSegment
+from shoal.optim.whole import WholeTensorOptimizer
+from shoal.zero.gradient import BucketGradient
+from shoal.zero.unit import Unit
+
+
+@dataclass
+class Piece:
+    """A range of one bucket's owned master weights that the optimizer updates as one tensor."""
+
+    param: torch.nn.Parameter  # 1-D view of the master weights
+    group: int
+    start: int  # in the owned range
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class BucketState:
+    """What the optimizer holds of one trainable bucket.
+
+    ``master`` is this rank's owned range, in the master dtype; it is the parameters' own memory where that dtype is theirs.
+    """
+
+    unit: Unit
+    bucket: ParameterBucket
+    gradient: BucketGradient
+    master: torch.Tensor  # [owned numel]
+    has_own_master: bool
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def owned_parameters(self) -> torch.Tensor:
+        """This rank's owned range of the parameters themselves. Shape: [owned numel]."""
+        if self.bucket.is_sharded:
+            return self.bucket.shard
+        return self.bucket.full[self.bucket.begin : self.bucket.end]
+
+    @property
+    def is_native(self) -> bool:
+        return self.gradient.is_native
+
+
+class ShardedStep:
+    """Runs one torch optimizer over the pieces of all units.
+
+    Args:
+        optimizer: its ``param_groups`` hold the user's parameters between steps and pieces during one.
+        states: every trainable bucket, in unit order.
+        shard_comm: the axis that shards optimizer state.
+        block_numel: most elements of one piece; None: no limit.
+        chunk_numel: most elements that are stepped in one call (``sub_group_size``).
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        states: Sequence[BucketState],
+        shard_comm: Communicator,
+        *,
+        block_numel: int | None,
+        chunk_numel: int | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.states = list(states)
+        self._comm = shard_comm
+        self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
+        self._block = None if self._is_whole_tensor else block_numel
+        limits = [limit for limit in (block_numel, chunk_numel) if limit]
+        self._chunk = min(limits) if limits else None
+        self._scratch: torch.Tensor | None = None
+        self._user_groups: list[list[torch.nn.Parameter]] = []
+        for state in self.states:
+            state.pieces = list(self._pieces_of(state))
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
+
+    # pieces
+
+    def _pieces_of(self, state: BucketState) -> Iterator[Piece]:
+        bucket, layout = state.bucket, state.bucket.layout
+        for group in layout.groups:
+            if state.is_native:
+                ranges = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots if slot.group == group]
+            else:
+                ranges = [layout.group_range(group, bucket.begin, bucket.end)]
+            for start, stop in ranges:
+                if start == stop and not self._is_whole_tensor:
+                    continue
+                block = self._block or max(stop - start, 1)
+                for low in range(start, max(stop, start + 1), block):
+                    yield self._piece(state, group, low, min(low + block, stop))
+
+    def _piece(self, state: BucketState, group: int, start: int, stop: int) -> Piece:
+        begin = state.bucket.begin
+        segments = state.bucket.layout.segments_in(begin + start, begin + stop)
+        return Piece(torch.nn.Parameter(state.master[start:stop]), group, start, stop, segments)
+
+    def _split(self, state: BucketState, piece: Piece, touched: bytes) -> list[Piece]:
+        """Cut a piece into runs of parameters that did, and did not, get a gradient."""
+        runs: list[list[int]] = []  # [start, stop, touched]
+        for segment in piece.segments:
+            is_touched = touched[segment.slot]
+            if runs and runs[-1][2] == is_touched:
+                runs[-1][1] = piece.start + segment.stop
+            else:
+                runs.append([piece.start + segment.start, piece.start + segment.stop, is_touched])
+        old = self.optimizer.state.pop(piece.param, None)
+        parts = []
+        for start, stop, _ in runs:
+            part = self._piece(state, piece.group, start, stop)
+            if old:
+                low, high = start - piece.start, stop - piece.start
+                self.optimizer.state[part.param] = {
+                    key: _cut(value, piece.stop - piece.start, low, high) for key, value in old.items()
+                }
+            parts.append(part)
+        index = state.pieces.index(piece)
+        state.pieces[index : index + 1] = parts
+        return parts
+
+    # the step
+
+    def begin(self) -> None:
+        """Put pieces in the place of the user's parameters."""
+        self._user_groups = [group["params"] for group in self.optimizer.param_groups]
+
+    def end(self) -> None:
+        """Give the optimizer the user's parameters back."""
+        for group, params in zip(self.optimizer.param_groups, self._user_groups, strict=True):
+            group["params"] = params
+        self._user_groups = []
+
+    def step_unit(self, unit: Unit, coefficient: float, touched: dict[int, bytes]) -> list[Work]:
+        """Update one unit's range, and start to make its parameters whole.
+
+        Args:
+            coefficient: the gradients are multiplied by it (clipping, loss scale).
+            touched: by bucket state (its index in ``states``), which parameters got a gradient on any rank.
+
+        Returns: the all-gathers under way.
+        Communicates: where the row says so, one all_gather per bucket.
+        """
+        works = []
+        for index, state in enumerate(self.states):
+            if state.unit is not unit:
+                continue
+            if self._is_whole_tensor:
+                self._step_whole(state, coefficient, touched[index])
+            else:
+                self._step_pieces(state, coefficient, touched[index])
+            if unit.row.after_step == "all_gather" and state.bucket.comm.size > 1:
+                works.append(state.bucket.comm.all_gather(state.bucket.full, label=state.bucket.label))
+        return works
+
+    def _step_pieces(self, state: BucketState, coefficient: float, touched: bytes) -> None:
+        batch: list[Piece] = []
+        numel = 0
+        all_touched = all(touched)
+        for piece in list(state.pieces):
+            flags = {bool(touched[segment.slot]) for segment in piece.segments} if not all_touched else {True}
+            if len(flags) > 1:
+                parts = [p for p in self._split(state, piece, touched) if touched[p.segments[0].slot]]
+            else:
+                parts = [piece] if flags == {True} else []
+            for part in parts:
+                if batch and self._chunk is not None and numel + part.stop - part.start > self._chunk:
+                    self._update(state, batch, coefficient)
+                    batch, numel = [], 0
+                batch.append(part)
+                numel += part.stop - part.start
+        if batch:
+            self._update(state, batch, coefficient)
+
+    def _load_gradients(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
+        numel = sum(piece.stop - piece.start for piece in pieces)
+        dtype = state.master.dtype
+        offset = 0
+        for piece in pieces:
+            gradient = state.gradient.part(piece.start, piece.stop)
+            if gradient.dtype != dtype:
+                scratch = self._scratch_of(numel, dtype, gradient.device)[offset : offset + gradient.numel()]
+                gradient = scratch.copy_(gradient)
+                offset += gradient.numel()
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
+            piece.param.grad = gradient
+
+    def _update(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
+        self._load_gradients(state, pieces, coefficient)
+        groups = self.optimizer.param_groups
+        for index, group in enumerate(groups):
+            group["params"] = [piece.param for piece in pieces if piece.group == index]
+        self.optimizer.step()
+        self._store(state, pieces)
+
+    def _store(self, state: BucketState, pieces: Sequence[Piece]) -> None:
+        parameters = state.owned_parameters if state.has_own_master else None
+        for piece in pieces:
+            piece.param.grad = None
+            if parameters is not None:
+                parameters[piece.start : piece.stop].copy_(piece.param.detach())
+
+    def _step_whole(self, state: BucketState, coefficient: float, touched: bytes) -> None:
+        optimizer = self.optimizer
+        assert isinstance(optimizer, WholeTensorOptimizer)
+        self._load_gradients(state, state.pieces, coefficient)
+        whole = []
+        for piece in state.pieces:
+            members = [i for i, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
+            index_of = {slot: index for index, slot in enumerate(members)}
+            segments = tuple(
+                WholeSegment(
+                    index_of[s.slot],
+                    torch.Size(state.bucket.layout.slots[s.slot].shape),
+                    s.start,
+                    s.stop,
+                    s.offset,
+                )
+                for s in piece.segments
+                if s.slot in index_of and touched[s.slot]
+            )
+            slots = [state.bucket.layout.slots[i] for i in members]
+            whole.append(
+                WholePiece(
+                    param=piece.param,
+                    group=optimizer.param_groups[piece.group],
+                    segments=segments,
+                    shapes=tuple(torch.Size(slot.shape) for slot in slots),
+                    names=tuple(slot.name for slot in slots),
+                )
+            )
+        optimizer.step_unit(whole, self._comm if state.bucket.end - state.bucket.begin != state.bucket.layout.numel else _alone(self._comm))
+        self._store(state, state.pieces)
+
+    def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(numel, dtype=dtype, device=device)
+        return self._scratch
+
+    # state, by parameter
+
+    def state_keys(self) -> tuple[str, ...]:
+        """Names of the optimizer's per-element state."""
+        for state in self.states:
+            for piece in state.pieces:
+                held = self.optimizer.state.get(piece.param)
+                if held:
+                    return tuple(k for k, v in held.items() if _is_elementwise(v, piece.param.numel()))
+        return ()
+
+    def pieces_of_slot(self, state: BucketState, slot: int) -> Iterator[tuple[Piece, Segment]]:
+        """The pieces that hold a part of one parameter, with that part."""
+        for piece in state.pieces:
+            for segment in piece.segments:
+                if segment.slot == slot:
+                    yield piece, segment
+
+    def nbytes_of_state(self) -> int:
+        """Bytes of the optimizer's state tensors."""
+        total = 0
+        for held in self.optimizer.state.values():
+            for value in held.values():
+                if isinstance(value, torch.Tensor):
+                    total += value.numel() * value.element_size()
+        return total
+
+    def free(self) -> None:
+        for state in self.states:
+            for piece in state.pieces:
+                self.optimizer.state.pop(piece.param, None)
+            state.pieces = []
+        self.states = []
+        self._scratch = None
+
+
+def _is_elementwise(value: Any, numel: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == numel
+
+
+def _cut(value: Any, numel: int, low: int, high: int) -> Any:
+    """The part of one state entry that belongs to ``[low, high)`` of its piece."""
+    if _is_elementwise(value, numel) and numel != 1:
+        return value[low:high]
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1:
+            return value.clone()
+        raise OptimizerError(
+            f"optimizer state of shape {tuple(value.shape)} cannot be cut for a parameter range of {numel} elements.",
+            do="use an elementwise optimizer, or make sure that every parameter gets a gradient in every step.",
+            code="optimizer-state-shape",
+        )
+    return value
+
+
+def _alone(comm: Communicator) -> Communicator:
+    from shoal.comm import single_rank
+
+    return comm if comm.size == 1 else single_rank(comm.axis)

@@ -1,0 +1,117 @@
+"""A unit: parameters that are needed together, and the small state machine of their memory.
+
+| state     | memory held on the device          |
+| --------- | ---------------------------------- |
+| AWAY      | nothing: the shard is on host or disk |
+| FETCHING  | the shard, not filled yet          |
+| RESTING   | the shard                          |
+| GATHERING | the shard and the full bucket, not filled yet |
+| FULL      | the shard and the full bucket      |
+
+A unit whose parameters rest as Replicate is FULL for ever. ``gather`` and ``release`` may be called by a hook, by a pipeline schedule or by the user
+(``GatheredParameters``): holds are counted, and a unit is released when nobody holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from shoal.comm.protocol import Work
+from shoal.errors import PlacementError
+from shoal.memory.bucket import ParameterBucket
+from shoal.memory.placement import Kind
+from shoal.zero.table import Row
+
+
+class UnitState(Enum):
+    AWAY = "AWAY"
+    FETCHING = "FETCHING"
+    RESTING = "RESTING"
+    GATHERING = "GATHERING"
+    FULL = "FULL"
+
+
+_MOVES: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.AWAY: frozenset({UnitState.FETCHING}),
+    UnitState.FETCHING: frozenset({UnitState.RESTING}),
+    UnitState.RESTING: frozenset({UnitState.GATHERING, UnitState.AWAY}),
+    UnitState.GATHERING: frozenset({UnitState.FULL}),
+    UnitState.FULL: frozenset({UnitState.RESTING}),
+}
+
+
+class Unit:
+    """The parameters of one row of the table.
+
+    Args:
+        buckets: one per dtype and trainability.
+        row: where its state rests.
+    """
+
+    def __init__(self, name: str, index: int, row: Row, buckets: Sequence[ParameterBucket]) -> None:
+        self.name = name
+        self.index = index
+        self.row = row
+        self.buckets = list(buckets)
+        self.is_sharded = any(bucket.is_sharded for bucket in self.buckets)
+        self.numel = sum(bucket.layout.numel for bucket in self.buckets)
+        self.state = UnitState.FULL
+        self.holds = 0  # callers beside the hooks that need it full
+        self.externals: list[Unit] = []  # units whose parameters this unit's forward reads
+        self._works: list[Work] = []
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    def _move(self, to: UnitState) -> None:
+        if to not in _MOVES[self.state]:
+            raise PlacementError(
+                f"unit {self.name!r} cannot go from {self.state.value} to {to.value}.",
+                do=f"from {self.state.value} the moves are: {', '.join(sorted(s.value for s in _MOVES[self.state]))}.",
+                code="unit-move",
+            )
+        self.state = to
+
+    @property
+    def is_at_rest(self) -> bool:
+        return self.state is UnitState.RESTING
+
+    def start_gather(self, *, from_secondary: bool = False) -> None:
+        """Begin to gather. Nothing when it is gathered or on the way. Does not block the host.
+
+        Communicates: per sharded bucket one all_gather, (N - 1) / N of the bucket received per rank.
+        """
+        if self.state is not UnitState.RESTING:
+            return
+        self._move(UnitState.GATHERING)
+        self._works = [b.gather(from_secondary=from_secondary) for b in self.buckets if b.is_sharded]
+
+    def gather(self, *, from_secondary: bool = False) -> None:
+        """Make the parameters whole and usable."""
+        if self.state is UnitState.FULL:
+            return
+        self.start_gather(from_secondary=from_secondary)
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for bucket in self.buckets:
+            if bucket.is_sharded:
+                bucket.adopt()
+        self._move(UnitState.FULL)
+
+    def release(self) -> None:
+        """Let the full bucket go, unless somebody holds the unit. Communicates nothing."""
+        if not self.is_sharded or self.holds or self.state is UnitState.RESTING:
+            return
+        if self.state is UnitState.GATHERING:
+            self.gather()
+        for bucket in self.buckets:
+            if bucket.is_sharded:
+                bucket.release()
+        self._move(UnitState.RESTING)
+
+    def settle_at_rest(self) -> None:
+        """Called once, when the shards have been filled from the full buckets."""
+        if self.row.parameter.inner is Kind.SHARD:
+            self.release()

@@ -1,0 +1,240 @@
+"""Batches for one rank, and a position that says what has been read, whatever the number of ranks.
+
+All ranks together read one endless stream of samples: an order of the whole data set for epoch 0, then one for epoch 1,
+and so on. The position is the number of samples that all ranks have taken from the stream. Step by step,
+
+    position P, batch size B, world size N:   rank r takes  stream[P + r B : P + (r + 1) B],   then P += N B
+
+so a run that stops at P goes on at P with any N and B, repeats nothing and skips nothing. Only the position is saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SamplePosition:
+    """A place in the stream of a data set of ``num_samples``, shuffled anew in each epoch from ``seed``."""
+
+    num_samples: int
+    seed: int
+    shuffle: bool
+    taken: int = 0  # samples that all ranks together have taken from the stream
+
+    @property
+    def epoch(self) -> int:
+        return self.taken // self.num_samples
+
+    @property
+    def left_in_epoch(self) -> int:
+        return self.num_samples - self.taken % self.num_samples
+
+    def advance(self, num: int) -> SamplePosition:
+        return replace(self, taken=self.taken + num)
+
+    def walk(self) -> Iterator[int]:
+        """The stream's indices from here on, without end."""
+        epoch, offset = divmod(self.taken, self.num_samples)
+        while True:
+            yield from self._order(epoch)[offset:]
+            epoch, offset = epoch + 1, 0
+
+    def _order(self, epoch: int) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        # Another generator for each (seed, epoch), so that an epoch's order needs no history.
+        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + epoch) % 2**63)
+        order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
+        return order
+
+
+class Loader:
+    """One rank's batches, an epoch per ``for`` loop, from a position that can be saved and loaded.
+
+    All ranks get the same number of batches, all of the same size. The epoch's last batch is filled from the next
+    epoch's order (which then starts after what was taken), or left out with ``drop_last``.
+
+    Args:
+        dataset: with a length and indices, or an ``IterableDataset``, whose stream every rank reads and shares out.
+        batch_size: samples per rank and batch.
+        rank, world_size: this rank's coordinate and the number of data-parallel ranks.
+        shuffle: a new order in each epoch; not for an ``IterableDataset``.
+        collate_fn: makes a batch of a list of samples; torch's default where None.
+        num_workers: processes that read ahead; not for an ``IterableDataset``.
+        pin_memory: put batches in page-locked memory, for copies to an accelerator that do not block.
+
+    Raises: UsageError: sizes that are not positive, or fewer samples than one global batch with ``drop_last``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if batch_size < 1 or not 0 <= rank < world_size:
+            raise UsageError(f"batch size {batch_size}, rank {rank} of {world_size}: no such batches.", where="Loader")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._drop_last = drop_last
+        self._collate = default_collate if collate_fn is None else collate_fn
+        self._num_workers = num_workers
+        self._pin_memory = pin_memory
+        self._is_stream = isinstance(dataset, IterableDataset)
+        num_samples = 1 if self._is_stream else len(cast(Any, dataset))
+        if num_samples < (self.global_batch if drop_last and not self._is_stream else 1):
+            raise UsageError(
+                f"the data set has {num_samples} samples, too few for a global batch of {self.global_batch}.",
+                where="Loader",
+                do="give more data, smaller batches, or drop_last=False.",
+            )
+        self._position = SamplePosition(num_samples, seed, shuffle)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples that all ranks take together per batch."""
+        return self.batch_size * self._world_size
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks have taken so far, those of the batch in hand included."""
+        return self._position.taken
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self._is_stream else self._position.epoch
+
+    def __len__(self) -> int:
+        """Batches until the epoch's end.
+
+        Raises: TypeError: the data set is a stream without a length.
+        """
+        if self._is_stream:
+            raise TypeError("a loader over an IterableDataset has no length")
+        return self._batches_left()
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._iterate_stream() if self._is_stream else self._iterate_indices()
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """What has been read, in numbers that do not depend on rank, world size or batch size."""
+        position = self._position
+        return {
+            "num_samples": position.num_samples,
+            "seed": position.seed,
+            "shuffle": position.shuffle,
+            "taken": position.taken,
+        }
+
+    def load_state_dict(self, state: dict[str, int | bool]) -> None:
+        """Go on where another loader over the same data set stopped.
+
+        Raises: UsageError: the data set has another number of samples.
+        """
+        if state["num_samples"] != self._position.num_samples:
+            raise UsageError(
+                f"the saved position is in a data set of {state['num_samples']} samples, "
+                f"but this one has {self._position.num_samples}.",
+                where="Loader.load_state_dict",
+                do="resume with the data set of the saved run, or start a new position.",
+            )
+        self._position = SamplePosition(
+            int(state["num_samples"]), int(state["seed"]), bool(state["shuffle"]), int(state["taken"])
+        )
+
+    def _batches_left(self) -> int:
+        left = self._position.left_in_epoch
+        return left // self.global_batch if self._drop_last else -(-left // self.global_batch)
+
+    def _iterate_indices(self) -> Iterator[Any]:
+        num_batches = self._batches_left()
+        epoch_end = self._position.taken + self._position.left_in_epoch
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=list(self._own_indices(num_batches)),
+            collate_fn=self._collate,
+            num_workers=self._num_workers,
+            pin_memory=self._pin_memory,
+        )
+        for batch in loader:
+            self._position = self._position.advance(self.global_batch)
+            yield batch
+        if self._drop_last:
+            self._position = replace(self._position, taken=epoch_end)
+
+    def _own_indices(self, num_batches: int) -> Iterator[list[int]]:
+        stream = self._position.walk()
+        for _ in range(num_batches):
+            together = list(itertools.islice(stream, self.global_batch))
+            yield together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size]
+
+    def _iterate_stream(self) -> Iterator[Any]:
+        """Every rank reads the whole stream and keeps its part; a ragged end is left out, for ranks to stay in step."""
+        stream = iter(cast(Iterable[Any], self.dataset))
+        skipped = sum(1 for _ in itertools.islice(stream, self._position.taken))
+        if skipped < self._position.taken:
+            self._position = replace(self._position, taken=0)  # the stream ended here: the next pass starts anew
+            stream = iter(cast(Iterable[Any], self.dataset))
+        while True:
+            together = list(itertools.islice(stream, self.global_batch))
+            if len(together) < self.global_batch:
+                self._position = replace(self._position, taken=0)
+                return
+            self._position = self._position.advance(self.global_batch)
+            yield self._collate(together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size])
+
+
+class RepeatingLoader:
+    """A loader without end: starts the next epoch when one is over.
+
+    Args:
+        loader: anything that can be iterated again and again; with ``state_dict`` where the position is to be saved.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._batches = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises: UsageError: the loader yields nothing at all.
+        """
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self.loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            raise UsageError("the loader yields no batch.", where="RepeatingLoader") from None
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = cast(Any, self.loader).state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        cast(Any, self.loader).load_state_dict(state)
+        self._batches = iter(self.loader)

@@ -1,0 +1,206 @@
+"""Text, tokens, samples, and batches that resume anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, IterableDataset
+
+from shoal.data import (
+    ByteTokenizer,
+    Loader,
+    PackedTokens,
+    RepeatingLoader,
+    default_texts,
+    load_tokenizer,
+    read_texts,
+    split,
+    tokenize,
+)
+from shoal.errors import UsageError
+
+
+class Numbers(Dataset[int]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num))
+
+
+def read(loaders: list[Loader], num_batches: int) -> list[int]:
+    """What all ranks take together in so many steps, over epochs' ends."""
+    repeating = [RepeatingLoader(loader) for loader in loaders]
+    taken: list[int] = []
+    for _ in range(num_batches):
+        for loader in repeating:
+            taken += next(loader).tolist()
+    return taken
+
+
+def ranks(num: int, batch_size: int, world_size: int, **options: bool) -> list[Loader]:
+    return [
+        Loader(Numbers(num), batch_size, rank=rank, world_size=world_size, seed=3, **options)
+        for rank in range(world_size)
+    ]
+
+
+def test_without_shuffling_ranks_take_neighbouring_runs_of_each_global_batch() -> None:
+    first, second = ranks(8, 2, 2, shuffle=False)
+    assert [batch.tolist() for batch in first] == [[0, 1], [4, 5]]
+    assert [batch.tolist() for batch in second] == [[2, 3], [6, 7]]
+
+
+def test_an_epoch_that_does_not_divide_is_filled_from_the_next_ones_order() -> None:
+    (loader,) = ranks(5, 2, 1, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 0]]
+    assert [batch.tolist() for batch in loader] == [[1, 2], [3, 4]]
+    assert loader.position == 10
+    assert loader.epoch == 2
+
+
+def test_drop_last_leaves_out_the_ragged_end_and_starts_the_next_epoch_whole() -> None:
+    (loader,) = ranks(5, 2, 1, shuffle=False, drop_last=True)
+    assert len(loader) == 2
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+def test_each_epoch_has_another_order_and_each_sample_once() -> None:
+    (loader,) = ranks(64, 8, 1)
+    first, second = read([loader], 8), read([loader], 8)
+    assert sorted(first) == sorted(second) == list(range(64))
+    assert first != second
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    num=st.integers(1, 40),
+    legs=st.lists(
+        st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)), min_size=2, max_size=4
+    ),  # (world size, batch size, batches) one after another
+)
+def test_runs_of_any_world_sizes_one_after_another_read_the_stream_without_repeating_or_skipping(
+    num: int, legs: list[tuple[int, int, int]]
+) -> None:
+    total = sum(world * batch * count for world, batch, count in legs)
+    expected = read(ranks(num, 1, 1), total)
+    state = ranks(num, 1, 1)[0].state_dict()
+    taken: list[int] = []
+    for world_size, batch_size, num_batches in legs:
+        loaders = ranks(num, batch_size, world_size)
+        for loader in loaders:
+            loader.load_state_dict(state)
+        taken += read(loaders, num_batches)
+        states = [loader.state_dict() for loader in loaders]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert taken == expected
+
+
+def test_the_position_counts_what_was_handed_out_not_what_workers_read_ahead() -> None:
+    loader = Loader(Numbers(32), 2, num_workers=1, shuffle=False)
+    batches = iter(loader)
+    next(batches)
+    assert loader.position == 2
+
+
+def test_a_position_in_another_data_set_is_refused_with_both_sizes() -> None:
+    with pytest.raises(UsageError, match=r"10 samples.*12"):
+        Loader(Numbers(12), 1).load_state_dict(Loader(Numbers(10), 1).state_dict())
+
+
+def test_ranks_share_out_a_stream_and_resume_in_it() -> None:
+    def loaders() -> list[Loader]:
+        return [Loader(Stream(10), 2, rank=rank, world_size=2) for rank in range(2)]
+
+    assert [[batch.tolist() for batch in loader] for loader in loaders()] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    first = loaders()[0]
+    next(iter(first))
+    second = Loader(Stream(10), 1)
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [[4], [5], [6], [7], [8], [9]]
+
+
+def test_too_small_a_data_set_for_a_whole_batch_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"3 samples, too few for a global batch of 4"):
+        Loader(Numbers(3), 2, world_size=2, drop_last=True)
+    with pytest.raises(UsageError, match="0 samples"):
+        Loader(Numbers(0), 1)
+
+
+def test_a_loader_that_yields_nothing_is_an_error_not_a_hang() -> None:
+    with pytest.raises(UsageError, match="yields no batch"):
+        next(RepeatingLoader([]))
+
+
+def test_targets_are_the_next_tokens() -> None:
+    samples = PackedTokens(torch.arange(10, dtype=torch.uint8), 4)
+    assert len(samples) == 2
+    tokens, targets = samples[1]
+    assert tokens.tolist() == [4, 5, 6, 7]
+    assert targets.tolist() == [5, 6, 7, 8]
+    assert tokens.dtype is torch.int64
+    with pytest.raises(IndexError):
+        samples[2]
+
+
+def test_validation_is_the_tail_and_shares_no_token_with_training() -> None:
+    training, validation = split(torch.arange(100), 0.2, 9)
+    assert len(training) == 8  # 80 tokens, the last of which is a target only
+    assert len(validation) == 2
+    assert validation[0][0].tolist() == [80, 81, 82, 83, 84, 85, 86, 87, 88]
+
+
+def test_too_short_a_text_is_refused() -> None:
+    with pytest.raises(UsageError, match="19 tokens are too few"):
+        split(torch.arange(19), 0.1, 9)
+
+
+def test_bytes_round_trip_and_a_zero_ends_each_document() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenize(["héllo", "¶"], tokenizer)
+    assert tokens.dtype is torch.uint8
+    assert tokens.tolist() == [104, 195, 169, 108, 108, 111, 0, 194, 182, 0]
+    assert tokenizer.decode(tokens[:6].tolist()) == "héllo"
+
+
+def test_a_tokenizer_file_that_is_missing_is_refused() -> None:
+    with pytest.raises(UsageError, match="tokenizer"):
+        load_tokenizer("no/such/tokenizer.json")
+
+
+def test_default_text_is_here_and_large_enough_to_train_on() -> None:
+    text = "".join(default_texts())
+    assert len(text) > 500_000
+    assert 'The "assert" statement' in text
+
+
+def test_files_folders_and_patterns_are_read_once_each_in_order(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    for name, text in {"b.txt": "B", "a.md": "A", "deep/c.rst": "C", "x.bin": "X", ".hidden/d.txt": "D"}.items():
+        (tmp_path / name).write_text(text)
+    assert list(read_texts([tmp_path])) == ["A", "B", "C"]
+    assert list(read_texts([tmp_path / "x.bin", str(tmp_path / "*.txt"), tmp_path])) == ["X", "B", "A", "C"]
+
+
+def test_a_source_without_text_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no text file at"):
+        list(read_texts([tmp_path]))

@@ -1,0 +1,90 @@
+"""Plain text for people: names near a misspelt one, sizes and counts, tables."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
+    """The candidates most like ``name``, the likest first; upper and lower case are one.
+
+    >>> nearest("gradient_clipp1ng", ["gradient_clipping", "steps_per_print"])
+    ['gradient_clipping']
+    """
+    by_folded: dict[str, str] = {}
+    for candidate in candidates:
+        by_folded.setdefault(candidate.casefold(), candidate)
+    found = difflib.get_close_matches(name.strip().casefold(), by_folded, n=limit, cutoff=0.6)
+    return [by_folded[folded] for folded in found]
+
+
+def did_you_mean(name: str, candidates: Iterable[str], limit: int = 3) -> str:
+    """A clause to put at the end of a sentence, or nothing where no candidate is near.
+
+    >>> did_you_mean("Blok", ["Block", "Embedding"])
+    "; did you mean 'Block'?"
+    """
+    found = nearest(name, candidates, limit)
+    if not found:
+        return ""
+    return f"; did you mean {' or '.join(repr(candidate) for candidate in found)}?"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in powers of 1,024.
+
+    >>> format_bytes(512), format_bytes(3 * 1024**3 // 2), format_bytes(-2048)
+    ('512 B', '1.5 GiB', '-2 KiB')
+    """
+    size, sign = abs(num_bytes), "-" if num_bytes < 0 else ""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1023.95:
+            return f"{sign}{_short(size)} {unit}"
+        size /= 1024
+    return f"{sign}{_short(size)} PiB"
+
+
+def format_count(count: float) -> str:
+    """A count in powers of 1,000.
+
+    >>> format_count(999), format_count(1_558_000_000), format_count(34_100_000)
+    ('999', '1.6 B', '34.1 M')
+    """
+    size, sign = abs(count), "-" if count < 0 else ""
+    for unit in ("", " k", " M", " B"):
+        if size < 999.95:
+            return f"{sign}{_short(size)}{unit}"
+        size /= 1000
+    return f"{sign}{_short(size)} T"
+
+
+def _short(size: float) -> str:
+    return f"{size:.1f}".removesuffix(".0")
+
+
+def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
+    """Rows under headers, in columns; columns that hold only numbers stand to the right.
+
+    >>> print(table([["blocks", 12], ["head", 3]], ["unit", "count"]))
+    unit    count
+    ------  -----
+    blocks     12
+    head        3
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max([len(header), *(len(row[i]) for row in cells)]) for i, header in enumerate(headers)]
+    to_right = [bool(cells) and all(_is_number(row[i]) for row in cells) for i in range(len(headers))]
+
+    def line(row: Sequence[str]) -> str:
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, to_right, strict=True)
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(list(headers)), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def _is_number(cell: str) -> bool:
+    return bool(cell) and cell.replace(",", "").replace(".", "", 1).lstrip("-").isdecimal()

@@ -103,6 +103,11 @@ class Team:
         own = sum(answer["cpu_seconds"] for answer in answers) * (steps + 1) / steps
         return answers, max(0.0, (_busy_seconds() - busy - own) / wall)
 
+    def ledgers(self) -> list[dict[str, Any]]:
+        """Every rank's ledger (of a Shoal contender)."""
+        self._tell({"steps": 0})
+        return self._hear(60.0)
+
     def close(self) -> None:
         for process in self._processes:
             if process.stdin is not None:

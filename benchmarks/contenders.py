@@ -35,7 +35,7 @@ class Task:
     sequence_length: int = 256
     small_layers: int = 0  # above 0: a chain of that many small linear layers in place of the GPT
     device: str = "cpu"
-    extra: dict[str, Any] = field(default_factory=dict)  # merged into Shoal's configuration
+    zero: dict[str, Any] = field(default_factory=dict)  # more of Shoal's "zero_optimization"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -187,7 +187,7 @@ def deepspeed(task: Task, rank: int, size: int, stage: int) -> Step:
     }
     model = build_model(task)
     engine, *_ = library.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-    return _engine_step(engine, build_batch(task, rank))
+    return EngineStep(engine, build_batch(task, rank))
 
 
 def shoal(task: Task, rank: int, size: int, stage: int) -> Step:
@@ -198,7 +198,7 @@ def shoal(task: Task, rank: int, size: int, stage: int) -> Step:
         "train_micro_batch_size_per_gpu": task.sequences,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0,
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage} | task.zero,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
@@ -207,8 +207,8 @@ def shoal(task: Task, rank: int, size: int, stage: int) -> Step:
     if task.precision == "bf16":
         config["bf16"] = {"enabled": True}
     initialize: Any = library.initialize
-    engine, *_ = initialize(model=build_model(task), config=config | task.extra)
-    return _engine_step(engine, build_batch(task, rank))
+    engine, *_ = initialize(model=build_model(task), config=config)
+    return EngineStep(engine, build_batch(task, rank))
 
 
 def _local_step(task: Task, rank: int, wrap: Callable[[nn.Module], nn.Module]) -> Step:
@@ -239,14 +239,18 @@ def _simple_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: tupl
     return step
 
 
-def _engine_step(engine: Any, batch: tuple[Tensor, Tensor]) -> Step:
-    def step() -> Tensor:
-        loss: Tensor = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss
+class EngineStep:
+    """A step of an engine with ``backward()`` and ``step()``."""
 
-    return step
+    def __init__(self, engine: Any, batch: tuple[Tensor, Tensor]) -> None:
+        self.engine = engine
+        self.batch = batch
+
+    def __call__(self) -> Tensor:
+        loss: Tensor = self.engine(*self.batch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss
 
 
 @dataclass(frozen=True)

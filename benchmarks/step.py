@@ -30,7 +30,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps in a round, after one that is not counted")
     parser.add_argument("--most-rounds", type=int, default=0, help="go on so long while too few steps were quiet")
     parser.add_argument("--together", type=int, default=0, help="contenders alive at a time; 0: as memory allows")
-    parser.add_argument("--small-layers", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     arguments = parser.parse_args()
     report: dict[str, Any] = {"machine": machine(), "arguments": vars(arguments) | {"out": None}, "runs": []}
@@ -38,7 +37,7 @@ def main() -> None:
     for ranks in arguments.ranks:
         for precision in arguments.precision:
             for sequences in arguments.sequences:
-                task = Task(precision=precision, sequences=sequences, small_layers=arguments.small_layers)
+                task = Task(precision=precision, sequences=sequences)
                 rows = run(task, ranks, arguments)
                 report["runs"].append({"ranks": ranks, "precision": precision, "sequences": sequences, "rows": rows})
                 print(f"\n{ranks} ranks, {precision}, {sequences} sequences a rank\n{show(rows)}", flush=True)

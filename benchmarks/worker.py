@@ -30,7 +30,7 @@ def main() -> None:
 def _serve(answers: Any) -> None:
     import torch
 
-    from benchmarks.contenders import CONTENDERS, Task
+    from benchmarks.contenders import CONTENDERS, EngineStep, Task
 
     job = json.loads(sys.stdin.readline())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -46,6 +46,10 @@ def _serve(answers: Any) -> None:
     answers.write(json.dumps({"ready": True, "loss": float(loss.detach()), "imported_bytes": imported}) + "\n")
     for line in sys.stdin:
         num_steps = json.loads(line)["steps"]
+        if num_steps == 0:
+            assert isinstance(step, EngineStep)
+            answers.write(json.dumps(_held(step.engine)) + "\n")
+            continue
         step()  # other contenders ran since: bring code and data back into the caches
         seconds = []
         cpu = time.process_time()
@@ -61,8 +65,7 @@ def _serve(answers: Any) -> None:
                     "seconds": seconds,
                     "cpu_seconds": time.process_time() - cpu,
                     "loss": float(loss.detach()),
-                    "peak_bytes": _memory("VmHWM"),
-                    "peak_shared_bytes": _memory("RssShmem"),
+                    "peak_bytes": _memory("VmHWM") if task.device == "cpu" else torch.cuda.max_memory_allocated(),
                 }
             )
             + "\n"
@@ -85,8 +88,14 @@ def _join(name: str, task: Any) -> None:
         dist.init_process_group("gloo" if task.device == "cpu" else "nccl")
 
 
+def _held(engine: Any) -> dict[str, Any]:
+    """What Shoal's ledger says, and how many parameters the model has."""
+    ledger = engine.memory_report()
+    return {"ledger": ledger.as_dict(), "numel": ledger.parameter_numel}
+
+
 def _memory(key: str) -> int:
-    """``VmHWM`` (peak), ``VmRSS`` or ``RssShmem`` of this process, in bytes."""
+    """``VmHWM`` (peak) or ``VmRSS`` of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024

@@ -1,0 +1,251 @@
+"""The mesh: every rank has a coordinate on each of the named axes. Arithmetic only, no tensors and no communication.
+
+    axis          the ranks along it
+    pp            hold different layers
+    dp_replicate  hold the same shards and see other samples
+    dp_shard      hold different shards of parameters, gradients and optimizer state, and see other samples
+    sp            see other parts of one sequence
+    tp            hold different parts of one layer's weights
+    ep            hold different experts: a second factorisation of the ``dp_shard x sp`` ranks, for experts only
+
+``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours. The derived axis ``dp`` is
+``dp_replicate x dp_shard`` flattened, and ``world`` is all ranks.
+
+    >>> mesh = Mesh.of(8, pp=2, tp=2)
+    >>> mesh
+    Mesh(pp=2, dp_replicate=1, dp_shard=2, sp=1, tp=2, ep=1)
+    >>> mesh.coordinate(5)
+    Coordinate(pp=1, dp_replicate=0, dp_shard=0, sp=0, tp=1)
+    >>> mesh.ranks_along("dp", 5)
+    (5, 7)
+    >>> mesh.groups("tp")
+    ((0, 1), (2, 3), (4, 5), (6, 7))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Literal, NamedTuple, get_args
+
+from shoal.errors import ConfigError, NotBuiltError
+
+Axis = Literal["pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "dp", "world"]
+
+_SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+_FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "world": _SLOWEST_FIRST}
+_NOT_BUILT = {"pp": "pipeline parallel", "sp": "sequence parallel", "tp": "tensor parallel", "ep": "expert parallel"}
+
+
+class Coordinate(NamedTuple):
+    """Where a rank is on each axis. The coordinate on ``ep`` follows from ``dp_shard`` and ``sp``."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    sp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degree of each axis; see the module.
+
+    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide ``dp_shard x sp``.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    sp: int = 1
+    tp: int = 1
+    ep: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*_SLOWEST_FIRST, "ep"):
+            if self._degree(axis) < 1:
+                raise ConfigError(
+                    f"the mesh axis {axis!r} has degree {self._degree(axis)}",
+                    where=repr(self),
+                    do=f"give {axis!r} a degree of 1 or more.",
+                    code="mesh-degree",
+                )
+        if (self.dp_shard * self.sp) % self.ep:
+            raise ConfigError(
+                f"ep={self.ep} does not divide dp_shard x sp = {self.dp_shard} x {self.sp} = {self.dp_shard * self.sp}",
+                where=repr(self),
+                do=f"use an ep of {_nearest_divisors(self.ep, self.dp_shard * self.sp)}.",
+                code="mesh-size",
+            )
+
+    @classmethod
+    def of(
+        cls,
+        world_size: int,
+        *,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int | None = None,
+        sp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+    ) -> Mesh:
+        """The mesh of ``world_size`` ranks. ``dp_shard`` takes the ranks that the other axes leave.
+
+        Raises: ConfigError: the degrees do not multiply up to ``world_size``; it names the nearest sizes that do.
+        """
+        given = {"pp": pp, "dp_replicate": dp_replicate, "sp": sp, "tp": tp}
+        if dp_shard is not None:
+            given["dp_shard"] = dp_shard
+        if world_size < 1 or any(degree < 1 for degree in given.values()):
+            raise ConfigError(
+                f"a mesh of {world_size} ranks with {_product_text(given)} has a degree below 1",
+                do="give every axis, and the world, a size of 1 or more.",
+                code="mesh-degree",
+            )
+        product = prod(given.values())
+        if world_size % product or (dp_shard is not None and world_size != product):
+            lower = world_size // product * product
+            sizes = (
+                f"{product} ranks"
+                if dp_shard is not None
+                else f"{lower + product} ranks"
+                if lower == 0
+                else f"{lower} or {lower + product} ranks"
+            )
+            repair = f"start {sizes}"
+            for axis, degree in given.items():
+                rest = product // degree
+                if degree > 1 and world_size % rest == 0:
+                    fits = (
+                        str(world_size // rest)
+                        if dp_shard is not None
+                        else _nearest_divisors(degree, world_size // rest)
+                    )
+                    repair += f", or set {axis} to {fits}"
+            raise ConfigError(
+                f"{world_size} ranks cannot be laid out as {_product_text(given)} = {product}"
+                + ("" if dp_shard is not None else " times dp_shard"),
+                do=repair + ".",
+                code="mesh-size",
+            )
+        rest = world_size // product if dp_shard is None else dp_shard
+        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, sp=sp, tp=tp, ep=ep)
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp_replicate * self.dp_shard * self.sp * self.tp
+
+    @property
+    def dp(self) -> int:
+        return self.dp_replicate * self.dp_shard
+
+    def size(self, axis: Axis | str) -> int:
+        """How many ranks lie along ``axis`` (derived axes included)."""
+        if axis in _FLATTENED:
+            return prod(self._degree(name) for name in _FLATTENED[axis])
+        return self._degree(axis)
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Where ``rank`` is."""
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"rank {rank} is not on a mesh of {self.world_size} ranks",
+                where=repr(self),
+                do=f"use a rank from 0 to {self.world_size - 1}.",
+                code="mesh-rank",
+            )
+        values = []
+        for axis in reversed(_SLOWEST_FIRST):
+            rank, value = divmod(rank, self._degree(axis))
+            values.append(value)
+        return Coordinate(*reversed(values))
+
+    def rank(self, coordinate: Coordinate | tuple[int, int, int, int, int]) -> int:
+        """Which rank is at ``coordinate``: the inverse of :meth:`coordinate`."""
+        rank = 0
+        for axis, value in zip(_SLOWEST_FIRST, coordinate, strict=True):
+            if not 0 <= value < self._degree(axis):
+                raise ConfigError(
+                    f"coordinate {axis}={value} is not on an axis of degree {self._degree(axis)}",
+                    where=repr(self),
+                    do=f"use {axis} from 0 to {self._degree(axis) - 1}.",
+                    code="mesh-rank",
+                )
+            rank = rank * self._degree(axis) + value
+        return rank
+
+    def ranks_along(self, axis: Axis | str, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only on ``axis``, itself among them, in the order of their coordinate."""
+        at = self.coordinate(rank)
+        if axis == "ep":
+            # Expert groups cut the flattened (dp_shard, sp) ranks into runs of ep neighbours.
+            flat = at.dp_shard * self.sp + at.sp
+            first = flat // self.ep * self.ep
+            return tuple(
+                self.rank(at._replace(dp_shard=index // self.sp, sp=index % self.sp))
+                for index in range(first, first + self.ep)
+            )
+        axes = _FLATTENED.get(axis, (axis,))
+        along = [at]
+        for name in axes:
+            along = [place._replace(**{name: value}) for place in along for value in range(self._degree(name))]
+        return tuple(self.rank(place) for place in along)
+
+    def groups(self, axis: Axis | str) -> tuple[tuple[int, ...], ...]:
+        """All groups along ``axis``: each rank is in exactly one of them. Ordered by their first rank."""
+        return _groups(self, axis)
+
+    def refuse_unbuilt(self) -> None:
+        """Raises: NotBuiltError: names every axis above degree 1 that Shoal cannot run yet."""
+        wanted = [axis for axis in _NOT_BUILT if self._degree(axis) > 1]
+        if wanted:
+            raise NotBuiltError(
+                "not built yet: " + ", ".join(f"{_NOT_BUILT[axis]} ({axis}={self._degree(axis)})" for axis in wanted),
+                where=repr(self),
+                do=f"set {', '.join(wanted)} to 1; those ranks then go to dp_shard.",
+                code="not-built-axis",
+            )
+
+    def _degree(self, axis: str) -> int:
+        match axis:
+            case "pp":
+                return self.pp
+            case "dp_replicate":
+                return self.dp_replicate
+            case "dp_shard":
+                return self.dp_shard
+            case "sp":
+                return self.sp
+            case "tp":
+                return self.tp
+            case "ep":
+                return self.ep
+        raise ConfigError(
+            f"the mesh has no axis {axis!r}", do=f"use one of {', '.join(get_args(Axis))}.", code="mesh-axis"
+        )
+
+
+@lru_cache(maxsize=64)
+def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
+    groups: list[tuple[int, ...]] = []
+    placed = bytearray(mesh.world_size)
+    for rank in range(mesh.world_size):
+        if not placed[rank]:
+            group = mesh.ranks_along(axis, rank)
+            groups.append(group)
+            for member in group:
+                placed[member] = 1
+    return tuple(groups)
+
+
+def _product_text(degrees: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={degree}" for axis, degree in degrees.items())
+
+
+def _nearest_divisors(wanted: int, total: int) -> str:
+    """The divisors of ``total`` on both sides of ``wanted``, in words."""
+    lower = max(value for value in range(1, min(wanted, total) + 1) if total % value == 0)
+    higher = next((value for value in range(wanted, total + 1) if total % value == 0), lower)
+    return str(lower) if lower == higher else f"{lower} or {higher}"

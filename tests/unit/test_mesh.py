@@ -1,0 +1,105 @@
+"""The mesh's arithmetic."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+import shoal.mesh
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.mesh import Coordinate, Mesh
+
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "dp", "world")
+
+
+def test_the_examples_in_the_docstring_hold() -> None:
+    result = doctest.testmod(shoal.mesh)
+    assert result.attempted == 5
+    assert result.failed == 0
+
+
+def test_dp_shard_takes_the_ranks_that_are_left() -> None:
+    assert Mesh.of(12, dp_replicate=2).dp_shard == 6
+    assert Mesh.of(1) == Mesh()
+    assert Mesh.of(8, dp_shard=4, dp_replicate=2).dp == 8
+
+
+def test_tp_varies_fastest_and_pp_slowest() -> None:
+    mesh = Mesh.of(32, pp=2, dp_replicate=2, dp_shard=2, sp=2, tp=2)
+    assert mesh.coordinate(1) == Coordinate(0, 0, 0, 0, 1)
+    assert mesh.coordinate(16) == Coordinate(1, 0, 0, 0, 0)
+    assert mesh.coordinate(2).sp == 1
+    assert mesh.coordinate(4).dp_shard == 1
+    assert mesh.coordinate(8).dp_replicate == 1
+
+
+def test_the_groups_of_hybrid_sharding_are_rows_and_columns() -> None:
+    mesh = Mesh.of(8, dp_replicate=2)
+    assert mesh.groups("dp_shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups("dp_replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.groups("dp") == ((0, 1, 2, 3, 4, 5, 6, 7),)
+    assert mesh.ranks_along("dp_replicate", 6) == (2, 6)
+
+
+def test_expert_groups_cut_the_dp_shard_and_sp_ranks_a_second_time() -> None:
+    mesh = Mesh.of(16, sp=2, tp=2, ep=4)
+    assert mesh.dp_shard == 4
+    assert mesh.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh.of(4096),
+        Mesh.of(4096, pp=4, dp_replicate=4, sp=2, tp=8, ep=16),
+        Mesh.of(4095, dp_replicate=9, sp=7, ep=5),
+    ],
+    ids=repr,
+)
+def test_groups_partition_the_ranks_at_4096(mesh: Mesh) -> None:
+    for axis in AXES:
+        groups = mesh.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size)), axis
+        assert {len(group) for group in groups} == {mesh.size(axis)}, axis
+        for group in groups[:: max(1, len(groups) // 16)]:
+            assert group[-1] == group[0] or mesh.ranks_along(axis, group[-1]) == group
+    assert all(mesh.rank(mesh.coordinate(rank)) == rank for rank in range(0, mesh.world_size, 37))
+
+
+def test_a_size_that_does_not_multiply_up_names_the_sizes_that_do() -> None:
+    with pytest.raises(ConfigError, match=r"10 ranks cannot be laid out as .*tp=4 = 4 times dp_shard") as error:
+        Mesh.of(10, tp=4)
+    assert "start 8 or 12 ranks, or set tp to 2 or 5" in str(error.value)
+    with pytest.raises(ConfigError, match="start 6 ranks, or set dp_replicate to 4, or set dp_shard to 6") as error:
+        Mesh.of(12, dp_replicate=2, dp_shard=3)
+    with pytest.raises(ConfigError, match="start 8 ranks"):
+        Mesh.of(3, tp=8)
+
+
+def test_expert_parallel_that_does_not_divide_names_what_does() -> None:
+    with pytest.raises(ConfigError, match="ep=5 does not divide dp_shard x sp = 8 x 1 = 8") as error:
+        Mesh.of(8, ep=5)
+    assert "use an ep of 4 or 8" in str(error.value)
+
+
+def test_degrees_ranks_and_axes_out_of_range_are_refused() -> None:
+    with pytest.raises(ConfigError, match="below 1"):
+        Mesh.of(8, tp=0)
+    with pytest.raises(ConfigError, match="below 1"):
+        Mesh.of(0)
+    with pytest.raises(ConfigError, match="'ep' has degree 0"):
+        Mesh(ep=0)
+    with pytest.raises(ConfigError, match="rank 8 is not on a mesh of 8 ranks"):
+        Mesh.of(8).coordinate(8)
+    with pytest.raises(ConfigError, match="dp_shard=8 is not on an axis of degree 8"):
+        Mesh.of(8).rank(Coordinate(0, 0, 8, 0, 0))
+    with pytest.raises(ConfigError, match="no axis 'cp'"):
+        Mesh.of(8).groups("cp")
+
+
+def test_axes_that_are_not_built_are_refused_by_name_and_all_at_once() -> None:
+    with pytest.raises(NotBuiltError, match=r"pipeline parallel \(pp=2\), tensor parallel \(tp=4\)") as error:
+        Mesh.of(16, pp=2, tp=4).refuse_unbuilt()
+    assert "set pp, tp to 1" in str(error.value)
+    Mesh.of(16, dp_replicate=4).refuse_unbuilt()

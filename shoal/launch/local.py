@@ -1,0 +1,187 @@
+"""Ranks on this machine: N processes of one program through TorchElastic, ended together.
+
+    launcher --TorchElastic--> child.py --exec--> program, rank 0
+                          \\--> child.py --exec--> program, rank 1 ...
+
+Every rank's output goes to a file and from there to the terminal, each line with its rank. When ranks fail, the others
+are ended, and the outcome carries the traceback of the one that failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shoal.errors import UsageError
+from shoal.launch.environment import read_environment
+
+_CHILD = Path(__file__).with_name("child.py")
+_SHUTDOWN_SECONDS = 5  # from the signal that asks a rank to end until the one that it cannot refuse
+_TAIL_LINES = 60
+# A rank that only witnessed another's end says so in one of these ways; it is not the one that failed first.
+_WITNESS_MARKS = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """What to run, how often, and who keeps the terminal.
+
+    Args:
+        program: the command line of one rank, e.g. ``(sys.executable, "train.py", "--steps", "10")``.
+        num_ranks: processes to start; at least 1.
+        rank_0_keeps_terminal: rank 0's stdout is the terminal itself (a progress bar needs one), and of the other
+            ranks only a failure is shown.
+        environment: variables for the ranks, beside those that this process has.
+    """
+
+    program: Sequence[str]
+    num_ranks: int
+    rank_0_keeps_terminal: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    ``exit_code`` is 0, or that of the rank that failed first (128 + n where signal n ended it), or 128 + n where
+    signal n ended the launcher. ``report`` says so, with the first failing rank's traceback; empty after a success.
+    """
+
+    exit_code: int
+    report: str = ""
+
+
+def run_local(job: LocalJob) -> Outcome:
+    """Run the job to its end. No rank is left behind, whatever the end.
+
+    Raises: UsageError: fewer than 1 rank, or more ranks than there are visible accelerators.
+    """
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if job.num_ranks < 1:
+        raise UsageError(f"{job.num_ranks} ranks: a job needs at least 1.", do="give --ranks a positive number.")
+    _check_devices(job.num_ranks)
+    ranks = range(job.num_ranks)
+    keep = dict.fromkeys(ranks, Std.ALL)
+    show = dict.fromkeys(ranks, Std.NONE if job.rank_0_keeps_terminal else Std.ALL)
+    if job.rank_0_keeps_terminal:
+        keep[0] = show[0] = Std.ERR
+    log_dir = Path(tempfile.mkdtemp(prefix="shoal-run-"))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        rdzv_configs={"is_host": True},
+        local_addr="127.0.0.1",  # a machine's own name need not resolve
+        max_restarts=0,
+        monitor_interval=0.1,
+        shutdown_timeout=_SHUTDOWN_SECONDS,
+        log_line_prefix_template="[rank ${rank}] ",
+        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=keep, tee=show),
+    )
+    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
+    arguments = [
+        *("-I", "-S", str(_CHILD), str(os.getpid())),
+        *(f"{name}={value}" for name, value in assignments.items()),
+        *("--", *job.program),
+    ]
+    try:
+        with _quiet_torchelastic():
+            elastic_launch(config, sys.executable)(*arguments)
+        return Outcome(0)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        first = _first_failed(codes, log_dir)
+        return Outcome(_shell_code(codes[first]), _describe_failure(first, codes[first], log_dir))
+    except SignalException as error:
+        report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
+        return Outcome(128 + int(error.sigval), report)
+    finally:
+        shutil.rmtree(log_dir, ignore_errors=True)
+
+
+def _threads(num_ranks: int) -> dict[str, str]:
+    """The cores shared out among the ranks, unless the user has said how many threads a rank has."""
+    if read_environment().num_threads is not None:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+
+
+def _check_devices(num_ranks: int) -> None:
+    visible = read_environment().visible_devices
+    if visible and len(visible) < num_ranks:
+        raise UsageError(
+            f"{num_ranks} ranks, but CUDA_VISIBLE_DEVICES={','.join(visible)} shows {len(visible)} devices.",
+            do=f"start {len(visible)} ranks, or make more devices visible; hide all of them to run on CPU.",
+        )
+
+
+@contextmanager
+def _quiet_torchelastic() -> Iterator[None]:
+    """Keep TorchElastic's own account of an end to itself: the ranks' words and one traceback say it better."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
+    """The rank whose failure is the cause: neither a witness nor ended by the launcher, and the earliest to go."""
+
+    def key(rank: int) -> tuple[bool, bool, float, int]:
+        log = _stderr_of(rank, log_dir)
+        text = log.read_text(errors="replace") if log is not None else ""
+        ended_by_launcher = codes[rank] in (-signal.SIGTERM, -signal.SIGKILL) and "Traceback" not in text
+        is_witness = any(mark in text for mark in _WITNESS_MARKS)
+        return ended_by_launcher, is_witness, log.stat().st_mtime if log is not None else float("inf"), rank
+
+    return min(codes, key=key)
+
+
+def _describe_failure(rank: int, code: int, log_dir: Path) -> str:
+    log = _stderr_of(rank, log_dir)
+    text = log.read_text(errors="replace") if log is not None else ""
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    lines = _last_traceback(text.splitlines())
+    return "\n".join([f"shoal: rank {rank} failed first: it {how}.", *(lines or ["It wrote nothing to stderr."])])
+
+
+def _last_traceback(lines: Sequence[str]) -> Sequence[str]:
+    """From the last uncaught exception's first line (its causes included) to the end; or the last lines."""
+    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not starts:
+        return lines[-_TAIL_LINES:]
+    start = starts[-1]
+    links = ("The above exception was the direct cause", "During handling of the above exception")
+    for earlier, later in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
+        if not any(line.startswith(links) for line in lines[earlier:later]):
+            break
+        start = earlier
+    return lines[start:]
+
+
+def _stderr_of(rank: int, log_dir: Path) -> Path | None:
+    return next(log_dir.glob(f"*/attempt_0/{rank}/stderr.log"), None)
+
+
+def _shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code

@@ -140,6 +140,31 @@ def plain_autocast(task: Task, rank: int, size: int) -> Step:
     return step
 
 
+def floor(task: Task, rank: int, size: int) -> Step:
+    """What is left of a sharded step when communication is free: forward, backward, this rank's share of the optimizer.
+
+    It trains nothing of use (each rank updates its own share of its own model).
+    """
+    model = build_model(task).to(task.device, task.dtype)
+    batch = build_batch(task, rank)
+    parameters = list(model.parameters())
+    numel, share = 0, []
+    for parameter in parameters:
+        if numel * size < sum(p.numel() for p in parameters):
+            share.append(parameter)
+            numel += parameter.numel()
+    weights: Any = adamw(share) if task.precision == "fp32" else MasterWeights(share)
+
+    def step() -> Tensor:
+        loss: Tensor = model(*batch)
+        loss.backward()
+        weights.step()
+        model.zero_grad()
+        return loss
+
+    return step
+
+
 def ddp(task: Task, rank: int, size: int) -> Step:
     """DistributedDataParallel with its default buckets; master weights as in `plain`."""
     from torch.nn.parallel import DistributedDataParallel
@@ -268,6 +293,7 @@ CONTENDERS: dict[str, Contender] = {
     "plain-no-masters": Contender(plain_no_masters, alone=True, joined=False),
     "plain-autocast": Contender(plain_autocast, alone=True, joined=False),
     "plain-together": Contender(plain, joined=False),  # one a rank, at the same time, without a word between them
+    "floor": Contender(floor, joined=False),
     "ddp": Contender(ddp),
     "fsdp2-stage2": Contender(fsdp2_stage2),
     "fsdp2-stage3": Contender(fsdp2_stage3),

@@ -1,0 +1,292 @@
+"""Optimizers and schedules by name, as the sections ``optimizer`` and ``scheduler`` of a configuration ask for them.
+
+    "Adam"     -> torch.optim.AdamW, or Adam with "adam_w_mode": false      "Lion" -> shoal.optim.lion.Lion
+    "AdamW"    -> torch.optim.AdamW                                         "Lamb" -> shoal.optim.lamb.Lamb
+    "Adagrad"  -> torch.optim.Adagrad                                       "Muon" -> shoal.optim.muon.Muon
+    any other  -> the class of that name in torch.optim
+
+Names may be in any case. Defaults are DeepSpeed's; parameters that have no effect here are accepted and noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.errors import NotBuiltError, OptimizerError
+from shoal.optim.elementwise import REFUSED, refusal
+from shoal.optim.lamb import Lamb
+from shoal.optim.lion import Lion
+from shoal.optim.muon import Muon
+from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.orthogonal import METHODS
+
+BETAS = (0.9, 0.999)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one name is built.
+
+    Args:
+        defaults: where they are not the class's own.
+        extras: parameters besides the constructor's, that ``build`` itself obeys or notes.
+    """
+
+    factory: type[torch.optim.Optimizer]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    extras: tuple[str, ...] = ()
+
+
+ADAM_EXTRAS = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "set_grad_none")
+ADAM_DEFAULTS = {"lr": 1e-3, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
+
+RECIPES = {
+    "Adam": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ADAM_EXTRAS),
+    "AdamW": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ADAM_EXTRAS),
+    "SGD": Recipe(torch.optim.SGD),
+    "Adagrad": Recipe(torch.optim.Adagrad, {}, ("fp32_optimizer_states",)),
+    "Lion": Recipe(Lion, {"lr": 1e-3, "betas": BETAS}, ("fp32_optimizer_states", "set_grad_none")),
+    "Lamb": Recipe(Lamb, {}, ("amsgrad",)),
+    "Muon": Recipe(Muon, {}, ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")),
+}
+NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+
+NO_EFFECT = {
+    "torch_adam": "torch's kernels are used in either case",
+    "fp32_optimizer_states": "the states have the dtype of the master weights",
+    "set_grad_none": "gradients are always released after the step",
+}
+EMBEDDING_WORDS = ("embed", "lm_head")  # anywhere in a parameter's name
+EMBEDDING_MODULES = ("wte", "wpe", "head")  # a whole part of its name
+
+
+def build(
+    name: str,
+    params: Mapping[str, Any],
+    param_groups: Iterable[Any],
+    *,
+    names: Mapping[int, str] | None = None,
+) -> tuple[torch.optim.Optimizer, list[str]]:
+    """Build the optimizer that a configuration names.
+
+    Args:
+        name: in any case.
+        params: the constructor's keyword arguments, from JSON.
+        param_groups: parameters, or groups as torch takes them; what a group sets itself wins over ``params``. Muon
+            splits groups.
+        names: parameter names by ``id(parameter)``, for Muon, which leaves embeddings and heads to AdamW.
+
+    Returns: the optimizer, and notes on what was accepted without effect.
+    Raises: OptimizerError: unknown names, unknown, missing or wrong parameters, all in one; an optimizer that cannot
+        run on shards.
+        NotBuiltError: an optimizer of DeepSpeed's that Shoal does not have yet.
+    """
+    canonical, recipe = _find(name)
+    given = dict(params)
+    where = f"optimizer.params of {canonical!r}"
+    accepted = {**accepted_names(recipe.factory), **dict.fromkeys(recipe.extras, False)}
+    accepted.pop("use_muon", None)
+    problems = []
+    if "max_grad_norm" in given and "max_grad_norm" not in accepted:
+        del given["max_grad_norm"]
+        problems.append(
+            "'max_grad_norm' is not a parameter of the optimizer: set the top-level key 'gradient_clipping'"
+        )
+    problems += problems_with(given, accepted) + _value_problems(canonical, given)
+    if problems:
+        raise OptimizerError(
+            "; ".join(problems) + ".", where=where, do=f"accepted are: {', '.join(accepted)}.", code="optimizer-params"
+        )
+    factory, notes = recipe.factory, []
+    for key in [key for key in recipe.extras if key in given and key in NO_EFFECT]:
+        notes.append(f"optimizer.params.{key} = {given.pop(key)} has no effect: {NO_EFFECT[key]}.")
+    given.pop("amsgrad", None) if canonical == "Lamb" else None
+    if canonical in ("Adam", "AdamW"):
+        given.pop("bias_correction", None)
+        decoupled = given.pop("adam_w_mode", True)
+        if canonical == "AdamW" and not decoupled:
+            notes.append("optimizer.params.adam_w_mode = False has no effect: AdamW's decay is always decoupled.")
+        elif not decoupled:
+            factory = torch.optim.Adam
+        elif canonical == "Adam":
+            notes.append('"Adam" is AdamW (decoupled weight decay), as in DeepSpeed; set "adam_w_mode": false for L2.')
+    settings = {**recipe.defaults, **given}
+    if "betas" in settings:
+        settings["betas"] = tuple(settings["betas"])
+    groups = _as_groups(param_groups)
+    if canonical == "Muon":
+        groups, settings, more = _split_for_muon(groups, settings, names)
+        notes += more
+    settings.update(_fused(factory, settings, groups))
+    try:
+        return factory(groups, **settings), notes
+    except (TypeError, ValueError, RuntimeError) as problem:
+        if isinstance(problem, OptimizerError):
+            raise
+        raise OptimizerError(str(problem), where=where, code="optimizer-params") from problem
+
+
+def _find(name: str) -> tuple[str, Recipe]:
+    """The canonical name and the recipe."""
+    lowered = name.lower().replace("_", "")
+    for missing in NOT_BUILT:
+        if lowered == missing.lower():
+            raise NotBuiltError(
+                f"optimizer {missing!r} is not built yet.", where="optimizer.type", do="use AdamW, Lamb or Lion."
+            )
+    for canonical, recipe in RECIPES.items():
+        if lowered == canonical.lower():
+            return canonical, recipe
+    classes = torch_optimizers()
+    for canonical, factory in classes.items():
+        if lowered == canonical.lower():
+            if canonical in REFUSED:
+                raise refusal(canonical, REFUSED[canonical])
+            return canonical, Recipe(factory)
+    names = list(dict.fromkeys([*RECIPES, *classes]))
+    raise OptimizerError(
+        f"unknown optimizer {name!r}{nearest(name, names)}.",
+        where="optimizer.type",
+        do=f"use one of: {', '.join(names)}.",
+        code="optimizer-name",
+    )
+
+
+def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
+    """The optimizers of the installed torch, by name."""
+    return {
+        name: value
+        for name, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+    }
+
+
+def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for key in ("lr", "eps", "weight_decay", "momentum", "max_coeff", "min_coeff", "muon_lr", "adam_lr"):
+        value = given.get(key, 0.0)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value != "auto" and not (is_number or isinstance(value, torch.Tensor)):
+            problems.append(f"{key} is {value!r}, expected a number")
+        elif is_number and not value >= 0:
+            problems.append(f"{key} is {value!r}, expected 0 or above")
+    betas = given.get("betas", BETAS)
+    numbers = betas if isinstance(betas, list | tuple) else []
+    if betas != "auto" and (
+        len(numbers) != 2 or not all(isinstance(b, int | float | torch.Tensor) and 0 <= b < 1 for b in numbers)
+    ):
+        problems.append(f"betas is {betas!r}, expected two numbers in [0, 1)")
+    if canonical in ("Adam", "AdamW") and given.get("bias_correction", True) is not True:
+        problems.append("bias_correction is False, which torch's Adam does not have; leave it out")
+    if canonical == "Lamb" and given.get("amsgrad", False):
+        problems.append("amsgrad is True, which Lamb does not have; leave it out")
+    if canonical == "Muon" and not given.get("adam_w_mode", True):
+        problems.append("adam_w_mode is False, but Muon's other parameters always get AdamW")
+    if canonical == "Muon" and given.get("ns_method", "gram") not in METHODS:
+        problems.append(f"ns_method is {given['ns_method']!r}, expected one of {', '.join(METHODS)}")
+    return problems
+
+
+def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups with their parameters in lists. A caller's group dicts are kept, so that it sees later changes of the
+    rate.
+    """
+    entries = list(param_groups)
+    if not entries:
+        raise OptimizerError(
+            "the optimizer got no parameters.", do="pass parameters or groups.", code="optimizer-empty"
+        )
+    if not isinstance(entries[0], dict):
+        return [{"params": entries}]
+    for group in entries:
+        members = group["params"]
+        group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+    return entries
+
+
+def _fused(
+    factory: type[torch.optim.Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """``fused=True`` where this class has it for the parameters' device, unless the configuration chose an
+    implementation.
+    """
+    if "fused" not in accepted_names(factory):
+        return {}
+    if any(settings.get(key) for key in ("fused", "foreach", "capturable", "differentiable")) or "fused" in settings:
+        return {}
+    params = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
+    if not params or not all(param.is_floating_point() for param in params):
+        return {}
+    try:
+        for device in {param.device for param in params}:
+            factory([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)  # type: ignore[call-arg]
+    except (RuntimeError, TypeError, ValueError):
+        return {}
+    return {"fused": True}
+
+
+def _split_for_muon(
+    groups: list[dict[str, Any]], settings: dict[str, Any], names: Mapping[int, str] | None
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Split groups into one for Muon and one for AdamW each, unless they say ``use_muon`` themselves.
+
+    Returns: groups, settings without the two rates, notes.
+    """
+    settings = dict(settings)
+    rates = {True: settings.pop("muon_lr", None), False: settings.pop("adam_lr", None)}
+    found: list[dict[str, Any]] = []
+    counts = {True: 0, False: 0}
+    for number, group in enumerate(groups):
+        halves: dict[bool, list[Any]] = {True: [], False: []}
+        for index, entry in enumerate(group["params"]):
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            if "use_muon" in group:
+                is_matrix = bool(group["use_muon"])
+            elif parameter.dim() < 2:
+                is_matrix = False
+            else:
+                label = _name_of(entry, index, group, names)
+                if label is None:
+                    raise OptimizerError(
+                        f"Muon got no name for parameter {index} of group {number} (shape {tuple(parameter.shape)}), "
+                        "so it cannot tell an embedding from a hidden matrix.",
+                        do='set "use_muon" in the group, or pass named parameters.',
+                        code="optimizer-muon-names",
+                    )
+                is_matrix = not _is_embedding(label)
+            halves[is_matrix].append(index)
+        for use_muon, members in halves.items():
+            if not members:
+                continue
+            half = group if len(members) == len(group["params"]) else dict(group)
+            half.update(_members(group, members), use_muon=use_muon)
+            if rates[use_muon] is not None:
+                half.setdefault("lr", rates[use_muon])
+            found.append(half)
+            counts[use_muon] += len(members)
+    note = f"Muon updates {counts[True]} matrices; {counts[False]} other parameters get AdamW."
+    return found, settings, [note]
+
+
+def _members(group: Mapping[str, Any], indices: list[int]) -> dict[str, list[Any]]:
+    """The lists that run along with the parameters, cut to some of them."""
+    return {key: [group[key][i] for i in indices] for key in ("params", "param_names") if key in group}
+
+
+def _name_of(entry: Any, index: int, group: Mapping[str, Any], names: Mapping[int, str] | None) -> str | None:
+    if isinstance(entry, tuple):
+        return str(entry[0])
+    if "param_names" in group:
+        return str(group["param_names"][index])
+    return None if names is None else names.get(id(entry))
+
+
+def _is_embedding(name: str) -> bool:
+    lowered = name.lower()
+    return any(word in lowered for word in EMBEDDING_WORDS) or any(
+        part in EMBEDDING_MODULES for part in lowered.split(".")
+    )

@@ -1,0 +1,204 @@
+"""Is an optimizer elementwise: does an element's update depend on that element alone?
+
+Shoal steps flat ranges of the master weights, unit by unit. That changes nothing for an elementwise optimizer, and is
+wrong for any other. Known classes are judged by name. An unknown one is tried on a small matrix: stepped whole, flat,
+in two parts, and in two parts one after the other (as units are), it must give the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from shoal.errors import OptimizerError
+from shoal.optim.lion import Lion
+from shoal.optim.whole import WholeTensorOptimizer
+
+Kind = Literal["elementwise", "whole-tensor"]
+
+KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+    Lion,
+)
+
+REFUSED = {  # torch's own, by name, as not every torch has them all
+    "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
+    "SparseAdam": "it takes sparse gradients only",
+    "Adafactor": "it factors a matrix's second moment into rows and columns",
+    "Muon": "it orthogonalises whole matrices",
+}
+INSTEAD = {"Muon": 'use shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.'}
+
+PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
+PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, but of no larger block
+PROBE_STEPS = 3
+
+
+def check(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False, world_size: int | None = None) -> Kind:
+    """Judge an optimizer that was handed in.
+
+    Args:
+        allow_untested: ``zero_allow_untested_optimizer``: a class that cannot be tried is taken with a warning.
+        world_size: ranks that share the optimizer state; None: not known, so more than one.
+
+    Returns: how it is to be stepped.
+    Raises: OptimizerError: it is not elementwise, or it is not known to be and cannot be tried. A comparison of the
+        trial that failed is an error also with ``allow_untested``, unless there is one rank only.
+    """
+    kind = type(optimizer)
+    if isinstance(optimizer, WholeTensorOptimizer):
+        return "whole-tensor"
+    if _needs_closure(kind):
+        raise OptimizerError(
+            f"{kind.__name__}.step() needs a closure that runs the model again, which a sharded optimizer cannot do.",
+            do="use an optimizer whose step() takes no argument.",
+            code="optimizer-closure",
+        )
+    for name, reason in REFUSED.items():
+        base = getattr(torch.optim, name, None)
+        if isinstance(base, type) and isinstance(optimizer, base):
+            raise refusal(name, reason)
+    if _is_known(kind):
+        return "elementwise"
+    try:
+        difference = _first_difference(optimizer)
+    except Exception as problem:
+        message = (
+            f"{kind.__name__} is not known to be elementwise, and could not be tried on a small matrix: "
+            f"{type(problem).__name__}: {problem}"
+        )
+        if allow_untested:
+            warnings.warn(f"{message}. It is used because zero_allow_untested_optimizer is set.")
+            return "elementwise"
+        raise OptimizerError(
+            message + ".",
+            do='use a torch.optim optimizer, or, if you know better, set "zero_allow_untested_optimizer": true.',
+            code="optimizer-untested",
+        ) from problem
+    if difference is None:
+        return "elementwise"
+    message = f"{kind.__name__} is not elementwise: {difference}"
+    if allow_untested and world_size == 1:
+        warnings.warn(
+            f"{message}. It is used on one rank because zero_allow_untested_optimizer is set; its numbers will differ."
+        )
+        return "elementwise"
+    raise OptimizerError(
+        message + ", so it would go wrong on shards.",
+        do="use an elementwise optimizer, or derive it from shoal.optim.whole.WholeTensorOptimizer.",
+        code="optimizer-not-elementwise",
+    )
+
+
+def refusal(name: str, reason: str) -> OptimizerError:
+    """The error for one of torch's optimizers that cannot run on shards."""
+    return OptimizerError(
+        f"torch.optim.{name} is not elementwise: {reason}.",
+        do=INSTEAD.get(name, "use an elementwise optimizer, such as AdamW."),
+        code="optimizer-not-elementwise",
+    )
+
+
+def _needs_closure(kind: type) -> bool:
+    parameters = list(inspect.signature(inspect.unwrap(kind.step)).parameters.values())[1:]  # type: ignore[attr-defined]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(p.kind in positional and p.default is p.empty for p in parameters)
+
+
+def _is_known(kind: type) -> bool:
+    """A known class, or one derived from it that changes nothing but its constructor and names of its own."""
+    known = next((base for base in kind.__mro__ if base in KNOWN), None)
+    if known is None:
+        return False
+    for base in kind.__mro__[: kind.__mro__.index(known)]:
+        for name, value in vars(base).items():
+            is_constructor = name.startswith(("__", "_patch"))
+            if is_constructor or not callable(value) or not hasattr(known, name):
+                continue
+            # torch wraps step() of the class in place, for its profiler
+            if inspect.unwrap(value) is not inspect.unwrap(getattr(known, name)):
+                return False
+    return True
+
+
+def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
+    """What the trial found, or None. Raises what the optimizer's constructor or step raises."""
+    tried: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        settings = _settings(optimizer, group)
+        if settings in tried:
+            continue
+        tried.append(settings)
+        device = next((p.device for p in group["params"] if p.device.type != "meta"), torch.device("cpu"))
+        found = _try(partial(type(optimizer), **settings), device)
+        if found:
+            return found
+    return None
+
+
+def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """The group's hyperparameters that the constructor takes, as plain values."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    found = {}
+    for name, value in group.items():
+        if name in parameters and name != "params":
+            found[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return found
+
+
+def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> str | None:
+    rows, columns = PROBE_SHAPE
+    random = torch.Generator().manual_seed(0)
+    start = torch.randn(rows, columns, generator=random).to(device)
+    # rows and columns of unlike size, so that anything that mixes elements shows
+    sizes = torch.logspace(-2, 1, rows).unsqueeze(1) * torch.linspace(0.5, 2, columns)
+    grads = [(torch.randn(rows, columns, generator=random) * sizes).to(device) for _ in range(PROBE_STEPS)]
+
+    def run(cut: Sequence[slice] | None, *, in_turn: bool = False) -> torch.Tensor:
+        if cut is None:
+            params = [torch.nn.Parameter(start.clone())]
+        else:
+            params = [torch.nn.Parameter(start.flatten()[part].clone()) for part in cut]
+        optimizer = make(params)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for grad in grads:
+                if cut is None:
+                    params[0].grad = grad.clone()
+                else:
+                    for param, part in zip(params, cut, strict=True):
+                        param.grad = grad.flatten()[part].clone()
+                for batch in [[param] for param in params] if in_turn else [params]:
+                    optimizer.param_groups[0]["params"] = batch
+                    optimizer.step()
+        return torch.cat([param.detach().flatten() for param in params])
+
+    halves = (slice(0, PROBE_CUT), slice(PROBE_CUT, rows * columns))
+    whole = run(None)
+    if not torch.isfinite(whole).all():
+        raise ArithmeticError("the trial's weights are not finite")
+    trials = {
+        "a matrix and the same numbers flat": run([slice(0, rows * columns)]),
+        "a matrix and its two parts": run(halves),
+        "a matrix and its two parts, each in a step() of its own": run(halves, in_turn=True),
+    }
+    for what, result in trials.items():
+        if not torch.equal(whole, result):
+            difference = (whole - result).abs().max().item()
+            return f"after {PROBE_STEPS} steps {what} differ by up to {difference:.3g}"
+    return None

@@ -1,0 +1,181 @@
+"""LAMB, exact on shards: Adam's direction, scaled per parameter by the ratio of the weights' norm to the direction's.
+
+    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        u = m / (sqrt(v) + eps) + weight_decay w
+    r = clamp(|w| / |u|, min_coeff, max_coeff), 1 where a norm is zero
+    w = w - lr sqrt(1 - b2^t) / (1 - b1^t) r u
+
+The norms are sums over whole parameters in a fixed tree (``tree_sum``), so any number of ranks gives the same bits.
+The bias correction scales the step, as in DeepSpeed's FusedLamb, and not m and v as in the paper.
+
+Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2 (arXiv:1904.00962).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import OptimizerError
+from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, Plan, node_keys, partial_sums, plan_sums
+from shoal.optim.whole import Flat, Parts, Segment, WholeTensorOptimizer, chunks
+
+
+class Lamb(WholeTensorOptimizer):
+    """LAMB.
+
+    Args:
+        max_coeff, min_coeff: bounds of the trust ratio.
+        bias_correction: scale the step by Adam's bias corrections.
+        eps_inside_sqrt: ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
+
+    Raises: OptimizerError: a number outside its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        wrong = []
+        if not lr >= 0:
+            wrong.append(f"lr is {lr}, expected 0 or above")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
+        if not eps >= 0:
+            wrong.append(f"eps is {eps}, expected 0 or above")
+        if not 0 <= min_coeff <= max_coeff:
+            wrong.append(f"min_coeff is {min_coeff} and max_coeff {max_coeff}, expected 0 <= min_coeff <= max_coeff")
+        if wrong:
+            raise OptimizerError("; ".join(wrong) + ".", where="Lamb", code="optimizer-params")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "weight_decay": weight_decay,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        self._plans: dict[Hashable, Plan] = {}
+        super().__init__(params, defaults)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq")
+
+    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+        """Update pieces.
+
+        Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
+            each at
+        its edges; and that of ``Parts``, where the pieces do not say where parameters lie.
+        Memory: scratch of 2^15 elements (CPU) or 2^24 (GPU), a few times.
+        """
+        if not flats:
+            return
+        ratios = self._ratios_alone(flats) if comm is None else self._ratios_shared(flats, comm)
+        for flat, ratio in zip(flats, ratios, strict=True):
+            _descend(flat, ratio)
+
+    def _ratios_alone(self, flats: Sequence[Flat]) -> list[torch.Tensor]:
+        """Trust ratios of each piece's segments, which are whole parameters."""
+        ratios = []
+        for flat in flats:
+            nodes = [node for segment in flat.segments for node in _advance(flat, segment)]
+            ratios.append(_trust_ratios(torch.stack(nodes), flat.group) if nodes else torch.ones(0))
+        return ratios
+
+    def _ratios_shared(self, flats: Sequence[Flat], comm: Communicator) -> list[torch.Tensor]:
+        """Trust ratios of each piece's segments, by one exchange of partial sums."""
+        device = flats[0].weight.device
+        parts = Parts(flats, comm)
+        numels = [shape.numel() for shape in parts.shapes]
+        plan = self._plans.get(parts.key)
+        if plan is None:
+            plan = self._plans[parts.key] = plan_sums([parts.of(rank) for rank in range(comm.size)], numels, device)
+        own, zero = parts.of(comm.rank), torch.zeros(2, device=device)
+        nodes, number = [], 0
+        for flat in flats:
+            held = {segment.parameter: segment for segment in flat.segments}
+            for index in range(len(flat.shapes)):
+                if index in held:
+                    nodes += _advance(flat, held[index])
+                else:  # left alone in this step: it counts as zero on every rank
+                    nodes += [zero] * len(node_keys(*own[number], numels[number]))
+                number += 1
+        nodes += [zero] * (plan.width - len(nodes))
+        answers = comm.exchange(torch.stack(nodes).view(-1), label="lamb.norms").wait()
+        squares = plan.finish(answers.view(comm.size, plan.width, 2))
+        ratios, begin = [], 0
+        for flat in flats:
+            ratio = _trust_ratios(squares[begin : begin + len(flat.shapes)], flat.group)
+            ratios.append(ratio[[segment.parameter for segment in flat.segments]])
+            begin += len(flat.shapes)
+        return ratios
+
+
+def _advance(flat: Flat, segment: Segment) -> list[torch.Tensor]:
+    """Move the averages of one segment on, and give the partial sums of squares of w and u. Shape: [2] each."""
+    gradient, group = flat.gradient, flat.group
+    assert gradient is not None
+    beta1, beta2 = group["betas"]
+    shift = segment.start - segment.offset
+
+    def fill(begin: int, end: int) -> torch.Tensor:
+        here = slice(begin + shift, end + shift)
+        grad = gradient[here].to(flat.weight.dtype)
+        flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
+        flat.state["exp_avg_sq"][here].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        both = torch.stack([flat.weight[here].float(), _direction(flat, here).float()])
+        return both.square_()
+
+    level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
+    return partial_sums(segment.offset, segment.offset + segment.numel, segment.shape.numel(), fill, level)
+
+
+def _direction(flat: Flat, here: slice) -> torch.Tensor:
+    """``u`` of a range of the piece. Computed twice in a step rather than kept: scratch stays small. Shape: [stop -
+    start].
+    """
+    group = flat.group
+    square = flat.state["exp_avg_sq"][here]
+    scale = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
+    direction = flat.state["exp_avg"][here] / scale
+    if group["weight_decay"]:
+        direction.add_(flat.weight[here], alpha=group["weight_decay"])
+    return direction
+
+
+def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """Trust ratios from sums of squares. Shape: [parameters, 2] -> [parameters]."""
+    norms = squares.sqrt()
+    ratios = (norms[:, 0] / norms[:, 1]).clamp(group["min_coeff"], group["max_coeff"])
+    return torch.where((norms > 0).all(dim=1), ratios, torch.ones_like(ratios))
+
+
+def _descend(flat: Flat, ratios: torch.Tensor) -> None:
+    """Step along ``u``. ``ratios`` has one entry per segment."""
+    if not flat.segments:
+        return
+    group = flat.group
+    flat.state["step"] += 1
+    factor: Any = group["lr"]
+    if group["bias_correction"]:
+        beta1, beta2 = group["betas"]
+        step = flat.state["step"].double()
+        factor = factor * (1 - beta2**step).sqrt() / (1 - beta1**step)
+    factors = ratios * factor
+    for index, segment in enumerate(flat.segments):
+        for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+            here = slice(begin, end)
+            flat.weight[here].sub_(_direction(flat, here).mul_(factors[index]))

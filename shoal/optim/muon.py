@@ -1,0 +1,319 @@
+"""Muon on shards: momentum whose matrices are orthogonalised; everything that is not a hidden matrix gets AdamW.
+
+    m = momentum m + (1 - momentum) g        d = momentum m + (1 - momentum) g  (Nesterov; else d = m)
+    w = w (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalize(d)
+
+Momentum is held as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
+(shared out by operations, so that no rank waits long), and the results are gathered. Orthogonalising everything on
+every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU core 50 times
+as long to orthogonalise as to receive.
+
+Source: Jordan et al., Muon: an optimizer for hidden layers (kellerjordan.github.io/posts/muon); Liu et al.,
+arXiv:2502.16982, for weight decay and sharing out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.errors import OptimizerError
+from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
+from shoal.optim.whole import Flat, Part, Parts, Segment, WholeTensorOptimizer, chunks
+
+ALIGNMENT = 64  # elements
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Who orthogonalises which matrix, and where parts and results lie in the gathered buffers."""
+
+    parts: tuple[tuple[Part, ...], ...]  # [rank][matrix]
+    places: tuple[tuple[int, ...], ...]  # [rank][matrix]: of its part, in the rank's shard of the gathered updates
+    shard_numel: int
+    owners: tuple[int, ...]  # [matrix]
+    results: tuple[int, ...]  # [matrix]: place in the owner's shard of the gathered results
+    result_numel: int
+
+
+def share_out(parts: Sequence[Sequence[Part]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
+    """Give each matrix to the rank with least to do, the costliest matrices first. Pure arithmetic, the same on
+    every rank.
+    """
+    places = [list(accumulate((high - low for low, high in row), initial=0)) for row in parts]
+    load = [0] * len(parts)
+    filled = [0] * len(parts)
+    owners, results = [0] * len(shapes), [0] * len(shapes)
+
+    def cost(index: int) -> int:
+        batch, rows, columns = _as_matrices(shapes[index])
+        return batch * num_operations(rows, columns, num_steps)
+
+    for index in sorted(range(len(shapes)), key=lambda i: (-cost(i), i)):
+        owner = min(range(len(parts)), key=lambda rank: (load[rank], rank))
+        load[owner] += cost(index)
+        owners[index], results[index] = owner, filled[owner]
+        filled[owner] += shapes[index].numel()
+    return Sharing(
+        tuple(tuple(row) for row in parts),
+        tuple(tuple(row[:-1]) for row in places),
+        _aligned(max(row[-1] for row in places)),
+        tuple(owners),
+        tuple(results),
+        _aligned(max(filled)),
+    )
+
+
+class Muon(WholeTensorOptimizer):
+    """Muon, with AdamW for the groups whose ``use_muon`` is false.
+
+    Args:
+        params: groups; each may set ``use_muon`` (default true). Matrices of more than three dims count as [first,
+            rest], those of three as a stack of matrices.
+        momentum, nesterov, ns_method, ns_steps: of the Muon groups.
+        betas, eps: of the AdamW groups.
+
+    Raises: OptimizerError: a number outside its range, or a parameter with fewer than two dims in a Muon group.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_method: Method = "gram",
+        ns_steps: int = 5,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        use_muon: bool = True,
+    ) -> None:
+        wrong = []
+        if not lr >= 0:
+            wrong.append(f"lr is {lr}, expected 0 or above")
+        if not 0 <= momentum < 1:
+            wrong.append(f"momentum is {momentum}, expected a number in [0, 1)")
+        if ns_method not in METHODS:
+            wrong.append(f"ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}")
+        if ns_steps < 1:
+            wrong.append(f"ns_steps is {ns_steps}, expected at least 1")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
+        if wrong:
+            raise OptimizerError("; ".join(wrong) + ".", where="Muon", code="optimizer-params")
+        self._sharings: dict[Hashable, Sharing] = {}
+        self._buffers: dict[Hashable, _Buffer] = {}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "ns_method": ns_method,
+            "ns_steps": ns_steps,
+            "nesterov": nesterov,
+            "betas": betas,
+            "eps": eps,
+            "use_muon": use_muon,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's.
+
+        Raises: OptimizerError: a vector or number in a group that uses Muon.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        flat = [tuple(param.shape) for param in group["params"] if param.dim() < 2]
+        if group["use_muon"] and flat:
+            raise OptimizerError(
+                f"Muon needs matrices, but group {len(self.param_groups) - 1} has {len(flat)} parameters of fewer than "
+                f"two dims, the first of shape {flat[0]}.",
+                do='put them into a group with "use_muon": False, which gets AdamW.',
+                code="optimizer-muon-dims",
+            )
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
+
+    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+        """Update pieces.
+
+        Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
+            bits on GPUs),
+        each about (size - 1) / size of the matrices' elements received per rank; and the exchange of ``Parts``.
+        Memory: both gathered, kept between steps.
+        """
+        matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
+        for flat in flats:
+            if flat.segments:
+                flat.state["step"] += 1
+            if not flat.group["use_muon"]:
+                _adamw(flat)
+        if comm is None:
+            self._update_alone(matrices)
+        elif matrices:
+            self._update_shared(matrices, comm)
+
+    def _update_alone(self, flats: Sequence[Flat]) -> None:
+        for flat in flats:
+            for segment in flat.segments:
+                update = torch.empty(segment.numel, dtype=torch.float32, device=flat.weight.device)
+                _momentum(flat, segment, update)
+                _descend(flat, segment, _orthogonalized(update, segment.shape, flat.group))
+
+    def _update_shared(self, flats: Sequence[Flat], comm: Communicator) -> None:
+        parts = Parts(flats, comm)
+        sharing = self._sharings.get(parts.key)
+        if sharing is None:
+            ranks = [parts.of(rank) for rank in range(comm.size)]
+            sharing = self._sharings[parts.key] = share_out(ranks, parts.shapes, flats[0].group["ns_steps"])
+        numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
+        device = flats[0].weight.device
+
+        updates = self._buffer(comm, "updates", sharing.shard_numel, torch.float32, device)
+        own = updates.shard(comm.rank)
+        for number, (flat, index) in enumerate(numbered):
+            low, high = sharing.parts[comm.rank][number]
+            place = own[sharing.places[comm.rank][number] :][: high - low]
+            segment = _segment_of(flat, index)
+            if segment is None:
+                place.zero_()  # left alone in this step
+            else:
+                _momentum(flat, segment, place)
+        updates.gather("muon.updates")
+
+        dtype = compute_dtype(flats[0].group["ns_method"], device)
+        results = self._buffer(comm, "results", sharing.result_numel, dtype, device)
+        for number, (flat, _) in enumerate(numbered):
+            if sharing.owners[number] != comm.rank:
+                continue
+            shape = parts.shapes[number]
+            whole = torch.empty(shape.numel(), dtype=torch.float32, device=device)
+            for rank, row in enumerate(sharing.parts):
+                low, high = row[number]
+                whole[low:high] = updates.shard(rank)[sharing.places[rank][number] :][: high - low]
+            place = results.shard(comm.rank)[sharing.results[number] :][: shape.numel()]
+            place.copy_(_orthogonalized(whole, shape, flat.group))
+        results.gather("muon.results")
+
+        for number, (flat, index) in enumerate(numbered):
+            segment = _segment_of(flat, index)
+            if segment is not None:
+                place = results.shard(sharing.owners[number])[sharing.results[number] + segment.offset :]
+                _descend(flat, segment, place[: segment.numel])
+
+    def _buffer(
+        self, comm: Communicator, use: str, shard_numel: int, dtype: torch.dtype, device: torch.device
+    ) -> _Buffer:
+        key = (id(comm), use, dtype, device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.capacity < shard_numel:
+            if buffer is not None:
+                buffer.drain()
+            buffer = self._buffers[key] = _Buffer(comm, comm.empty(shard_numel * comm.size, dtype, device))
+        buffer.begin(shard_numel)
+        return buffer
+
+
+class _Buffer:
+    """Memory that a communicator gathers into, used again in every unit and step."""
+
+    def __init__(self, comm: Communicator, memory: torch.Tensor) -> None:
+        self.comm = comm
+        self._memory = memory
+        self._shard_numel = 0
+        self._work: Work | None = None
+
+    @property
+    def capacity(self) -> int:
+        return self._memory.numel() // self.comm.size
+
+    def begin(self, shard_numel: int) -> None:
+        self.drain()
+        self._shard_numel = shard_numel
+
+    def shard(self, rank: int) -> torch.Tensor:
+        return self._memory[rank * self._shard_numel : (rank + 1) * self._shard_numel]
+
+    def gather(self, label: str) -> None:
+        self._work = self.comm.all_gather(self._memory[: self._shard_numel * self.comm.size], label=label)
+        self._work.wait()
+
+    def drain(self) -> None:
+        if self._work is not None:
+            self._work.drain()
+            self._work = None
+
+
+def _segment_of(flat: Flat, index: int) -> Segment | None:
+    return next((segment for segment in flat.segments if segment.parameter == index), None)
+
+
+def _as_matrices(shape: torch.Size) -> tuple[int, int, int]:
+    """A parameter as (stack, rows, columns)."""
+    if len(shape) == 2:
+        return 1, shape[0], shape[1]
+    if len(shape) == 3:
+        return shape[0], shape[1], shape[2]
+    return 1, shape[0], shape[1:].numel()
+
+
+def _aligned(numel: int) -> int:
+    return max(-(-numel // ALIGNMENT), 1) * ALIGNMENT
+
+
+def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, Any]) -> torch.Tensor:
+    """Shape: [numel] -> [numel]."""
+    if update.numel() == 0:
+        return update
+    return orthogonalize(update.view(_as_matrices(shape)).squeeze(0), group["ns_method"], group["ns_steps"]).reshape(-1)
+
+
+def _momentum(flat: Flat, segment: Segment, out: torch.Tensor) -> None:
+    """Move a segment's momentum on and write the direction into ``out``. Shape: [segment numel]."""
+    assert flat.gradient is not None
+    beta = flat.group["momentum"]
+    for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+        grad = flat.gradient[begin:end].to(flat.weight.dtype)
+        average = flat.state["momentum_buffer"][begin:end]
+        average.mul_(beta).add_(grad, alpha=1 - beta)
+        direction = average * beta + grad * (1 - beta) if flat.group["nesterov"] else average
+        out[begin - segment.start : end - segment.start] = direction
+
+
+def _descend(flat: Flat, segment: Segment, direction: torch.Tensor) -> None:
+    group = flat.group
+    _, rows, columns = _as_matrices(segment.shape)
+    scale = max(1.0, rows / max(columns, 1)) ** 0.5
+    weight = flat.weight[segment.start : segment.stop]
+    if group["weight_decay"]:
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+    weight.sub_(direction.to(weight.dtype) * (group["lr"] * scale))
+
+
+def _adamw(flat: Flat) -> None:
+    """AdamW on the segments. Source: Loshchilov and Hutter, arXiv:1711.05101."""
+    if not flat.segments:
+        return
+    group = flat.group
+    beta1, beta2 = group["betas"]
+    step = flat.state["step"].double()
+    size = group["lr"] / (1 - beta1**step)
+    root = (1 - beta2**step).sqrt()
+    for segment in flat.segments:
+        assert flat.gradient is not None
+        for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+            grad = flat.gradient[begin:end].to(flat.weight.dtype)
+            average, square = flat.state["exp_avg"][begin:end], flat.state["exp_avg_sq"][begin:end]
+            average.mul_(beta1).add_(grad, alpha=1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            weight = flat.weight[begin:end]
+            if group["weight_decay"]:
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(average / (square.sqrt() / root).add_(group["eps"]) * size)

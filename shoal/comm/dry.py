@@ -1,0 +1,83 @@
+"""A rank of a world that is not there: nothing moves, shapes and records are those of a real run.
+
+What this rank would receive is made from what it has itself, so that values stay finite where tensors have any: a reduction
+takes this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.comm.finished import FinishedWork, check_divides, own_range
+from shoal.comm.protocol import Communicator, Work
+from shoal.comm.sums import RankOrderedSum, is_same_memory
+
+
+class DryCommunicator:
+    """``size`` ranks on ``axis``, of which only ``rank`` exists."""
+
+    def __init__(self, axis: str, rank: int, size: int) -> None:
+        self.axis = axis
+        self.rank = rank
+        self.size = size
+        self._sum = RankOrderedSum()
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+        check_divides("all_gather", full, shard, self.size, label=label)
+        own = own_range(full, self.rank, self.size)
+        if shard is not None and not is_same_memory(own, shard):
+            own.detach().copy_(shard)
+        return FinishedWork(full)
+
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+    ) -> Work:
+        check_divides("reduce_scatter", full, out, self.size, label=label)
+        own = own_range(full, self.rank, self.size)
+        return FinishedWork(self._sum([own], out, scale=scale, accumulate=accumulate))
+
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+        return FinishedWork(self._sum([full], full, scale=scale))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
+        return FinishedWork(tensor)
+
+    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
+        return FinishedWork(vector.detach().view(1, -1).repeat(self.size, 1))
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        text = json.dumps(value)
+        return [json.loads(text) for _ in range(self.size)]
+
+    def barrier(self, *, label: str) -> None:
+        return None
+
+    def drain(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class DryTransport:
+    """How rank ``rank`` of a dry run reaches the others: not at all."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        ranks = next(group for group in groups if self._rank in group)
+        return DryCommunicator(axis, ranks.index(self._rank), len(ranks))
+
+    def report_failure(self, error: BaseException, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        return None

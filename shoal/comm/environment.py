@@ -1,0 +1,98 @@
+"""Who am I among the ranks: read from the environment, here and nowhere else in ``comm``.
+
+launcher               rank                  world size             local rank
+torchrun, shoal run    RANK                  WORLD_SIZE             LOCAL_RANK
+Open MPI               OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK
+Slurm (srun)           SLURM_PROCID          SLURM_STEP_NUM_TASKS   SLURM_LOCALID
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher told this process.
+
+    Args:
+        address: host of the store; None: the launcher names none.
+        port: of the store; None likewise.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    address: str | None
+    port: int | None
+    launcher: str
+
+
+def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: bool = True) -> Launch | None:
+    """What the environment says, or None if this process was started by hand.
+
+    Slurm counts only inside a step with several tasks: a shell in an allocation has ``SLURM_PROCID`` too.
+
+    Raises: ConfigError: a variable that is not a number, or a rank outside the world.
+    """
+    values = os.environ if environment is None else environment
+    address = values.get("MASTER_ADDR")
+    port = _number(values, "MASTER_PORT") if "MASTER_PORT" in values else None
+    if "RANK" in values and "WORLD_SIZE" in values:
+        rank = _number(values, "RANK")
+        local_rank = _number(values, "LOCAL_RANK") if "LOCAL_RANK" in values else None
+        launch = Launch(
+            rank, _number(values, "WORLD_SIZE"), 0 if local_rank is None else local_rank, address, port, "env"
+        )
+    elif mpi_and_slurm and "OMPI_COMM_WORLD_SIZE" in values:
+        launch = Launch(
+            _number(values, "OMPI_COMM_WORLD_RANK"),
+            _number(values, "OMPI_COMM_WORLD_SIZE"),
+            _number(values, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            address,
+            port,
+            "mpi",
+        )
+    elif mpi_and_slurm and values.get("SLURM_STEP_NUM_TASKS", "1") != "1":
+        nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or ""
+        launch = Launch(
+            _number(values, "SLURM_PROCID"),
+            _number(values, "SLURM_STEP_NUM_TASKS"),
+            _number(values, "SLURM_LOCALID"),
+            address or _first_host(nodes),
+            port,
+            "slurm",
+        )
+    else:
+        return None
+    if not 0 <= launch.rank < launch.world_size:
+        raise ConfigError(
+            f"the environment says rank {launch.rank} of {launch.world_size}",
+            where=f"launcher {launch.launcher!r}",
+            do="start every rank with a rank from 0 to world size - 1.",
+            code="launch-environment",
+        )
+    return launch
+
+
+def _number(values: Mapping[str, str], name: str) -> int:
+    text = values.get(name, "")
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"the environment variable {name} is {text!r}, not a whole number",
+            do=f"set {name}, or start the ranks with torchrun, shoal run, mpirun or srun.",
+            code="launch-environment",
+        ) from None
+
+
+def _first_host(nodes: str) -> str | None:
+    """The first host of Slurm's list: ``node[03-07,9],other`` starts with ``node03``."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    return None if match is None else "".join(part or "" for part in match.groups())

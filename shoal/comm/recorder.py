@@ -1,0 +1,144 @@
+"""The flight recorder: what this rank issued, on which axis, in which order, and how many bytes it received.
+
+It is always on. The last calls are kept in a ring; ``with recorder.recording() as entries`` keeps all of them:
+
+    with world.recorder.recording() as entries:
+        engine.step()
+    assert sum(entry.nbytes for entry in entries if entry.kind == "data") == 3 * parameter_bytes * (n - 1) // n
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+
+RING = 1024  # calls: the last few steps of a large model
+
+
+class Entry(NamedTuple):
+    """One collective as this rank issued it."""
+
+    seq: int
+    axis: str
+    op: str
+    label: str
+    nbytes: int  # received by this rank, by the formula of the protocol, rounded down
+    dtype: torch.dtype | None
+    kind: Literal["data", "control"]  # parameters and gradients, or everything else
+
+
+class Recorder:
+    """The calls of one rank over all its axes."""
+
+    def __init__(self, ring: int = RING) -> None:
+        self.num_issued = 0
+        self._ring: deque[Entry] = deque(maxlen=ring)
+        self._recordings: list[list[Entry]] = []
+
+    def add(
+        self,
+        axis: str,
+        op: str,
+        label: str,
+        nbytes: int,
+        dtype: torch.dtype | None,
+        kind: Literal["data", "control"],
+    ) -> None:
+        entry = Entry(self.num_issued, axis, op, label, nbytes, dtype, kind)
+        self.num_issued += 1
+        self._ring.append(entry)
+        if self._recordings:
+            for entries in self._recordings:
+                entries.append(entry)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Entry]]:
+        """Collect every call that is issued inside the block."""
+        entries: list[Entry] = []
+        self._recordings.append(entries)
+        try:
+            yield entries
+        finally:
+            self._recordings = [kept for kept in self._recordings if kept is not entries]
+
+    @property
+    def last(self) -> list[Entry]:
+        """The calls still in the ring, oldest first."""
+        return list(self._ring)
+
+    def table(self, entries: Sequence[Entry] | None = None) -> str:
+        """``entries`` (by default the ring) as text, a line a call."""
+        rows = [("seq", "axis", "op", "label", "bytes", "dtype", "kind")]
+        rows += [
+            (
+                str(entry.seq), entry.axis, entry.op, entry.label, f"{entry.nbytes:,}",
+                str(entry.dtype).removeprefix("torch.") if entry.dtype else "-", entry.kind,
+            )
+            for entry in (self._ring if entries is None else entries)
+        ]  # fmt: skip
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if column in (0, 4) else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+
+class RecordedCommunicator:
+    """A communicator whose every call is noted before it is issued."""
+
+    def __init__(self, inner: Communicator, recorder: Recorder) -> None:
+        self.axis = inner.axis
+        self.rank = inner.rank
+        self.size = inner.size
+        self.recorder = recorder
+        self._inner = inner
+        self._add = recorder.add
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inner.empty(numel, dtype, device)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+        self._add(self.axis, "all_gather", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
+        return self._inner.all_gather(full, shard, label=label)
+
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+    ) -> Work:
+        self._add(self.axis, "reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
+        return self._inner.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+        self._add(self.axis, "all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
+        return self._inner.all_reduce(full, scale=scale, label=label)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
+        nbytes = 0 if source == self.rank else tensor.nbytes
+        self._add(self.axis, "broadcast", label, nbytes, tensor.dtype, "control")
+        return self._inner.broadcast(tensor, source, label=label)
+
+    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
+        self._add(self.axis, "exchange", label, vector.nbytes * (self.size - 1), vector.dtype, "control")
+        return self._inner.exchange(vector, label=label)
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        self._add(self.axis, "gather_objects", label, 0, None, "control")
+        return self._inner.gather_objects(value, label=label)
+
+    def barrier(self, *, label: str) -> None:
+        self._add(self.axis, "barrier", label, 0, None, "control")
+        self._inner.barrier(label=label)
+
+    def drain(self) -> None:
+        self._inner.drain()
+
+    def close(self) -> None:
+        self._inner.close()

@@ -1,0 +1,255 @@
+"""Ranks as threads of one process: real collectives in a test that takes milliseconds.
+
+    results = run_ranks(4, train, "arguments")  # train("arguments") on four threads, each with its own current_world()
+
+Sums and copies are those of the other boards, to the bit. The ranks share the process: torch's random generators are
+one, and a rank's Python runs only while the others wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.comm.direct import Call, DirectCommunicator, Mark, Pending
+from shoal.comm.protocol import Communicator
+from shoal.comm.world import World, use_world
+from shoal.errors import CommError, RankFailedError, UsageError
+
+T = TypeVar("T")
+
+
+class _Round:
+    """One call of a group: what each rank posted, and how far each is."""
+
+    __slots__ = ("calls", "marks", "num_done", "sources")
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[Call | None] = [None] * size
+        self.sources: list[torch.Tensor | None] = [None] * size
+        self.marks = (bytearray(size), bytearray(size))  # by Mark
+        self.num_done = 0
+
+
+class _Group:
+    """The boards' common memory for the ranks of one axis."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.rounds: dict[int, _Round] = {}
+        self.last: list[Call | None] = [None] * len(ranks)
+        self.num_issued = [0] * len(ranks)
+
+
+class Team:
+    """What the ranks of one ``run_ranks`` share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.generation = 0
+        self.failure: tuple[int, str] | None = None  # rank, traceback
+        self.error: BaseException | None = None
+        self.left: set[int] = set()  # ranks whose function has returned
+        self.groups: dict[tuple[str, tuple[int, ...], int], _Group] = {}
+
+    def group(self, axis: str, ranks: tuple[int, ...], generation: int) -> _Group:
+        with self.changed:
+            return self.groups.setdefault((axis, ranks, generation), _Group(ranks))
+
+    def notify(self) -> None:
+        with self.changed:
+            self.generation += 1
+            self.changed.notify_all()
+
+    def fail(self, rank: int, text: str, error: BaseException | None = None) -> None:
+        """The first failure counts; the others are its consequences."""
+        with self.changed:
+            if self.failure is None:
+                self.failure = (rank, text)
+                self.error = error
+            self.generation += 1
+            self.changed.notify_all()
+
+    def last_calls(self, rank: int) -> str:
+        """What ``rank`` issued last on each axis."""
+        texts = [
+            f"call {group.num_issued[at] - 1} on {axis!r}, {group.last[at]}"
+            for (axis, ranks, _), group in list(self.groups.items())
+            if rank in ranks and group.last[(at := ranks.index(rank))] is not None
+        ]
+        return "; ".join(texts) or "nothing"
+
+
+class ThreadBoard:
+    """One rank's view of its group."""
+
+    capacity = 1 << 30
+
+    def __init__(self, team: Team, group: _Group, rank: int) -> None:
+        self.rank = group.ranks.index(rank)
+        self.size = len(group.ranks)
+        self.timeout = team.timeout
+        self._team = team
+        self._group = group
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def readable(self, source: torch.Tensor) -> torch.Tensor:
+        return source
+
+    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
+        group = self._group
+        with self._team.changed:
+            calls = group.rounds.get(number)
+            if calls is None:
+                calls = group.rounds[number] = _Round(self.size)
+            calls.sources[self.rank] = source
+            calls.calls[self.rank] = call
+            group.last[self.rank] = call
+            group.num_issued[self.rank] = number + 1
+            self._team.generation += 1
+            self._team.changed.notify_all()
+
+    def has_posted(self, peer: int, number: int) -> bool:
+        calls = self._group.rounds.get(number)
+        return calls is not None and calls.calls[peer] is not None
+
+    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
+        theirs = self._group.rounds[number].calls[peer]
+        return None if theirs == call else str(theirs)
+
+    def source(self, peer: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+        source = self._group.rounds[number].sources[peer]
+        assert source is not None
+        return source
+
+    def mark(self, number: int, mark: Mark) -> None:
+        with self._team.changed:
+            calls = self._group.rounds[number]
+            calls.marks[mark.value][self.rank] = 1
+            if mark is Mark.DONE:
+                calls.num_done += 1
+                if calls.num_done == self.size:
+                    del self._group.rounds[number]
+            self._team.generation += 1
+            self._team.changed.notify_all()
+
+    def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
+        calls = self._group.rounds.get(number)
+        return calls is None or calls.marks[mark.value][peer] == 1  # a round is forgotten once all ranks are done
+
+    def ticket(self) -> int:
+        return self._team.generation
+
+    def pause(self, ticket: int, attempt: int) -> None:
+        with self._team.changed:
+            if self._team.generation == ticket:
+                self._team.changed.wait(0.02)
+
+    def check(self, missing: Sequence[int]) -> None:
+        if self._team.failure is not None:
+            raise RankFailedError(*self._team.failure)
+        for peer in missing:
+            rank = self._group.ranks[peer]
+            if rank in self._team.left:
+                raise CommError(
+                    f"rank {rank} has returned from its function, and this rank still waits for it in a collective. "
+                    f"Last issued by rank {rank}: {self._team.last_calls(rank)}",
+                    do="make every rank issue the same collectives.",
+                    code="comm-mismatch",
+                )
+
+    def has_left(self, peer: int) -> bool:
+        return self._group.ranks[peer] in self._team.left
+
+    def last_calls(self) -> list[str]:
+        return [
+            "nothing" if call is None else f"{call} (call {number - 1})"
+            for call, number in zip(self._group.last, self._group.num_issued, strict=True)
+        ]
+
+    def close(self) -> None:
+        return None
+
+
+class ThreadTransport:
+    """How a rank that is a thread reaches the others."""
+
+    def __init__(self, team: Team, rank: int) -> None:
+        self._team = team
+        self._rank = rank
+        self._pending = Pending()
+        self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        ranks = next(group for group in groups if self._rank in group)
+        # An axis that was closed and is opened again starts with an empty board.
+        generation = self._opened[axis, ranks] = self._opened.get((axis, ranks), -1) + 1
+        group = self._team.group(axis, ranks, generation)
+        return DirectCommunicator(axis, ThreadBoard(self._team, group, self._rank), self._pending)
+
+    def report_failure(self, error: BaseException, text: str) -> None:
+        self._team.fail(self._rank, text, error)
+
+    def close(self) -> None:
+        return None
+
+
+def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 60) -> list[T]:
+    """Run ``fn(*args)`` on ``size`` ranks that are threads; each finds its world by ``current_world()``.
+
+    Args:
+        timeout: seconds for the whole run.
+
+    Returns: what each rank returned, in rank order.
+    Raises: what the first rank to fail raised (the others stop at their next collective); CommError: the ranks were not
+        done within ``timeout``; it says what each rank issued last.
+    """
+    if size < 1:
+        raise UsageError(f"run_ranks was asked for {size} ranks", do="ask for 1 or more.")
+    team = Team(size, timeout)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        world = World(rank, size, rank, torch.device("cpu"), "threads", ThreadTransport(team, rank))
+        try:
+            with use_world(world):
+                results[rank] = fn(*args)
+            world.close()
+        except RankFailedError as error:
+            # A witness, unless nobody is known to have failed.
+            team.fail(rank, traceback.format_exc(), error)
+        except BaseException as error:
+            team.fail(rank, traceback.format_exc(), error)
+        finally:
+            team.left.add(rank)
+            team.notify()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        late = [rank for rank in range(size) if threads[rank].is_alive()]
+        lines = "".join(f"\n    rank {rank}: {team.last_calls(rank)}" for rank in range(size))
+        error = CommError(
+            f"ranks {late} of {size} were not done after {timeout:g} s. Last issued:{lines}",
+            do="look at what the rank that is behind was doing.",
+            code="comm-timeout",
+        )
+        team.fail(late[0], str(error), error)
+        for thread in threads:
+            thread.join(1.0)  # those that wait in a collective end now; one stuck elsewhere cannot be ended
+    if team.error is not None:
+        raise team.error
+    return results

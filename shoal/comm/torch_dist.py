@@ -1,0 +1,71 @@
+"""Ranks as processes, joined by torch.distributed: which kind of communicator an axis gets.
+
+device   ranks of the axis      communicator
+cuda     any                    NCCL (its CPU tensors: Gloo)
+cpu      all on one host        shared memory
+cpu      on several hosts       Gloo, by direct exchange
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from shoal.comm.failure import FailureReports
+from shoal.comm.gloo import GlooCommunicator, GlooPending
+from shoal.comm.nccl import NcclCommunicator
+from shoal.comm.protocol import Communicator
+
+
+class ProcessTransport:
+    """How a rank that is a process reaches the others.
+
+    Args:
+        store: common to all ranks, and this world's alone (a PrefixStore).
+        timeout: seconds without progress after which a wait gives up.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._device = device
+        self._timeout = timeout
+        self._failures = FailureReports(PrefixStore("failures", store), rank)
+        self._gloo_pending = GlooPending()
+        self._num_opened = 0
+
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        ranks = next(group for group in groups if self._rank in group)
+        self._num_opened += 1
+        name = f"{self._num_opened}/{axis}/{ranks[0]}"
+        gloo = self._open_gloo(axis, name, ranks)
+        if self._device.type == "cpu":
+            return gloo
+        is_whole = len(ranks) == self._size
+        group = dist.group.WORLD if is_whole else dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return NcclCommunicator(axis, group, not is_whole, gloo, self._failures)
+
+    def report_failure(self, error: BaseException, text: str) -> None:
+        self._failures.report(text)
+
+    def close(self) -> None:
+        return None
+
+    def _open_gloo(self, axis: str, name: str, ranks: tuple[int, ...]) -> GlooCommunicator:
+        # Made here and not by new_group: only the ranks of the axis take part, and nothing of it is left when it is closed.
+        try:
+            group = dist.ProcessGroupGloo(
+                PrefixStore(f"gloo/{name}", self._store),
+                ranks.index(self._rank),
+                len(ranks),
+                timedelta(seconds=self._timeout),
+            )
+        except RuntimeError as error:
+            raise self._failures.explain(error, f"joining {len(ranks)} ranks on axis {axis!r} over Gloo") from error
+        return GlooCommunicator(axis, group, self._failures, self._gloo_pending)

@@ -1,0 +1,315 @@
+"""The world: who this rank is, and how it reaches the others.
+
+world = current_world()
+comm = world.communicator("dp", Mesh.of(world.size))
+comm.all_reduce(gradient, scale=1 / comm.size, label="gradient").wait()
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from shoal.comm.dry import DryTransport
+from shoal.comm.environment import Launch, read_launch
+from shoal.comm.failure import ExceptHook
+from shoal.comm.protocol import Communicator
+from shoal.comm.recorder import RecordedCommunicator, Recorder
+from shoal.comm.single import SingleCommunicator
+from shoal.comm.torch_dist import ProcessTransport
+from shoal.errors import ConfigError, RankFailedError, UsageError
+from shoal.mesh import Mesh
+
+TIMEOUT = timedelta(minutes=30)
+
+logger = logging.getLogger("shoal")
+
+
+class Transport(Protocol):
+    """How this rank reaches the others: threads, processes over torch.distributed, or nobody (a dry run)."""
+
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
+        ...
+
+    def report_failure(self, error: BaseException, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class World:
+    """All ranks, as one of them sees them.
+
+    Args:
+        device: where this rank computes.
+        backend: ``threads``, ``gloo``, ``nccl``, ``fake``, or ``none`` for a single rank without a process group.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        device: torch.device,
+        backend: str,
+        transport: Transport | None,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.device = device
+        self.backend = backend
+        self.recorder = Recorder()
+        self._transport = transport
+        self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._on_close = on_close
+        self.is_closed = False
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, device={self.device}, backend={self.backend!r})"
+
+    def communicator(self, axis: str, mesh: Mesh) -> Communicator:
+        """The communicator of the ranks along ``axis``; the same object for the same ranks.
+
+        Communicates: the first time, control messages over the whole world: every rank calls it in the same order.
+        """
+        if self.is_closed:
+            raise UsageError(f"{self} is closed", do="ask for communicators before close().")
+        if mesh.world_size != self.size:
+            raise UsageError(
+                f"{mesh} has {mesh.world_size} ranks and the world {self.size}", do="use Mesh.of(world.size)."
+            )
+        ranks = mesh.ranks_along(axis, self.rank)
+        found = self._communicators.get((axis, ranks))
+        if found is None:
+            if len(ranks) == 1 or self._transport is None:
+                found = SingleCommunicator(axis)
+            else:
+                found = self._transport.open(axis, mesh.groups(axis))
+            found = self._communicators[axis, ranks] = RecordedCommunicator(found, self.recorder)
+        return found
+
+    def report_failure(self, error: BaseException) -> None:
+        """Tell all ranks that this one fails: whoever waits in a collective stops with this rank's traceback.
+
+        Does nothing for a RankFailedError: the rank that failed first has told them. Never raises.
+        """
+        if self._transport is not None and not isinstance(error, RankFailedError):
+            self._transport.report_failure(error, "".join(traceback.format_exception(error)))
+
+    def close(self) -> None:
+        """Close every communicator and what lies below. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for communicator in self._communicators.values():
+            communicator.close()
+        self._communicators.clear()
+        if self._transport is not None:
+            self._transport.close()
+        if self._on_close is not None and _is_initialized():
+            self._on_close()
+
+
+# The world of a rank that is a thread, or of a dry run: it ends with its block.
+_scoped_world: ContextVar[World | None] = ContextVar("scoped_world", default=None)
+
+
+class _Process:
+    """This process's world beside torch's default process group, whose life it shares. Every thread sees it."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.group: object = None
+        self.hook: ExceptHook | None = None
+
+    def close(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        if self.world is not None:
+            self.world.close()
+            self.world = None
+
+
+_process = _Process()
+atexit.register(_process.close)
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Make ``world`` the current one inside the block, for this thread."""
+    token = _scoped_world.set(world)
+    try:
+        yield world
+    finally:
+        _scoped_world.reset(token)
+
+
+def current_world() -> World:
+    """The world this code runs in.
+
+    The first that applies: the one of ``run_ranks``, ``fake_world`` or ``use_world``; the one that torch.distributed was
+    initialised with; the one that RANK and WORLD_SIZE in the environment name, initialised now; this rank alone.
+
+    Communicates: start-up messages, if torch.distributed is initialised now.
+    """
+    scoped = _scoped_world.get()
+    if scoped is not None:
+        return scoped
+    if not _is_initialized():
+        launch = read_launch(mpi_and_slurm=False)
+        if launch is not None:
+            return init_distributed(verbose=False)
+        if _process.world is None or _process.world.is_closed or _process.group is not None:
+            _process.close()
+            _process.group = None
+            _process.world = World(0, 1, 0, _device(0, None), "none", None)
+        return _process.world
+    return _adopt(TIMEOUT)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> World:
+    """Join the other ranks, or adopt the process group that is there, and make that the current world.
+
+    Args:
+        dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo for CPU tensors) with a GPU, else Gloo.
+        auto_mpi_discovery: look for the ranks in Open MPI's and Slurm's variables too.
+        distributed_port: of the store, where the environment names none.
+        verbose: log a line on rank 0.
+        timeout: without progress, after which a collective gives up; 30 minutes.
+        init_method: as torch's; None: the environment's, or a world of one rank where it names none.
+        dist_init_required: False: adopt only.
+        config: accepted as DeepSpeed does; nothing in it matters here.
+
+    Raises: UsageError: nothing to adopt and ``dist_init_required=False``.
+    """
+    timeout = timeout or TIMEOUT
+    if _is_initialized():
+        return _adopt(timeout)
+    if dist_init_required is False:
+        raise UsageError(
+            "torch.distributed is not initialised, and dist_init_required=False forbids to do it",
+            do="call torch.distributed.init_process_group first, or leave dist_init_required out.",
+        )
+    launch = read_launch(mpi_and_slurm=auto_mpi_discovery)
+    if rank >= 0 or world_size >= 0:
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"init_distributed was given rank={rank} and world_size={world_size}",
+                do="give both, with a rank from 0 to world_size - 1.",
+                code="launch-environment",
+            )
+        local_rank = launch.local_rank if launch is not None else 0
+        address, port = (launch.address, launch.port) if launch is not None else (None, None)
+        launch = Launch(rank, world_size, local_rank, address, port, "arguments")
+    if launch is None:
+        launch = Launch(0, 1, 0, None, None, "none")
+    device = _device(launch.local_rank, dist_backend)
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.accelerator.set_device_index(device.index)
+    arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
+    if init_method is not None:
+        arguments["init_method"] = init_method
+    elif launch.world_size == 1 and launch.address is None:
+        arguments["store"] = HashStore()
+    elif launch.launcher == "env" and launch.address is not None and launch.port is not None:
+        arguments["init_method"] = "env://"
+    else:
+        address = launch.address or "127.0.0.1"
+        arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
+    dist.init_process_group(backend, **arguments)
+    world = _adopt(timeout, owns_group=True)
+    if verbose and world.rank == 0:
+        logger.info("joined %d ranks (%s, launcher %s)", world.size, backend, launch.launcher)
+    return world
+
+
+@contextmanager
+def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> Iterator[World]:
+    """A dry run as rank ``rank`` of ``size``: nothing is sent. ``torch.distributed`` says so too, by its fake backend.
+
+    Inside, ``FakeTensorMode`` may be on. A process group that is there already stays as it is.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not 0 <= rank < size:
+        raise UsageError(f"a fake world of {size} ranks has no rank {rank}", do=f"use a rank from 0 to {size - 1}.")
+    owns_group = not _is_initialized()
+    if owns_group:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    world = World(rank, size, rank, device or torch.device("cpu"), "fake", DryTransport(rank))
+    try:
+        with use_world(world):
+            yield world
+    finally:
+        world.close()
+        if owns_group:
+            dist.destroy_process_group()
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _device(local_rank: int, backend: str | None) -> torch.device:
+    """This rank's GPU, or the CPU where there is none or the backend cannot reach it."""
+    if backend not in (None, "nccl") and "cuda" not in str(backend):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != "cuda":
+        return torch.device("cpu")
+    # A launcher that shows each rank only its own GPU makes that one number 0.
+    return torch.device("cuda", local_rank % torch.accelerator.device_count())
+
+
+def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
+    """The world of torch's default process group: made once, until it is closed or the group is another."""
+    group = dist.group.WORLD
+    if _process.world is not None and not _process.world.is_closed and _process.group is group:
+        return _process.world
+    _process.close()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    launch = read_launch()
+    local_rank = launch.local_rank if launch is not None and launch.world_size == size else 0
+    backend = dist.get_backend()
+    device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
+    transport: Transport | None = None
+    if backend == "fake":
+        transport = DryTransport(rank)
+    elif size > 1:
+        store = dist.distributed_c10d._get_default_store()
+        generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together
+        transport = ProcessTransport(
+            PrefixStore(f"shoal/{generation}", store), rank, size, device, timeout.total_seconds()
+        )
+    world = World(
+        rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None
+    )
+    _process.world = world
+    _process.group = group
+    _process.hook = ExceptHook(world.report_failure)
+    return world

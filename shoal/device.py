@@ -55,7 +55,7 @@ class Device:
         On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache, so the step
         moves each byte through memory once. A GPU wants one large launch instead.
         """
-        return None if self.is_cuda else 256 * 1024
+        return None if self.is_cuda else 512 * 1024
 
     def synchronize(self) -> None:
         if self.is_cuda:

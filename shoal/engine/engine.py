@@ -15,15 +15,18 @@ from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
 from shoal.engine.guard import ModelGuard
 from shoal.engine.log import logger
+from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
-from shoal.errors import ConfigError, NonFiniteError, OutOfMemoryError, UsageError
+from shoal.errors import ConfigError, ModelError, NonFiniteError, OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger, account
+from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.zero.access import Access
 from shoal.zero.agree import Agreement, agree, first_bad_parameter
 from shoal.zero.build import Axes
 from shoal.zero.gradient import GradientState
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.registry import OWNERS
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
 
@@ -69,6 +72,7 @@ class Engine(nn.Module):
         self._has_backward = False
         self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
+        self._mean_loss: float | None = None  # of this rank's micro-batches in the last step
         self._bad_steps = 0
         self._is_destroyed = False
         self._was_step_applied = False
@@ -85,6 +89,11 @@ class Engine(nn.Module):
         self.training_dataloader: Any = None
         self.client_optimizer: Any = None
         self.on_step: list[Callable[[Engine], None]] = []
+        self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
+        self.progress: Progress | None = None
+        self.access = Access(sharded, self._states, optimizer_step, self._unscale)
+        for parameter in module.parameters():
+            OWNERS.put(parameter, self)
 
     # what it is
 
@@ -193,12 +202,12 @@ class Engine(nn.Module):
             if self.plan.autocast_dtype is not None
             else nullcontext()
         )
-        with self._failing("forward"), autocast, self.sharded.searching():
+        with self._failing("forward"), self.timers.phase("forward"), autocast, self.sharded.searching():
             return self.module(*args, **kwargs)
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:
-        """Bring the units to rest and tell the other ranks, when something raises."""
+        """Bring the units to rest when something raises. An error that nobody catches is told to the other ranks by ``comm``."""
         try:
             yield
         except Exception as error:
@@ -206,10 +215,7 @@ class Engine(nn.Module):
                 raise  # recomputed activations: the backward pass that asked for them reports it
             self._after_failure()
             if self._device.is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
-                wrapped = self._out_of_memory(error, phase)
-                self.world.report_failure(wrapped)
-                raise wrapped from error
-            self.world.report_failure(error)
+                raise self._out_of_memory(error, phase) from error
             raise
 
     def _after_failure(self) -> None:
@@ -269,7 +275,7 @@ class Engine(nn.Module):
                 do="check torch.no_grad(), detach(), and requires_grad of the parameters.",
                 code="loss-detached",
             )
-        with self._failing("backward"):
+        with self._failing("backward"), self.timers.phase("backward"):
             scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
             self._styles.add("engine")
             self._is_engine_backward = True
@@ -325,7 +331,7 @@ class Engine(nn.Module):
         self.sharded.finish_backward()
         is_boundary = self.is_gradient_accumulation_boundary()
         if is_boundary:
-            with self._failing("step"):
+            with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.micro_steps += 1
         self.global_samples += self._micro_batch * self.dp_world_size
@@ -367,23 +373,30 @@ class Engine(nn.Module):
         )
         unscale = self._unscale()
         self._norm = view.norm * unscale
-        self._was_step_applied = view.is_finite
-        if view.is_finite:
-            self._apply(view, unscale)
-            self._bad_steps = 0
+        if not self.plan.ignores_unused:
+            self._refuse_unused(view)
+        is_applied = view.is_finite or self.plan.nonfinite == "warn"
+        self._was_step_applied = is_applied
+        if not view.is_finite:
+            self._skip(view, is_applied=is_applied)
         else:
-            self._skip(view)
+            self._bad_steps = 0
+        if is_applied:
+            self._apply(view, unscale)
         if self._loss_scale is not None:
             event = self._loss_scale.update(not view.is_finite)
             if self.optimizer is not None:
                 self.optimizer.loss_scale = self._loss_scale.scale
             self._report_scale(event, view)
-        if view.is_finite and self.lr_scheduler is not None:
+        if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
+        loss = self._mean_loss
         self._finish_step()
         for callback in self.on_step:
             callback(self)
+        if self.progress is not None:
+            self.progress.after_step(self, loss)
 
     def _unscale(self) -> float:
         """What the gradients in memory must be multiplied by to be the step's gradients."""
@@ -399,7 +412,7 @@ class Engine(nn.Module):
         assert step is not None and self._norm is not None
         coefficient = unscale
         clip = self.plan.clip_norm
-        if clip > 0 and self._norm > clip:
+        if clip > 0 and math.isfinite(self._norm) and self._norm > clip:
             coefficient *= clip / (self._norm + 1e-6)
         # Peers may still be reading the shards that are about to change.
         self.axes.all.drain()
@@ -415,12 +428,29 @@ class Engine(nn.Module):
         for work in works:
             work.wait()
 
-    def _skip(self, view: Agreement) -> None:
+    def _refuse_unused(self, view: Agreement) -> None:
+        unused = [
+            state.bucket.layout.slots[slot].name
+            for index, state in enumerate(self._states)
+            for slot, touched in enumerate(view.touched[index])
+            if not touched
+        ]
+        if unused:
+            self._finish_step()
+            raise ModelError(
+                f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}.",
+                where=f"step {self.global_steps}, zero_optimization.ignore_unused_parameters = false",
+                do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
+                code="unused-parameters",
+            )
+
+    def _skip(self, view: Agreement, *, is_applied: bool) -> None:
         """The gradients are not finite. Never silent: raises, or logs the rank, the step and the first parameter."""
-        self.skipped_steps += 1
         self._bad_steps += 1
-        if self.optimizer is not None:
-            self.optimizer.overflow = True
+        if not is_applied:
+            self.skipped_steps += 1
+            if self.optimizer is not None:
+                self.optimizer.overflow = True
         where, what = self._describe(view)
         policy = self.plan.nonfinite
         is_loss_bad = bool(view.bad_loss_ranks)
@@ -433,7 +463,7 @@ class Engine(nn.Module):
                 do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave such steps out"
                 " and go on. The parameters are as they were before the step.",
             )
-        message = f"step {self.global_steps} skipped: {what} ({where})"
+        message = f"step {self.global_steps} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
         if not is_scaled or is_loss_bad:
             logger.warning(message)
         else:
@@ -453,9 +483,11 @@ class Engine(nn.Module):
     def _are_losses_finite_cheaply(self) -> bool:
         """Are this step's losses finite? On an accelerator the answer waits for the gradients anyway."""
         if not self._losses:
+            self._mean_loss = None
             return True
-        total = torch.stack([loss.reshape(()).float() for loss in self._losses]).sum()
-        return math.isfinite(read_scalar(total, when_fake=0.0))
+        mean = torch.stack([loss.reshape(()).float() for loss in self._losses]).mean()
+        self._mean_loss = read_scalar(mean, when_fake=0.0)
+        return math.isfinite(self._mean_loss)
 
     def _report_scale(self, event: Any, view: Agreement) -> None:
         name = getattr(event, "name", str(event)).lower()
@@ -501,9 +533,9 @@ class Engine(nn.Module):
         return make_loader(dataset, batch_size or self._micro_batch, self.axes.all, self._config_object, **kwargs)
 
     @property
-    def access(self) -> Access:
-        """Full and local values of parameters, gradients and optimizer state."""
-        return Access(self.sharded, self._states, self._optimizer_step, self._unscale)
+    def bucket_states(self) -> list[BucketState]:
+        """Every trainable bucket, in unit order."""
+        return self._states
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, beside what the allocator says."""
@@ -524,6 +556,9 @@ class Engine(nn.Module):
             self._optimizer_step.free()
         for state in self._states:
             state.gradient.free()
+            state.pieces = []
+        for parameter in self.module.parameters():
+            OWNERS.pop(parameter)
         self._states.clear()
         self.on_step.clear()
 

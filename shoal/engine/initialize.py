@@ -14,6 +14,7 @@ from shoal.config import Config, load
 from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, say_on_rank_0
+from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.mesh import Mesh
@@ -80,7 +81,7 @@ def initialize(
     plan = plan_of(settings, world.size)
     axes = make_axes(world, plan)
     _check_same_everywhere(axes, settings, model)
-    client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings)
+    client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
     device = Device(world.device)
     engine_box: list[Engine] = []
     with device.use():
@@ -110,6 +111,7 @@ def initialize(
     engine.lr_scheduler = _make_schedule(lr_scheduler, settings, engine)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
@@ -190,7 +192,7 @@ def _digest(text: str) -> str:
 
 
 def _make_optimizer(
-    model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config
+    model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
 ) -> tuple[torch.optim.Optimizer | None, list[list[nn.Parameter]], list[str]]:
     """The optimizer, the parameters of each of its groups, and notes for start-up."""
     notes: list[str] = []
@@ -198,18 +200,23 @@ def _make_optimizer(
     if isinstance(given, torch.optim.Optimizer):
         if settings.optimizer is not None and settings.optimizer.type:
             notes.append("the optimizer handed in is used; the config's optimizer section is not.")
-        check_elementwise(given, allow_untested=bool(settings.zero_allow_untested_optimizer))
+        check_elementwise(given, allow_untested=bool(settings.zero_allow_untested_optimizer), world_size=world_size)
         made: torch.optim.Optimizer = given
     elif callable(given):
         made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
-        check_elementwise(made, allow_untested=bool(settings.zero_allow_untested_optimizer))
+        check_elementwise(made, allow_untested=bool(settings.zero_allow_untested_optimizer), world_size=world_size)
     elif given is not None:
         raise OptimizerError(
             f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.", code="optimizer-type"
         )
     elif settings.optimizer is not None and settings.optimizer.type:
         groups = _groups(model, parameters)
-        made, more = build_optimizer(settings.optimizer.type, dict(settings.optimizer.params or {}), groups)
+        made, more = build_optimizer(
+            settings.optimizer.type,
+            dict(settings.optimizer.params or {}),
+            groups,
+            names={id(parameter): name for name, parameter in model.named_parameters()},
+        )
         notes += more
     else:
         return None, [], notes

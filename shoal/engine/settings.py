@@ -34,6 +34,7 @@ class Plan:
     clip_norm: float
     nonfinite: str | None  # "raise", "skip", "warn"; None: raise for a bad loss, skip for bad gradients of a good one
     max_bad_steps: int
+    ignores_unused: bool
     autocast_dtype: torch.dtype | None
     input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
     shard_size: int | None  # ranks of the inner axis (MiCS, parallel.dp_shard); None: all
@@ -105,7 +106,8 @@ def plan_of(config: Config, dp_size: int) -> Plan:
             gradient=GradientPolicy(accumulate, wire, pre, post),
         ),
         clip_norm=float(config.gradient_clipping),
-        nonfinite=config.precision.nonfinite,
+        nonfinite=config.precision.nonfinite or ("warn" if bf16.enabled and not bf16.check_grad_overflow else None),
+        ignores_unused=bool(zero.ignore_unused_parameters),
         max_bad_steps=1_000 if fp16.enabled else 10,
         autocast_dtype=autocast if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,

@@ -67,8 +67,10 @@ class Materializer:
         for key in missing:
             parameter = module._parameters.get(key)
             if parameter is not None:
-                # The same Parameter object goes on, so that optimizer groups and tied modules still hold it.
-                parameter.data = torch.empty_like(parameter, device=self._device)
+                # The same Parameter object goes on, so that optimizer groups and tied modules still hold it. Tensors of the
+                # meta device refuse `.data = ...`.
+                made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, made)
             else:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=self._device)  # type: ignore[arg-type]
         initialise = getattr(module, "reset_parameters", None)

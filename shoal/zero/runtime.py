@@ -79,9 +79,17 @@ class ShardedModel:
         self._max_reuse_numel = max_reuse_numel
         self._max_live_numel = max_live_numel
         self._entry_of = {entry.unit.name: entry for entry in self.entries}
+        self._is_all_trained = {
+            unit.name: unit.name in self._entry_of
+            and self._entry_of[unit.name].num_parameters == sum(len(bucket.parameters) for bucket in unit.buckets)
+            for unit in self.units
+        }
         self._calls: dict[str, list[_Call]] = {unit.name: [] for unit in self.units}
         self._running: list[Unit] = []
         self._searched: set[str] = set()
+        self._is_searching = False
+        self._modules = modules
+        self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self.units}
         self._hooks = HookSet()
         self._hooks.on_model(model, self)
         for unit in self.sharded:
@@ -104,8 +112,12 @@ class ShardedModel:
 
     @contextmanager
     def _search(self, key: str) -> Iterator[None]:
-        with ExternalUseMode(self.unit_of, self._read_outside):
-            yield
+        self._is_searching = True
+        try:
+            with ExternalUseMode(self.unit_of, self._read_outside):
+                yield
+        finally:
+            self._is_searching = False
         self._searched.add(key)
 
     def _read_outside(self, unit: Unit) -> None:
@@ -159,7 +171,8 @@ class ShardedModel:
             for bucket in unit.buckets:
                 bucket.keep_secondary()
         for candidate in (unit, *unit.externals):
-            if candidate not in self._running and not self._is_worth_keeping(candidate):
+            is_needed = any(candidate is running or candidate in running.externals for running in self._running)
+            if not is_needed and not self._is_worth_keeping(candidate):
                 candidate.release()
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
@@ -186,7 +199,10 @@ class ShardedModel:
 
     def _watch(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Gather before this call's backward, and know when it is done."""
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if self._is_searching:
+            self._hidden[unit.name] = list(_kept_on_modules(self._modules.get(unit.name, ())))
+        kept = [getattr(module, name, None) for module, name in self._hidden[unit.name]]
+        outputs = [tensor for tensor in tensors_in((output, kept)) if tensor.requires_grad]
         if not outputs:
             if unit.buckets and any(p.requires_grad for bucket in unit.buckets for p in bucket.parameters):
                 unit.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
@@ -236,18 +252,26 @@ class ShardedModel:
             self.reducer.complete(entry)
             unit = entry.unit
             if unit.is_sharded:
-                for call in self._calls[unit.name]:
-                    if not call.has_differentiable_input and call is not _HELD:
-                        call.is_done = True
                 self._release_after_backward(unit)
 
     def _release_after_backward(self, unit: Unit) -> None:
+        """Release a unit that no further backward node can read.
+
+        A trained weight is read for the last time before its gradient is accumulated, so a unit of trained weights is done when all of them
+        have theirs. A frozen weight is read until the gradients of its calls' inputs are there; where no input is
+        differentiable, or another unit reads it, only the end of backward is sure.
+        """
+        if not self.in_pass:
+            return
         entry = self._entry_of.get(unit.name)
-        if (entry is None or entry.is_complete) and not self._is_open(unit) and self.in_pass:
-            unit.release()
-            for external in unit.externals:
-                if external.name not in self._entry_of and not self._is_open(external):
-                    external.release()
+        if entry is not None and not entry.is_complete:
+            return
+        if not self._is_all_trained[unit.name]:
+            calls = self._calls[unit.name]
+            is_read_elsewhere = any(unit in other.externals for other in self.sharded)
+            if is_read_elsewhere or any(not (call.is_done and call.has_differentiable_input) for call in calls):
+                return
+        unit.release()
 
     def finish_backward(self) -> None:
         """A backward pass has ended: reduce what is open, bring every unit to rest. Idempotent."""
@@ -301,6 +325,15 @@ class ShardedModel:
             for bucket in unit.buckets:
                 bucket.detach()
         self.pool.clear()
+
+
+def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:
+    """Attributes in which a forward left a differentiable tensor beside its output (an auxiliary loss, say)."""
+    for module in modules:
+        for part in module.modules():
+            for name, value in vars(part).items():
+                if name not in ("_parameters", "_buffers", "_modules") and any(t.requires_grad for t in tensors_in(value, depth=3)):
+                    yield part, name
 
 
 _HELD = _Call(has_differentiable_input=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.single import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
@@ -25,7 +26,7 @@ from shoal.zero.gradient import BucketGradient
 from shoal.zero.unit import Unit
 
 
-@dataclass
+@dataclass(eq=False)
 class Piece:
     """A range of one bucket's owned master weights that the optimizer updates as one tensor."""
 
@@ -36,7 +37,7 @@ class Piece:
     segments: tuple[Segment, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class BucketState:
     """What the optimizer holds of one trainable bucket.
 
@@ -229,6 +230,7 @@ class ShardedStep:
         assert isinstance(optimizer, WholeTensorOptimizer)
         self._load_gradients(state, state.pieces, coefficient)
         whole = []
+        are_all_touched = all(touched)
         for piece in state.pieces:
             members = [i for i, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
             index_of = {slot: index for index, slot in enumerate(members)}
@@ -251,9 +253,12 @@ class ShardedStep:
                     segments=segments,
                     shapes=tuple(torch.Size(slot.shape) for slot in slots),
                     names=tuple(slot.name for slot in slots),
+                    offsets=tuple(slot.offset for slot in slots) if are_all_touched else None,
+                    shard_numel=state.bucket.end - state.bucket.begin,
                 )
             )
-        optimizer.step_unit(whole, self._comm if state.bucket.end - state.bucket.begin != state.bucket.layout.numel else _alone(self._comm))
+        is_whole = state.bucket.end - state.bucket.begin == state.bucket.layout.numel
+        optimizer.step_unit(whole, SingleCommunicator(self._comm.axis) if is_whole else self._comm)
         self._store(state, state.pieces)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -315,8 +320,3 @@ def _cut(value: Any, numel: int, low: int, high: int) -> Any:
         )
     return value
 
-
-def _alone(comm: Communicator) -> Communicator:
-    from shoal.comm import single_rank
-
-    return comm if comm.size == 1 else single_rank(comm.axis)

@@ -1,0 +1,195 @@
+"""Named values over steps, written to every place that the user has asked for, by rank 0 alone.
+
+monitor = Monitor([JsonLinesWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder / "tensorboard")])
+monitor.write_events([("train/loss", 2.5, 10), ("train/learning_rate", 1e-3, 10)])
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from shoal.errors import UsageError
+
+Event = tuple[str, float, int]  # name, value, step (or samples: any count that grows)
+
+
+class Writer(Protocol):
+    """One place that events go to."""
+
+    def write(self, events: Sequence[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Monitor:
+    """Fans events out to writers. Without writers (as on all ranks but 0) it does nothing.
+
+    Args:
+        writers: where to write; the monitor closes them.
+        every: called with each batch of events too, whatever the writers.
+    """
+
+    def __init__(self, writers: Iterable[Writer] = (), every: Callable[[Sequence[Event]], None] | None = None) -> None:
+        self._writers = list(writers)
+        self._every = every
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self._writers) or self._every is not None
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Write values of one or several steps. Tensors of one element are read, which blocks the host."""
+        if not self.enabled:
+            return
+        plain = [(name, float(value), int(step)) for name, value, step in events]
+        for writer in self._writers:
+            writer.write(plain)
+        if self._every is not None:
+            self._every(plain)
+
+    def close(self) -> None:
+        """Write out what is held back and close the files. Idempotent."""
+        for writer in self._writers:
+            writer.close()
+        self._writers.clear()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JsonLinesWriter:
+    """One JSON object per line and step: ``{"step": 10, "time": ..., "train/loss": 2.5}``.
+
+    ``time`` is in seconds since 1970. JSON has no NaN: values that are not finite are the strings "NaN", "Infinity" and
+    "-Infinity", which ``float()`` reads. Every line is flushed, so that a run that dies leaves its log.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, events: Sequence[Event]) -> None:
+        by_step: dict[int, dict[str, float | str]] = {}
+        for name, value, step in events:
+            by_step.setdefault(step, {})[name] = value if math.isfinite(value) else _name_of(value)
+        now = round(time.time(), 3)
+        for step, values in by_step.items():
+            self._file.write(json.dumps({"step": step, "time": now, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CsvWriter:
+    """A file per name, ``train_loss.csv`` for ``train/loss``, with the columns ``step`` and the name."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            csv.writer(self._file(name)).writerow([step, value])
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, name: str) -> TextIO:
+        if name not in self._files:
+            path = self._folder / (name.replace("/", "_") + ".csv")
+            is_new = not path.exists()
+            self._files[name] = path.open("a", encoding="utf-8", newline="")
+            if is_new:
+                csv.writer(self._files[name]).writerow(["step", name])
+        return self._files[name]
+
+
+class TensorBoardWriter:
+    """Event files, for ``tensorboard --logdir``.
+
+    Raises: UsageError: the ``tensorboard`` package is not installed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            module = importlib.import_module("torch.utils.tensorboard.writer")
+        except ImportError as error:
+            raise UsageError(
+                "writing TensorBoard events needs the 'tensorboard' package, which is not installed.",
+                do="pip install tensorboard, or leave it out of the config.",
+            ) from error
+        self._writer: Any = module.SummaryWriter(log_dir=str(folder))
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Weights & Biases.
+
+    Raises: UsageError: the ``wandb`` package is not installed.
+    """
+
+    def __init__(self, project: str, *, group: str | None = None, team: str | None = None) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise UsageError(
+                "logging to Weights & Biases needs the 'wandb' package, which is not installed.",
+                do="pip install 'shoal[wandb]', or leave it out of the config.",
+            ) from error
+        self._run: Any = wandb.init(project=project, group=group, entity=team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for step in sorted({step for _, _, step in events}):
+            self._run.log({name: value for name, value, at in events if at == step}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:
+    """The series of a ``JsonLinesWriter``'s file: name -> (step, value) in the order of writing.
+
+    A last line that was cut short, as a killed run leaves it, is passed over.
+    """
+    series: dict[str, list[tuple[int, float]]] = {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for index, line in enumerate(lines):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if index == len(lines) - 1:
+                break
+            raise UsageError(f"line {index + 1} is not JSON: {error}", where=str(path)) from error
+        for name, value in record.items():
+            if name not in ("step", "time"):
+                series.setdefault(name, []).append((int(record["step"]), float(value)))
+    return series
+
+
+def _name_of(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,233 @@
+"""``report.html``: one page that says how a run went. It needs nothing but itself: no network, no server, no script to
+be read or printed.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError
+from shoal.observe.chart import Chart, Line, draw, short
+from shoal.observe.monitor import read_json_lines
+from shoal.observe.report_page import SCRIPT, STYLE
+from shoal.text import format_bytes, format_count
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FILE = "run.json"
+REPORT_FILE = "report.html"
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What is known of a run beside its series; kept as ``run.json`` in its folder.
+
+    Args:
+        title: what was trained.
+        facts: label and text of the figures at the top, in order.
+        model, config, environment: plain data, shown as tables of keys and values.
+        ledger: a row per kind of state: kind, tier, bytes, bytes per parameter.
+        placement: the placement table as text.
+        prompt, sample: what the model was given, and how it went on.
+        messages: what a reader must know: overruled settings, skipped steps, an early end.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str]] = ()
+    model: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    ledger: Sequence[Sequence[str]] = ()
+    allocator: str = ""
+    placement: str = ""
+    prompt: str = ""
+    sample: str = ""
+    messages: Sequence[str] = ()
+
+    def save(self, folder: Path) -> None:
+        (folder / RUN_FILE).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """
+        Raises: UsageError: the folder has no ``run.json``, or it is not one.
+        """
+        path = folder / RUN_FILE
+        if not path.is_file():
+            raise UsageError(
+                f"{str(folder)!r} holds no {RUN_FILE}.", do="name the folder of a run, such as runs/2026-01-31-120000."
+            )
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise UsageError(f"{str(path)!r} is not a run's record: {error}") from error
+
+
+def write_report(folder: Path) -> Path:
+    """Make ``report.html`` anew of the folder's ``run.json`` and ``metrics.jsonl``; return its path.
+
+    Raises: UsageError: the folder is not a run's.
+    """
+    record = RunRecord.load(folder)
+    metrics = folder / METRICS_FILE
+    series = read_json_lines(metrics) if metrics.is_file() else {}
+    path = folder / REPORT_FILE
+    path.write_text(render(record, series), encoding="utf-8")
+    return path
+
+
+def render(record: RunRecord, series: Series) -> str:
+    """The whole page."""
+    sections = [
+        _facts(record.facts),
+        _messages(record.messages),
+        *(_chart(chart) for chart in _charts(series)),
+        _sample(record.prompt, record.sample),
+        _ledger(record.ledger, record.allocator),
+        _preformatted("Placement", "where each unit's state rests", record.placement),
+        _pairs("Model", record.model),
+        _pairs("Config", record.config),
+        _pairs("Environment", record.environment),
+    ]
+    body = "\n".join(section for section in sections if section)
+    title = html.escape(record.title)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f'<header><p class="mark-word">shoal</p><h1>{title}</h1></header>\n{body}\n</main>\n'
+        f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def _charts(series: Series) -> list[Chart]:
+    """The charts that the series fill, in reading order; series of names not known here come last, one chart each."""
+
+    def line(name: str, label: str, number: int, *, smoothed: bool = False, marks: bool = False) -> list[Line]:
+        points = series.get(name, ())
+        return [Line(label, points, f"series-{number}", smoothed, marks)] if points else []
+
+    known = [
+        Chart(
+            "Loss",
+            "nats per token",
+            line("train/loss", "training", 1, smoothed=True) + line("validation/loss", "validation", 2, marks=True),
+            width=1060,
+            height=290,
+        ),
+        Chart("Throughput", "tokens a second", line("train/tokens_per_second", "tokens/s", 3), from_zero=True),
+        Chart("Gradient norm", "before clipping", line("train/gradient_norm", "norm", 4, smoothed=True), True),
+        Chart("Learning rate", "", line("train/learning_rate", "learning rate", 5), from_zero=True),
+        Chart(
+            "Memory",
+            "of rank 0",
+            line("memory/allocated_bytes", "allocated", 1) + line("memory/peak_bytes", "peak", 2),
+            from_zero=True,
+            write=format_bytes,
+            is_in_bytes=True,
+        ),
+    ]
+    named = {
+        "train/loss",
+        "validation/loss",
+        "train/tokens_per_second",
+        "train/gradient_norm",
+        "train/learning_rate",
+        "memory/allocated_bytes",
+        "memory/peak_bytes",
+    }
+    others = [Chart(name, "", line(name, name, 1)) for name in sorted(series) if name not in named]
+    return [chart for chart in known + others if chart.lines]
+
+
+def _chart(chart: Chart) -> str:
+    legend = "".join(
+        f'<li><i style="background:var(--{line.color})"></i>{html.escape(line.name)}'
+        f" <b>{html.escape((chart.write or short)(line.points[-1][1]))}</b></li>"
+        for line in chart.lines
+    )
+    unit = f" <small>{html.escape(chart.unit)}</small>" if chart.unit else ""
+    kind = "card wide" if chart.title == "Loss" else "card"
+    return (
+        f'<section class="{kind}"><div class="head"><h2>{html.escape(chart.title)}{unit}</h2>'
+        f'<ul class="legend">{legend}</ul></div>{draw(chart)}</section>'
+    )
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> str:
+    items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for label, value in facts)
+    return f'<dl class="facts wide">{items}</dl>' if items else ""
+
+
+def _messages(messages: Sequence[str]) -> str:
+    items = "".join(f"<li>{html.escape(message)}</li>" for message in messages)
+    return f'<ul class="messages wide">{items}</ul>' if items else ""
+
+
+def _sample(prompt: str, sample: str) -> str:
+    if not sample:
+        return ""
+    return (
+        '<section class="card wide"><div class="head"><h2>Sample <small>the prompt, then what the model wrote</small>'
+        f'</h2></div><pre class="sample"><mark>{html.escape(prompt)}</mark>{html.escape(sample)}</pre></section>'
+    )
+
+
+def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{label}</th>" for label in ("kind", "tier", "bytes on rank 0", "bytes per parameter"))
+    body = "".join(
+        f"<tr{' class=total' if row[0] == 'total' else ''}>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    note = f'<p class="note">{html.escape(allocator)}</p>' if allocator else ""
+    return (
+        '<section class="card wide"><div class="head"><h2>Memory ledger <small>what the run holds at rest</small></h2>'
+        f'</div><table class="ledger"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</section>'
+    )
+
+
+def _preformatted(title: str, subtitle: str, text: str) -> str:
+    if not text:
+        return ""
+    return (
+        f'<section class="card wide"><div class="head"><h2>{title} <small>{subtitle}</small></h2></div>'
+        f"<pre>{html.escape(text)}</pre></section>"
+    )
+
+
+def _pairs(title: str, values: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in _flatten(values)
+    )
+    if not rows:
+        return ""
+    return (
+        f'<section class="card"><div class="head"><h2>{title}</h2></div>'
+        f'<table class="pairs"><tbody>{rows}</tbody></table></section>'
+    )
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in values.items():
+        path = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _flatten(value, path + ".")
+        elif isinstance(value, str):
+            found.append((path, value))
+        elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**6:
+            found.append((path, f"{value:,} ({format_count(value)})"))
+        else:
+            found.append((path, json.dumps(value)))
+    return found

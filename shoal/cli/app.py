@@ -1,0 +1,179 @@
+"""The commands and their options. Each body imports what it needs, so that ``--help`` waits for nothing."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="shoal",
+    help="Train PyTorch models that do not fit, or do not go fast enough, on one device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Precision(StrEnum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Schedule(StrEnum):
+    cosine = "cosine"
+    linear = "linear"
+    constant = "constant"
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        import shoal
+
+        print(f"shoal {shoal.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(
+    "run",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def run(
+    context: typer.Context,
+    script: Annotated[
+        str, typer.Argument(help="A Python file, or with --module a module's name. Its arguments follow.")
+    ],
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start; one per visible GPU, else 1.")
+    ] = None,
+    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+) -> None:
+    """Start a script on several local ranks, one process each."""
+    from shoal.launch import LocalJob, run_local
+
+    program = [sys.executable, *(["-m"] if module else []), script, *context.args]
+    outcome = run_local(LocalJob(program, ranks or _default_ranks()))
+    if outcome.report:
+        print(f"\n{outcome.report}", file=sys.stderr)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command("train")
+def train(
+    model: Annotated[
+        str | None, typer.Option(help="A shape by name: nano, tiny, mini, small-34m, 124m ... 175b.")
+    ] = None,
+    parameters: Annotated[str | None, typer.Option(help="A shape by its number of parameters, such as 10M.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Number of blocks.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per block.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size; the tokenizer's, or more.")] = None,
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
+    text: Annotated[
+        list[str] | None,
+        typer.Option(help="A file, folder or pattern to train on; may be given often. [Python's docs]"),
+    ] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizers JSON file; bytes where left out.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks; one per visible GPU, else 1.")
+    ] = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. [3]")] = None,
+    precision: Annotated[Precision | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [8]")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. [1]")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Stop after so many minutes. [3, without --steps]")
+    ] = None,
+    learning_rate: Annotated[float | None, typer.Option(min=0, help="Peak learning rate; by the model's size.")] = None,
+    schedule: Annotated[Schedule | None, typer.Option(help="Of the learning rate, after a warm-up. [cosine]")] = None,
+    clip: Annotated[float | None, typer.Option(min=0, help="Bound of the gradient's norm; 0 for none. [1.0]")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here overrule it.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. [runs/DATE-TIME]")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, order of data, and sampling.")] = 0,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps from one validation to the next.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="What the sample at the end goes on from.")] = None,
+    sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens to write at the end; 0 for none.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sample.")] = 0.8,
+) -> None:
+    """Train a GPT on text, with validation, logs, a sample and a report."""
+    from shoal.cli.job import TrainJob, start
+
+    job = TrainJob(
+        model=model,
+        parameters=parameters,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        vocab=vocab,
+        sequence=sequence,
+        text=tuple(text or ()),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        ranks=ranks or _default_ranks(),
+        stage=stage,
+        precision=None if precision is None else precision.value,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        steps=steps,
+        minutes=minutes,
+        learning_rate=learning_rate,
+        schedule=None if schedule is None else schedule.value,
+        clip=clip,
+        config=None if config is None else str(config),
+        out=None if out is None else str(out),
+        seed=seed,
+        validate_every=validate_every,
+        prompt=prompt,
+        sample_tokens=sample_tokens,
+        temperature=temperature,
+    )
+    raise typer.Exit(start(job))
+
+
+@app.command("report")
+def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.")]) -> None:
+    """Make a run's report.html anew from its logs."""
+    from shoal.observe.report import write_report
+
+    print(write_report(folder))
+
+
+@app.command(
+    "doctor",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def doctor(context: typer.Context) -> None:
+    """Check a config: the verdict on every key, and the effective config."""
+    _mounted_doctor(context.args)
+
+
+def _mounted_doctor(arguments: list[str]) -> Any:
+    from shoal.cli.doctor import doctor as check
+
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command("doctor", help=check.__doc__)(check)
+    return command(args=arguments, prog_name="shoal doctor")
+
+
+def _default_ranks() -> int:
+    """One rank per visible GPU, or a single one without."""
+    import torch
+
+    return max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)

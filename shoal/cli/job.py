@@ -1,0 +1,253 @@
+"""``shoal train`` as data: what was asked for, the model and the config that follow from it, and its start."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError
+from shoal.launch import LocalJob, read_environment, run_local
+from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
+
+JOB_FILE = "job.json"
+_DEFAULT_SHAPE = "tiny"
+_DEFAULT_STAGE = 3
+_DEFAULT_MICRO_BATCH = 8
+_DEFAULT_CLIP = 1.0
+_DEFAULT_MINUTES = 3.0
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    """The options of ``shoal train``; None where the user has said nothing."""
+
+    model: str | None = None
+    parameters: str | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    heads: int | None = None
+    vocab: int | None = None
+    sequence: int | None = None
+    text: tuple[str, ...] = ()
+    tokenizer: str | None = None
+    ranks: int = 1
+    stage: int | None = None
+    precision: str | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    steps: int | None = None
+    minutes: float | None = None
+    learning_rate: float | None = None
+    schedule: str | None = None
+    clip: float | None = None
+    config: str | None = None
+    out: str | None = None
+    seed: int = 0
+    validate_every: int | None = None
+    prompt: str | None = None
+    sample_tokens: int = 400
+    temperature: float = 0.8
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> TrainJob:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**values, "text": tuple(values["text"])})
+
+    @property
+    def seconds(self) -> float | None:
+        """The limit on training time; None where only steps count."""
+        if self.minutes is not None:
+            return self.minutes * 60
+        return _DEFAULT_MINUTES * 60 if self.steps is None else None
+
+    def shape(self, vocab_size: int) -> GPTConfig:
+        """The model for a tokenizer of ``vocab_size`` tokens.
+
+        Raises: UsageError: two ways to choose a shape at once, or a vocabulary smaller than the tokenizer's.
+            ModelError: a shape that does not exist.
+        """
+        if self.model is not None and self.parameters is not None:
+            raise UsageError(
+                f"--model {self.model} and --parameters {self.parameters} both choose the shape.",
+                do="give one of them.",
+            )
+        if self.vocab is not None and self.vocab < vocab_size:
+            raise UsageError(f"--vocab {self.vocab} is smaller than the tokenizer's {vocab_size}.", do="leave it out.")
+        vocab = vocab_size if self.vocab is None else self.vocab
+        if self.parameters is not None:
+            length = 256 if self.sequence is None else self.sequence
+            shape = nearest_config(parse_count(self.parameters), vocab_size=vocab, sequence_length=length)
+        else:
+            shape = named_config(self.model or _DEFAULT_SHAPE, vocab_size=vocab, sequence_length=self.sequence)
+        hidden = shape.hidden_size if self.hidden is None else self.hidden
+        heads = self.heads
+        if heads is None:
+            heads = shape.num_heads if self.hidden is None else _heads_for(hidden)
+        layers = shape.num_layers if self.layers is None else self.layers
+        return dataclasses.replace(shape, num_layers=layers, hidden_size=hidden, num_heads=heads)
+
+
+def start(job: TrainJob) -> int:
+    """Train on as many local ranks as asked for, or as one of a launcher's ranks; return the exit code.
+
+    Raises: UsageError, ModelError, ConfigError: what can be known to be wrong is said before a rank is started.
+    """
+    if job.out is None:
+        job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
+    _check(job)
+    if read_environment().is_launched or job.ranks == 1:
+        from shoal.cli.training import train
+
+        train(job)
+        return 0
+    folder = Path(str(job.out))
+    folder.mkdir(parents=True, exist_ok=True)
+    job.save(folder / JOB_FILE)
+    program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
+    outcome = run_local(LocalJob(program, job.ranks, rank_0_keeps_terminal=True))
+    if outcome.report:
+        print(f"\n{outcome.report}", file=sys.stderr)
+    return outcome.exit_code
+
+
+def effective_config(
+    job: TrainJob, file: Mapping[str, Any], num_parameters: int, *, has_accelerator: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The config of the engine: defaults, overruled by the file, overruled by the command line.
+
+    Args:
+        file: the JSON of ``--config``, or nothing. "auto" in it stands for the default, as for other trainers.
+
+    Returns: the config, and a sentence for every key of the file that the command line has overruled.
+    """
+    config = _without_auto(file)
+    notes: list[str] = []
+
+    def overrule(flag: str, value: object, *path: str) -> None:
+        """Put a flag's value at its key, and say so if the file said something else."""
+        section = config
+        for key in path[:-1]:
+            section = section.setdefault(key, {})
+        old = section.get(path[-1], value)
+        if old != value:
+            notes.append(f"{flag} {value} overrules {'.'.join(path)} = {json.dumps(old)} of {job.config}.")
+        section[path[-1]] = value
+
+    zero = config.setdefault("zero_optimization", {})
+    zero.setdefault("stage", _DEFAULT_STAGE if job.config is None or "zero_optimization" not in file else 0)
+    if job.stage is not None:
+        overrule("--stage", job.stage, "zero_optimization", "stage")
+    _fill_batch(job, config, notes, overrule)
+    _fill_precision(job, config, notes, has_accelerator)
+    config.setdefault("gradient_clipping", _DEFAULT_CLIP)
+    if job.clip is not None:
+        overrule("--clip", job.clip, "gradient_clipping")
+    optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}})
+    optimizer.setdefault("params", {}).setdefault("lr", usual_learning_rate(num_parameters))
+    if job.learning_rate is not None:
+        overrule("--learning-rate", job.learning_rate, "optimizer", "params", "lr")
+    if job.schedule is not None and "scheduler" in config:
+        notes.append(f"--schedule {job.schedule} overrules the scheduler of {job.config}.")
+        del config["scheduler"]
+    config.setdefault("steps_per_print", 10**9)  # the progress bar says it
+    return config, notes
+
+
+def usual_learning_rate(num_parameters: int) -> float:
+    """A peak learning rate for Adam that suits the model's size.
+
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), equation D.1, held to at least 6e-5.
+    """
+    return float(f"{max(6e-5, 0.003239 - 0.0001395 * math.log(num_parameters)):.2g}")
+
+
+def read_config(job: TrainJob) -> dict[str, Any]:
+    """The JSON object of ``--config``; empty without one.
+
+    Raises: UsageError: no such file, or no JSON object in it.
+    """
+    if job.config is None:
+        return {}
+    path = Path(job.config)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--config {str(path)!r} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise UsageError(f"--config {str(path)!r} is not JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"--config {str(path)!r} holds no JSON object, but a {type(values).__name__}.")
+    return values
+
+
+def _check(job: TrainJob) -> None:
+    """All that can be checked without reading the text or starting a rank."""
+    from shoal.data import load_tokenizer
+
+    read_config(job)
+    job.shape(load_tokenizer(job.tokenizer).vocab_size)
+    for source in job.text:
+        if not any(mark in source for mark in "*?[") and not Path(source).exists():
+            raise UsageError(f"--text {source!r}: no such file or folder.")
+
+
+def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], overrule: Any) -> None:
+    has_flag = job.micro_batch is not None or job.accumulation is not None
+    if has_flag and "train_batch_size" in config:
+        notes.append(f"--micro-batch and --accumulation overrule train_batch_size of {job.config}.")
+        del config["train_batch_size"]
+    if job.micro_batch is not None:
+        overrule("--micro-batch", job.micro_batch, _BATCH_KEYS[1])
+    if job.accumulation is not None:
+        overrule("--accumulation", job.accumulation, _BATCH_KEYS[2])
+    if _BATCH_KEYS[0] not in config:
+        config.setdefault(_BATCH_KEYS[1], _DEFAULT_MICRO_BATCH)
+
+
+def _fill_precision(job: TrainJob, config: dict[str, Any], notes: list[str], has_accelerator: bool) -> None:
+    named = [key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")]
+    if job.precision is not None:
+        if named and job.precision not in named:
+            notes.append(f"--precision {job.precision} overrules {named[0]}.enabled = true of {job.config}.")
+        for key in ("bf16", "fp16"):
+            if key in config or key == job.precision:
+                config.setdefault(key, {})["enabled"] = key == job.precision
+    elif not named and "bf16" not in config and "fp16" not in config and has_accelerator:
+        config["bf16"] = {"enabled": True}
+
+
+def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys whose value is "auto"."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value != "auto"
+    }
+
+
+def _heads_for(hidden: int) -> int:
+    """As the named shapes have it: heads of 64 elements, or smaller ones where that does not divide."""
+    sizes = (size for size in (64, 32, 16, 8, 4, 2) if hidden % size == 0)
+    return hidden // next(sizes, 1)
+
+
+def describe_shape(shape: GPTConfig) -> str:
+    """The shape's name, or its layers and width."""
+    same = (
+        name
+        for name, other in NAMED_SHAPES.items()
+        if (other.num_layers, other.hidden_size, other.num_heads)
+        == (shape.num_layers, shape.hidden_size, shape.num_heads)
+    )
+    return next(same, f"{shape.num_layers} layers of {shape.hidden_size}")

@@ -1,0 +1,376 @@
+"""One rank of ``shoal train``: through Shoal's public face, as a user's own script would.
+
+Started once per rank, ``python -m shoal.cli.training JOB.json``, or called in this process for a single rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import shoal
+from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config
+from shoal.cli.progress import Progress, Reading
+from shoal.comm.world import World, current_world
+from shoal.data import (
+    RepeatingLoader,
+    Tokenizer,
+    default_texts,
+    load_tokenizer,
+    read_texts,
+    split,
+    tokenize,
+)
+from shoal.device import Device
+from shoal.errors import NonFiniteError, ShoalError
+from shoal.models import GPT, GPTConfig
+from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
+from shoal.observe.report import METRICS_FILE, RunRecord, write_report
+from shoal.text import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from shoal.engine import Engine
+
+_VALIDATION_FRACTION = 0.05
+_VALIDATION_SEQUENCES = 64
+_VALIDATIONS = 10  # about so many, spread over the run
+_WARMUP = 0.03  # of the run
+_LOWEST = 0.1  # of the peak learning rate, at the end
+_PROMPT_TOKENS = 48
+_SAMPLE_TOP_K = 40
+
+
+@dataclass
+class Budget:
+    """How far a run is: its steps or its time, whichever is nearer to the end. The same on every rank.
+
+    ``elapsed`` is rank 0's clock, told to all ranks after each step that is logged.
+    """
+
+    steps: int | None
+    seconds: float | None
+    schedule: str
+    elapsed: float = 0.0
+
+    def fraction(self, step: int) -> float:
+        by_steps = step / self.steps if self.steps is not None else 0.0
+        by_time = self.elapsed / self.seconds if self.seconds is not None else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    def multiplier(self, step: int) -> float:
+        """Of the learning rate: a short warm-up, then as ``schedule`` says down to a tenth."""
+        at = self.fraction(step)
+        if at < _WARMUP:
+            return max(0.02, at / _WARMUP)
+        left = (1 - at) / (1 - _WARMUP)
+        if self.schedule == "constant":
+            return 1.0
+        if self.schedule == "linear":
+            return _LOWEST + (1 - _LOWEST) * left
+        return _LOWEST + (1 - _LOWEST) * 0.5 * (1 - math.cos(math.pi * left))
+
+
+def train(job: TrainJob) -> None:
+    """Train, validate, sample, report."""
+    world = current_world()
+    with ExitStack() as stack:
+        _Run(job, world, stack).run()
+
+
+class _Run:
+    """What the parts of one run share."""
+
+    def __init__(self, job: TrainJob, world: World, stack: ExitStack) -> None:
+        self.job = job
+        self.world = world
+        self.folder = Path(str(job.out))
+        self.is_writer = world.rank == 0
+        self.tokenizer: Tokenizer = load_tokenizer(job.tokenizer)
+        self.shape = job.shape(self.tokenizer.vocab_size)
+        self.progress = Progress(enabled=self.is_writer)
+        self.progress.say(f"reading {'Python documentation' if not job.text else ', '.join(job.text)} ...")
+        texts = read_texts(job.text) if job.text else default_texts()
+        self.training, self.validation = split(
+            tokenize(texts, self.tokenizer), _VALIDATION_FRACTION, self.shape.sequence_length
+        )
+        self.config, self.messages = effective_config(
+            job, read_config(job), self.shape.num_parameters(), has_accelerator=world.device.type != "cpu"
+        )
+        for message in self.messages:
+            self.progress.say(message)
+        self.budget = Budget(job.steps, job.seconds, job.schedule or "cosine")
+        self.engine, self.batches = self._make_engine()
+        stack.callback(self.engine.destroy)
+        self.device = Device(self.engine.device)
+        self.comm = self.engine.axes.all
+        self.monitor = stack.enter_context(self._open_monitor())
+        self.ledger = self.engine.memory_report()
+        self.first_validation = self.last_validation = math.nan
+        self.validated_step, self.validated_fraction = 0, 0.0
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def run(self) -> None:
+        job = self.job
+        tokens = format_count(len(self.training) * self.shape.sequence_length)
+        self.progress.say(
+            f"training {_title(self.shape, self.config, self.world.size)}: {tokens} tokens of text, logs in {self.folder}"
+        )
+        self.first_validation = self._validate(0)
+        self._save()  # a run that dies can be reported too
+        try:
+            with self.progress:
+                self._train()
+        except KeyboardInterrupt:
+            if self.world.size > 1:
+                raise
+            self.messages.append(f"Stopped by the user after {self.engine.global_steps} steps.")
+        self.last_validation = self._validate(self.engine.global_steps)
+        if self.engine.skipped_steps:
+            self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
+        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens else ("", "")
+        self.ledger = self.engine.memory_report()
+        self.monitor.close()
+        if self.is_writer:
+            self._save(prompt, sample)
+            self._conclude(prompt, sample, write_report(self.folder))
+
+    def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
+        torch.manual_seed(self.job.seed)
+        is_sharded = self.config["zero_optimization"]["stage"] == 3
+        with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
+            model = GPT(self.shape)
+        own_schedule = None
+        if "scheduler" not in self.config:
+
+            def own_schedule(optimizer: torch.optim.Optimizer) -> Any:
+                return torch.optim.lr_scheduler.LambdaLR(optimizer, self.budget.multiplier)
+
+        engine, _, loader, _ = shoal.initialize(
+            model=model, config=self.config, training_data=self.training, lr_scheduler=own_schedule
+        )
+        return engine, RepeatingLoader(loader)
+
+    def _open_monitor(self) -> Monitor:
+        if not self.is_writer:
+            return Monitor()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / METRICS_FILE).unlink(missing_ok=True)
+        return Monitor(
+            [
+                JsonLinesWriter(self.folder / METRICS_FILE),
+                CsvWriter(self.folder / "csv"),
+                TensorBoardWriter(self.folder / "tensorboard"),
+            ]
+        )
+
+    def _train(self) -> None:
+        """Steps until the budget is used up. Every rank takes the same number: rank 0's clock decides."""
+        log_every = 1 if self.engine.device.type == "cpu" else 10
+        per_step = self.engine.train_batch_size() * self.shape.sequence_length
+        began = last = time.perf_counter()
+        losses = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        num_steps = 0
+        step = 0
+        while self.budget.fraction(step) < 1.0:
+            losses += self._step()
+            step += 1
+            num_steps += 1
+            if step % log_every and step != self.budget.steps:
+                continue
+            now = time.perf_counter()
+            loss, self.budget.elapsed = self._agree(losses / num_steps, now - began)
+            if not math.isfinite(loss) and not self.engine.skipped_steps:
+                raise NonFiniteError(
+                    f"the loss of step {step} is {loss}.",
+                    where="shoal train",
+                    do="lower --learning-rate, or set --clip.",
+                )
+            reading = self._read(step, loss, num_steps * per_step / (now - last))
+            self.tokens = step * per_step
+            self.monitor.write_events(reading.events())
+            self.progress.show(reading, self.budget.fraction(step))
+            losses.zero_()
+            num_steps, last = 0, now
+            if self._is_validation_due(step):
+                self._validate(step)
+                last = time.perf_counter()
+                began += last - now  # validation is not training time
+        self.seconds = self.budget.elapsed
+
+    def _is_validation_due(self, step: int) -> bool:
+        """By steps if the user has said so, else by tenths of the run; its end is validated in any case."""
+        fraction = self.budget.fraction(step)
+        if fraction >= 1.0:
+            return False
+        if self.job.validate_every is not None:
+            return step - self.validated_step >= self.job.validate_every
+        return math.floor(fraction * _VALIDATIONS) > math.floor(self.validated_fraction * _VALIDATIONS)
+
+    def _step(self) -> torch.Tensor:
+        """One optimizer step; the mean loss of its micro-batches on this rank, [], still on the device."""
+        self.engine.train()
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        count = self.engine.gradient_accumulation_steps()
+        for _ in range(count):
+            tokens, targets = (part.to(self.engine.device, non_blocking=True) for part in next(self.batches))
+            loss = self.engine(tokens, targets)
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.detach()
+        return total / count
+
+    def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
+        """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
+        mine = torch.stack([loss, torch.full_like(loss, elapsed)])
+        of_all = self.comm.exchange(mine, label="log").wait().tolist()
+        return sum(row[0] for row in of_all) / len(of_all), of_all[0][1]
+
+    def _read(self, step: int, loss: float, tokens_per_second: float) -> Reading:
+        memory = self.device.memory()
+        norm = self.engine.get_global_grad_norm()
+        return Reading(
+            step=step,
+            loss=loss,
+            validation_loss=self.last_validation,
+            tokens_per_second=tokens_per_second,
+            gradient_norm=math.nan if norm is None else float(norm),
+            learning_rate=float(self.engine.get_lr()[0]),
+            allocated_bytes=memory.allocated,
+            peak_bytes=memory.peak,
+            elapsed=self.budget.elapsed,
+        )
+
+    def _validate(self, step: int) -> float:
+        """The mean loss over the same validation sequences whatever the number of ranks, up to a remainder."""
+        self.engine.eval()
+        own, batch = self._validation_indices(), self.engine.train_micro_batch_size_per_gpu()
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        with torch.no_grad():
+            for start in range(0, len(own), batch):
+                samples = [self.validation[index] for index in own[start : start + batch]]
+                tokens = torch.stack([sample[0] for sample in samples]).to(self.engine.device)
+                targets = torch.stack([sample[1] for sample in samples]).to(self.engine.device)
+                total += self.engine(tokens, targets).double() * len(samples)
+        self.engine.train()
+        self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
+        self.last_validation, _ = self._agree(total / len(own), 0.0)
+        self.monitor.write_events([("validation/loss", self.last_validation, step)])
+        self.progress.show_validation(step, self.last_validation)
+        return self.last_validation
+
+    def _validation_indices(self) -> list[int]:
+        """This rank's part; parts are of equal size, so that all ranks take part in every forward pass."""
+        rank, size = self.comm.rank, self.comm.size
+        count = min(len(self.validation), _VALIDATION_SEQUENCES)
+        spread = [index * len(self.validation) // count for index in range(count)]
+        per_rank = count // size
+        return spread[rank * per_rank : (rank + 1) * per_rank] if per_rank else spread
+
+    def _sample(self, num_tokens: int) -> tuple[str, str]:
+        """A prompt and how the model goes on. All ranks take part and write the same."""
+        if self.job.prompt:
+            given = torch.tensor(list(self.tokenizer.encode(self.job.prompt)), dtype=torch.int64)
+        else:
+            given = self.validation[0][0][:_PROMPT_TOKENS]
+        self.progress.say(f"writing a sample of {num_tokens} tokens ...")
+        generator = torch.Generator(self.engine.device).manual_seed(self.job.seed)
+        written = self.engine.module.generate(
+            given.to(self.engine.device)[None],
+            num_tokens,
+            temperature=self.job.temperature,
+            top_k=_SAMPLE_TOP_K,
+            generator=generator,
+        )[0].tolist()
+        written = [min(token, self.tokenizer.vocab_size - 1) for token in written]  # --vocab may be larger
+        return self.tokenizer.decode(written[: len(given)]), self.tokenizer.decode(written[len(given) :])
+
+    def _save(self, prompt: str = "", sample: str = "") -> None:
+        if self.is_writer:
+            self._record(prompt, sample).save(self.folder)
+
+    def _record(self, prompt: str, sample: str) -> RunRecord:
+        reading = self.ledger.reading
+        return RunRecord(
+            title=_title(self.shape, self.config, self.world.size),
+            facts=self._facts(),
+            model={**asdict(self.shape), "parameters": self.shape.num_parameters()},
+            config=self.config,
+            environment={
+                "device": str(self.engine.device),
+                "ranks": self.world.size,
+                "backend": self.world.backend,
+                "threads per rank": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "shoal": shoal.__version__,
+                "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+            },
+            ledger=self.ledger.rows(),
+            allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
+            placement=str(self.engine.sharded.table),
+            prompt=prompt,
+            sample=sample,
+            messages=self.messages,
+        )
+
+    def _facts(self) -> list[tuple[str, str]]:
+        steps = self.engine.global_steps
+        if not steps:
+            return [("validation loss", f"{self.first_validation:.3f}")]
+        rate = self.tokens / self.seconds if self.seconds else math.nan
+        return [
+            ("validation loss", f"{self.first_validation:.3f} → {self.last_validation:.3f}"),
+            ("tokens seen", format_count(self.tokens)),
+            ("tokens a second", format_count(rate)),
+            ("steps", f"{steps:,}"),
+            ("training time", _duration(self.seconds)),
+            ("held on rank 0", format_bytes(self.ledger.held)),
+        ]
+
+    def _conclude(self, prompt: str, sample: str, report: Path) -> None:
+        lines = [f"{label:16} {value}" for label, value in self._facts()]
+        say = self.progress.say
+        if sample:
+            say(f"\nsample\n------\n{prompt}|{sample}")
+        say(f"\nmemory on rank 0\n----------------\n{self.ledger}")
+        say("\n" + "\n".join(lines))
+        say(f"{'report':16} {report}")
+
+
+def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
+    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    stage = config["zero_optimization"]["stage"]
+    count = format_count(shape.num_parameters())
+    return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
+    return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
+
+
+def main() -> None:
+    """Run one rank of the job in the file that is named on the command line."""
+    try:
+        train(TrainJob.load(Path(sys.argv[1])))
+    except ShoalError as error:
+        current_world().report_failure(error)
+        print(f"shoal: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The configuration: DeepSpeed's JSON file, read strictly, with every key obeyed, explained or refused."""
+
+from __future__ import annotations
+
+from shoal.config.arguments import add_config_arguments
+from shoal.config.config import Config, Examined, examine, load, schema_paths
+from shoal.config.problems import ConfigProblems, ConfigWarning, Problem
+from shoal.config.verdicts import Verdict, verdict_of
+
+__all__ = [
+    "Config",
+    "ConfigProblems",
+    "ConfigWarning",
+    "Examined",
+    "Problem",
+    "Verdict",
+    "add_config_arguments",
+    "examine",
+    "load",
+    "schema_paths",
+    "verdict_of",
+]

@@ -1,0 +1,84 @@
+"""The arithmetic of batch sizes: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
+
+>>> solve(Batch(256, 4, None), 8).accumulation
+8
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+class BatchMismatch(Exception):
+    """Sizes that do not fit; the message says why, and ``do`` what would."""
+
+    def __init__(self, what: str, do: str, path: str = TRAIN) -> None:
+        super().__init__(what)
+        self.do = do
+        self.path = path
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The three sizes; None where the file does not say."""
+
+    train: int | None
+    micro: int | None
+    accumulation: int | None
+
+
+def solve(given: Batch, ranks: int, reason: str | None = None) -> Batch:
+    """Fill in what is not given, as DeepSpeed does.
+
+    Two sizes give the third; a global batch alone means no accumulation; a micro-batch alone means no accumulation;
+    none at all means a micro-batch of 1.
+
+    Args:
+        ranks: data-parallel ranks.
+        reason: how that number came about, for the message.
+
+    Raises: BatchMismatch: they do not fit.
+    """
+    train, micro, steps = given.train, given.micro, given.accumulation
+    because = f"data-parallel {ranks}" + (f" = {reason}" if reason else "")
+    if train is not None and micro is not None and steps is not None:
+        if train != micro * steps * ranks:
+            raise BatchMismatch(
+                f"{TRAIN} {train} is not micro-batch {micro} x accumulation {steps} x data-parallel {ranks} "
+                f"= {micro * steps * ranks}; {because}.",
+                f"set {TRAIN} to {micro * steps * ranks}, or leave it out; {_nearest(train, micro, ranks)}.",
+            )
+        return given
+    if train is not None and micro is not None:
+        if train % (micro * ranks):
+            raise BatchMismatch(
+                f"{TRAIN} {train} does not divide by micro-batch {micro} x data-parallel {ranks} = {micro * ranks}, "
+                f"so no number of accumulation steps fits; {because}.",
+                f"change {TRAIN} or {MICRO}; {_nearest(train, micro, ranks)}.",
+            )
+        return Batch(train, micro, train // (micro * ranks))
+    if train is not None:
+        count = steps or 1
+        if train % (count * ranks):
+            with_steps = f"accumulation {count} x " if steps is not None else ""
+            low = train // (count * ranks)
+            near = " or ".join(f"{size * count * ranks} (micro-batch {size})" for size in (low, low + 1) if size > 0)
+            raise BatchMismatch(
+                f"{TRAIN} {train} does not divide by {with_steps}data-parallel {ranks} = {count * ranks}, "
+                f"so no micro-batch fits; {because}.",
+                f"change {TRAIN}; nearest valid: {near}.",
+            )
+        return Batch(train, train // (count * ranks), count)
+    micro, steps = micro or 1, steps or 1
+    return Batch(micro * steps * ranks, micro, steps)
+
+
+def _nearest(train: int, micro: int, ranks: int) -> str:
+    """Global batches close to the one asked for that the micro-batch allows."""
+    low = train // (micro * ranks)
+    near = [f"{steps * micro * ranks} ({STEPS} {steps})" for steps in (low, low + 1) if steps > 0]
+    if train == low * micro * ranks:
+        near = near[:1]
+    return f"nearest valid: {' or '.join(near)}"

@@ -1,0 +1,77 @@
+"""Compares what a file asks for with what this version does: parts not built, keys refused, keys without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.config.clean import Cleaned, Given
+from shoal.config.problems import Problem, shown
+from shoal.config.verdicts import OBEYED, PARAMS, SWITCHES, TYPES_NOT_BUILT, Kind, Verdict, verdict_of
+
+OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), {})
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A key that the file sets, with its verdict, and whether it asks for something."""
+
+    path: str
+    value: Any
+    verdict: Verdict
+    asks: bool
+
+
+def judge(found: Cleaned) -> list[Judged]:
+    """Every key that the file sets, in its order."""
+    judged = []
+    for path, given in found.given.items():
+        if not given.schema_path:
+            verdict = PARAMS.get(path.rpartition(".")[2], OBEYED)
+            judged.append(Judged(path, given.value, verdict, asks=_is_on(given.value)))
+            continue
+        verdict = verdict_of(given.schema_path)
+        part = TYPES_NOT_BUILT.get(str(given.value).casefold().replace("_", ""))
+        if given.schema_path == "optimizer.type" and part is not None:
+            judged.append(Judged(path, given.value, Verdict("not built", part), asks=True))
+            continue
+        judged.append(Judged(path, given.value, verdict, _asks(path, given, verdict, found.given)))
+    return judged
+
+
+def unmet(judged: list[Judged], found: Cleaned, kinds: tuple[Kind, ...]) -> Iterator[Problem]:
+    """What the file asks for and does not get."""
+    for each in judged:
+        if not each.asks or each.verdict.kind not in kinds:
+            continue
+        what = f"{shown(each.value)} asks for a part that is not built yet: {each.verdict.reason}."
+        do = "leave it out for now."
+        if each.verdict.kind == "refused":
+            what, do = f"{shown(each.value)} is not supported.", f"{each.verdict.reason}."
+        yield Problem(each.path, what, do, found.line(each.path))
+
+
+def _asks(path: str, given: Given, verdict: Verdict, all_given: Mapping[str, Given]) -> bool:
+    """Whether a key's value wants more than its default does, and nothing above it has said so already."""
+    value, key = given.value, given.key
+    if given.is_inside or any(value == same and type(value) is type(same) for same in verdict.harmless):
+        return False
+    if key.model is not None:
+        return bool(value) and _is_on(value.get("enabled", True))
+    switches = [(switch, default) for switch, default in given.switches if switch != path]
+    if verdict.switch:
+        switches = [(verdict.switch, None)]
+    for switch, default in [] if verdict.stands_alone else switches:
+        over = all_given.get(switch)
+        if not _is_on(over.value if over is not None else default):
+            return False
+        if verdict_of(over.schema_path if over is not None else switch).kind == verdict.kind:
+            return False  # said at the switch
+    if key.name in SWITCHES:
+        return _is_on(value)
+    return _is_on(value) and bool(value != key.default)
+
+
+def _is_on(value: Any) -> bool:
+    return value not in OFF

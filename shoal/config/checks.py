@@ -1,0 +1,57 @@
+"""What single keys cannot say: keys that exclude or need each other."""
+
+from __future__ import annotations
+
+from shoal.config.clean import Cleaned
+from shoal.config.problems import Problem
+from shoal.config.schema import Schema
+
+
+def check_together(config: Schema, found: Cleaned) -> list[Problem]:
+    """Problems between keys."""
+    problems: list[Problem] = []
+
+    def problem(path: str, what: str, do: str) -> None:
+        problems.append(Problem(path, what, do, found.line(path)))
+
+    zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
+    if fp16.enabled and bf16.enabled:
+        problem("bf16.enabled", "true, and so is fp16.enabled.", "enable one of them.")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        problem(
+            "bf16.bf16_optimizer_states",
+            "true, but bf16.bf16_master_weights_and_grads is false: state is never coarser than its master weights.",
+            "set both, or neither.",
+        )
+    mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    wanted = config.data_types.param_dtype
+    if wanted is not None and wanted != mode:
+        problem(
+            "data_types.param_dtype",
+            f'"{wanted}", but fp16 and bf16 make the parameters {mode}.',
+            f'write "{mode}", or enable {wanted}.' if wanted != "fp32" else f"disable {mode}.",
+        )
+    if zero.offload_param.device != "none" and zero.stage != 3:
+        problem(
+            "zero_optimization.offload_param.device",
+            f'"{zero.offload_param.device}", but zero_optimization.stage is {zero.stage}: only stage 3 shards parameters.',
+            "set zero_optimization.stage to 3, or the device to none.",
+        )
+    for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if section.device == "nvme" and not section.nvme_path:
+            problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
+    if config.prescale_gradients is False and config.gradient_predivide_factor != 1.0:
+        problem(
+            "gradient_predivide_factor",
+            f"{config.gradient_predivide_factor:g} counts only with prescale_gradients, which is false.",
+            "set prescale_gradients to true, or leave the factor out.",
+        )
+    given = [config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps]
+    if None not in given and given[0] % (given[1] * given[2]):
+        problem(
+            "train_batch_size",
+            f"{given[0]} does not divide by micro-batch {given[1]} x accumulation {given[2]} = {given[1] * given[2]}, "
+            "so it fits no number of ranks.",
+            "change one of the three, or leave one out.",
+        )
+    return problems

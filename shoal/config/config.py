@@ -1,0 +1,331 @@
+"""``load``: from a file, a dict or a text to a checked, frozen configuration that knows where each value comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pydantic import PrivateAttr, ValidationError
+
+from shoal.config.base import Section
+from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
+from shoal.config.built import Judged, judge, unmet
+from shoal.config.checks import check_together
+from shoal.config.clean import Cleaned, Origin, clean, read_params
+from shoal.config.optimizer import AUTO_IS_DEFAULT, OPTIMIZERS, SCHEDULERS, canonical_type
+from shoal.config.problems import ConfigProblems, Problem, shown, warn
+from shoal.config.schema import Schema
+from shoal.config.source import open_source
+from shoal.config.tree import Key, keys_of, walk
+from shoal.config.verdicts import PARAMS
+from shoal.errors import ConfigError
+
+# Defaults that an older DeepSpeed had: the newest version to which each set applies.
+OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
+HIDDEN = "***"
+
+
+class Config(Schema):
+    """A checked configuration. Every key is an attribute: ``config.zero_optimization.stage``.
+
+    The three batch sizes are None until the data-parallel size is known: pass ``world_size`` to ``load``, or call
+    ``with_world_size``.
+    """
+
+    _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
+    _judged: tuple[Judged, ...] = PrivateAttr(default=())
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+    _unresolved: tuple[str, ...] = PrivateAttr(default=())
+    _name: str = PrivateAttr(default="")
+
+    @property
+    def raw(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self._raw
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was accepted and should be changed: old names, unknown keys under ``strict: "warn"``, foreign keys."""
+        return self._warnings
+
+    @property
+    def unresolved_auto(self) -> tuple[str, ...]:
+        """Paths of arguments that are still "auto": a client (Accelerate, Transformers) fills them in."""
+        return self._unresolved
+
+    def origin(self, path: str) -> Origin:
+        """Where the value at a path comes from; for a section, "user" where the file sets anything in it."""
+        if path in self._origins:
+            return self._origins[path]
+        inside = [origin for place, origin in self._origins.items() if place.startswith(f"{path}.")]
+        return "user" if inside else "default"
+
+    def effective(self) -> dict[str, Any]:
+        """Every key with the value that counts, nested as in the file; secrets are hidden."""
+        return cast(dict[str, Any], _as_json(self, keys_of(Schema)))
+
+    def notes(self) -> list[str]:
+        """Lines for start-up: what the file sets without effect, and what was filled in for it."""
+        lines = [
+            f"{each.path} = {shown(each.value)}: accepted, no effect: {each.verdict.reason}."
+            for each in self._judged
+            if each.verdict.kind == "no effect"
+        ]
+        for path, origin in self._origins.items():
+            if origin == "auto" and path not in self._unresolved and ".params." not in path:
+                lines.append(f'{path} = "auto": {shown(self._at(path))} is used.')
+        if self.origin(TRAIN) == "derived" and self.origin(MICRO) == "default" and self.train_batch_size is not None:
+            lines.append(
+                f"no batch size is given: micro-batch {self.train_micro_batch_size_per_gpu}, "
+                f"global batch {self.train_batch_size}."
+            )
+        return lines
+
+    def params_of(self, section: str) -> dict[str, Any]:
+        """The arguments of ``optimizer`` or ``scheduler``, ready for the constructor.
+
+        Raises: ConfigError: some are still "auto", which Shoal cannot fill in.
+        """
+        open_paths = [path for path in self._unresolved if path.startswith(f"{section}.")]
+        if open_paths:
+            raise ConfigError(
+                f'{", ".join(open_paths)}: "auto" cannot be derived here.',
+                where=self._name,
+                do="write the values, or let Accelerate or Transformers fill them in.",
+                code="config-auto",
+            )
+        part = self.optimizer if section == "optimizer" else self.scheduler
+        return dict(part.params) if part is not None else {}
+
+    def with_world_size(self, ranks: int, reason: str | None = None) -> Config:
+        """The same configuration with its batch sizes filled in for a number of data-parallel ranks.
+
+        Args:
+            reason: how that number came about, for the message: "24 ranks / (tp 2 x pp 2)".
+
+        Raises: ConfigError: the batch sizes do not fit it.
+        """
+        given = Batch(*(self._given(path) for path in (TRAIN, MICRO, STEPS)))
+        try:
+            batch = solve(given, ranks, reason)
+        except BatchMismatch as mismatch:
+            raise ConfigProblems([Problem(mismatch.path, str(mismatch), mismatch.do)], self._name) from None
+        made = self.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.accumulation})
+        made._origins = {**self._origins}
+        for path, value in ((TRAIN, given.train), (MICRO, given.micro), (STEPS, given.accumulation)):
+            is_assumed = path != TRAIN and given.train is None and value is None
+            is_assumed = is_assumed or (path == STEPS and value is None and given.micro is None)
+            if value is None and made._origins.get(path) != "auto" and not is_assumed:
+                made._origins[path] = "derived"
+        return made
+
+    def _given(self, path: str) -> int | None:
+        is_given = self._origins.get(path) in ("user", "deprecated alias")
+        return cast("int | None", getattr(self, path)) if is_given else None
+
+    def _at(self, path: str) -> Any:
+        value: Any = self.effective()
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+
+@dataclass
+class Examined:
+    """A configuration looked at without raising: what `shoal doctor` shows."""
+
+    name: str
+    found: Cleaned
+    judged: list[Judged]
+    problems: list[Problem]
+    config: Config | None
+
+
+def load(
+    source: object = None,
+    *,
+    args: object = None,
+    world_size: int | None = None,
+    world_size_reason: str | None = None,
+    check_built: bool = True,
+) -> Config:
+    """Read and check a configuration.
+
+    Args:
+        source: a dict, a path, JSON text, or urlsafe base64 of JSON text; None: ``args`` has it.
+        args: an argparse namespace with ``deepspeed_config``.
+        world_size: data-parallel ranks, to fill in the batch sizes; None leaves them open.
+        world_size_reason: how that number came about, for error messages.
+        check_built: whether asking for a part that is not built yet is an error.
+
+    Raises: ConfigError: everything that is wrong, at once.
+    """
+    seen = examine(source, args=args, world_size=world_size, reason=world_size_reason, check_built=check_built)
+    if seen.problems or seen.config is None:
+        raise ConfigProblems(seen.problems, seen.name)
+    for text in seen.found.warnings:
+        warn(text)
+    return seen.config
+
+
+def examine(
+    source: object,
+    *,
+    args: object = None,
+    world_size: int | None = None,
+    reason: str | None = None,
+    check_built: bool = True,
+) -> Examined:
+    """Read and check, and give back what was found instead of raising.
+
+    Raises: ConfigError: there is nothing to look at: no such file, or not JSON.
+    """
+    document, name = open_source(source, args)
+    found = clean(document.value, document.lines)
+    _old_defaults(found)
+    unresolved = _types(found)
+    judged = judge(found)
+    problems = list(found.problems)
+    problems += unmet(judged, found, ("refused", "not built") if check_built else ("refused",))
+    wrong = _wrong_values(Config, found.values, "", found)
+    problems += wrong
+    config = None
+    if not wrong and not found.problems:
+        config = Config.model_validate(found.values)
+        config._raw, config._origins, config._judged = document.value, found.origins, tuple(judged)
+        config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
+        problems += check_together(config, found)
+        if world_size is not None:
+            try:
+                config = config.with_world_size(world_size, reason)
+            except ConfigProblems as error:
+                problems += [Problem(each.path, each.what, each.do, found.line(each.path)) for each in error.problems]
+    problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
+    return Examined(name, found, judged, problems, config)
+
+
+def _wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Cleaned) -> list[Problem]:
+    """Pydantic's findings in our words, one for each key."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        problems: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False, include_context=False):
+            at, key, value = _locate(model, detail["loc"], values)
+            here = f"{path}.{at}" if path else at
+            shown_value = HIDDEN if key is not None and key.is_secret else shown(value)
+            wanted = key.expected if key is not None else detail["msg"]
+            problems.setdefault(here, Problem(here, f"{shown_value} is not {wanted}.", line=found.line(here)))
+        return list(problems.values())
+    return []
+
+
+def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) -> tuple[str, Key | None, Any]:
+    """The path, the key and the value that a location of pydantic's means."""
+    path, key, at, value = "", None, cast("type[Section] | None", model), values
+    for step in location:
+        if at is not None and key is not None and key.kind in ("list", "map") and step not in keys_of(at):
+            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
+            value = value[step]
+            continue
+        if at is None or step not in keys_of(at):
+            break
+        key = keys_of(at)[str(step)]
+        path = f"{path}.{step}" if path else str(step)
+        value = value.get(step) if isinstance(value, Mapping) else value
+        at = key.model
+    return path, key, value
+
+
+def _old_defaults(found: Cleaned) -> None:
+    """Put in the defaults of the DeepSpeed version that ``compat`` names."""
+    compat = found.values.get("compat")
+    if compat is None:
+        return
+    numbers = str(compat).removeprefix("ds-").split(".")[:2]
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        found.problem("compat", f"{shown(compat)} is not a version of DeepSpeed.", 'write it as "ds-0.18".')
+        return
+    version = (int(numbers[0]), int(numbers[1]))
+    for newest, defaults in OLD_DEFAULTS.items():
+        if version <= newest:
+            found.values.update({name: value for name, value in defaults.items() if name not in found.values})
+
+
+def _types(found: Cleaned) -> list[str]:
+    """Check the arguments of the optimizer and the schedule; give back those that stay "auto"."""
+    unresolved: list[str] = []
+    for kind, known in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        part = found.values.get(kind)
+        if not isinstance(part, dict) or not isinstance(part.get("params", {}), Mapping):
+            continue
+        params = part.get("params") or {}
+        name = part.get("type")
+        if isinstance(name, str):
+            part["type"] = canonical_type(name, known)
+            found.given[f"{kind}.type"] = found.given[f"{kind}.type"].__class__(
+                part["type"], found.given[f"{kind}.type"].key, f"{kind}.type"
+            )
+        if not params:
+            continue
+        auto = [key for key, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]
+        model = known.get(part.get("type") or "")
+        clips = "max_grad_norm" in params and kind == "optimizer"
+        if clips:
+            part["params"] = {key: value for key, value in params.items() if key != "max_grad_norm"}
+            if params["max_grad_norm"] not in (None, 0, 0.0, "auto"):
+                instead = PARAMS["max_grad_norm"].reason
+                found.problem(
+                    "optimizer.params.max_grad_norm",
+                    f"{shown(params['max_grad_norm'])} is not an argument of the optimizer.",
+                    f"{instead}.",
+                )
+            auto = [key for key in auto if key != "max_grad_norm"]
+        if model is not None:
+            read_params(kind, model, found)  # type: ignore[arg-type]
+            found.problems += _wrong_values(model, found.values[kind]["params"], f"{kind}.params", found)
+        else:
+            found.values[kind]["params"] = {key: value for key, value in part["params"].items() if key not in auto}
+            found.origins.update({f"{kind}.params.{key}": "auto" for key in auto})
+        unresolved += _fill_in(kind, auto, found)
+    return unresolved
+
+
+def _fill_in(kind: str, auto: list[str], found: Cleaned) -> list[str]:
+    """Give "auto" arguments a value where one follows; the paths of those that stay open."""
+    params, unresolved = found.values[kind]["params"], []
+    rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")
+    for name in auto:
+        path = f"{kind}.params.{name}"
+        if path not in found.origins:
+            continue  # not a name of this type: a problem already
+        if name in AUTO_IS_DEFAULT:
+            continue
+        if name == "warmup_max_lr" and isinstance(rate, int | float):
+            params[name] = float(rate)
+            continue
+        params[name] = "auto"
+        unresolved.append(path)
+    return unresolved
+
+
+def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:
+    if isinstance(value, Section):
+        keys = keys_of(type(value)) if keys is None else keys
+        shown_values = {}
+        for name, key in keys.items():
+            inner = getattr(value, name)
+            shown_values[name] = HIDDEN if key.is_secret and inner else _as_json(inner)
+        return {**shown_values, **(value.model_extra or {})}
+    if isinstance(value, Mapping):
+        return {name: _as_json(inner) for name, inner in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(inner) for inner in value]
+    return value
+
+
+def schema_paths() -> list[str]:
+    """The path of every leaf of the schema; ``[]`` and ``<name>`` stand for indices and for names that users choose."""
+    return [path for path, key in walk(Schema) if key.model is None]

@@ -1,0 +1,60 @@
+"""Keys that DeepSpeed does not have: the mesh, units, memory, debugging, data. A file without them means the same."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from shoal.config.base import Auto, Section, key
+
+Degree = Annotated[int, Field(ge=1)] | Auto
+
+
+class Parallel(Section):
+    """The mesh: how many ranks along each axis."""
+
+    pp: Degree = key("auto", "pipeline stages")
+    dp_replicate: Degree = key("auto", "groups of ranks that hold whole copies of the shards")
+    dp_shard: Degree = key("auto", "ranks of one group, over which state is sharded")
+    cp: Degree = key("auto", "context- or sequence-parallel ranks", alias=("sp",))
+    tp: Degree = key("auto", "tensor-parallel ranks")
+    ep: Degree = key("auto", "expert-parallel ranks")
+
+
+class Units(Section):
+    """Modules that are gathered together, named by hand where they are not found by themselves."""
+
+    classes: tuple[str, ...] = key((), "class names of modules that are one unit each")
+    names: tuple[str, ...] = key((), "full names of modules that are one unit each")
+
+
+class OffloadActivation(Section):
+    """Saved activations on the host."""
+
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass rest")
+    bytes: int | None = key(None, "most bytes moved in a micro-batch; null: all", ge=0)
+
+
+class Debug(Section):
+    """Checks that cost time."""
+
+    collective_check: bool = key(False, "compare the collectives of all ranks before each runs")
+    verify_every: int = key(0, "steps between two comparisons with an unsharded step; 0 never", ge=0)
+    nan_trace: bool = key(False, "name the first module that makes a NaN")
+    sync_errors: bool = key(False, "wait for the device after each operation, so that errors show where they arise")
+
+
+class Data(Section):
+    """The training data's place."""
+
+    stateful: bool = key(True, "the loader's place in the data is part of a checkpoint")
+    seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
+
+
+class Memory(Section):
+    """Limits for the planner."""
+
+    budget_gpu: int | str | None = key(None, "bytes of device memory that a plan may use (a number or '40GiB')")
+    budget_host: int | str | None = key(None, "bytes of host memory that a plan may use")
+    oom_policy: Literal["fail", "retry"] = key("fail", "what running out of memory does")

@@ -1,0 +1,69 @@
+"""Number formats: ``fp16``, ``bf16``, ``torch_autocast``, ``data_types``, ``amp`` and Shoal's own ``precision``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shoal.config.base import Dtype, OpenSection, Section, key
+
+
+class Fp16(Section):
+    """Half precision with fp32 master weights and a loss scale."""
+
+    enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 master weights, scaled loss")
+    auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0)
+    initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power", ge=0)
+    loss_scale_window: int = key(1000, "steps without overflow before the scale doubles", gt=0)
+    hysteresis: int = key(2, "overflows tolerated before the scale is halved", ge=0)
+    consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
+    min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0)
+    fp16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on fp16")
+
+
+class Bf16(Section):
+    """bfloat16 with fp32 master weights."""
+
+    enabled: bool = key(False, "bfloat16 weights and gradients, fp32 master weights")
+    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is there")
+    check_grad_overflow: bool = key(True, "look for infinite or NaN gradients before the step")
+    bf16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on bfloat16")
+    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
+
+
+class Amp(OpenSection):
+    """NVIDIA apex's automatic mixed precision; further keys were apex's arguments."""
+
+    enabled: bool = key(False, "apex mixed precision")
+
+
+class TorchAutocast(Section):
+    """`torch.autocast` around the forward pass."""
+
+    enabled: bool = key(False, "run the forward pass under torch.autocast")
+    dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
+    lower_precision_safe_modules: tuple[str, ...] | None = key(
+        None, "classes whose parameters may be communicated in the lower precision; null: Linear and Conv1d to Conv3d"
+    )
+
+
+class DataTypes(Section):
+    """Number formats of single kinds of state."""
+
+    grad_accum_dtype: Dtype | None = key(
+        None, "format in which gradients of several micro-batches are summed; null is fp32 (DeepSpeed: the model's)"
+    )
+    param_dtype: Dtype | None = key(None, "format of the parameters; must agree with fp16 or bf16")
+    buffer_dtype: Dtype | None = key(None, "format of floating-point buffers of the model; null leaves them")
+
+
+class Precision(Section):
+    """Shoal's own: formats of communication and state, and what a number that is not finite does."""
+
+    reduce_dtype: Dtype | None = key(None, "format in which gradients travel; communication_data_type goes first")
+    master_dtype: Dtype | None = key(None, "format of master weights; null as fp16 and bf16 say")
+    state_dtype: Dtype | None = key(None, "format of optimizer state; null is that of the master weights")
+    nonfinite: Literal["raise", "skip", "warn"] | None = key(
+        None,
+        "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and go on; null: by precision",
+    )

@@ -1,0 +1,63 @@
+"""What is wrong with a configuration, gathered and then raised as one error."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        path: the key, from the top.
+        what: what is wrong, without the key's name.
+        do: the repair.
+        line: where it stands in the file, from 1; None: not known.
+    """
+
+    path: str
+    what: str
+    do: str = ""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        place = f" (line {self.line})" if self.line is not None else ""
+        return f"{self.path}{place}: {self.what}" + (f" -> {self.do}" if self.do else "")
+
+
+class ConfigProblems(ConfigError):
+    """Everything that is wrong with a configuration; ``problems`` has each."""
+
+    def __init__(self, problems: Sequence[Problem], name: str) -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            only = self.problems[0]
+            line = f", line {only.line}" if only.line is not None else ""
+            super().__init__(f"{only.path}: {only.what}", where=f"{name}{line}", do=only.do)
+        else:
+            lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
+            super().__init__(f"{len(self.problems)} problems:\n{lines}", where=name, do="mend each of them.")
+
+
+class ConfigWarning(UserWarning):
+    """Something in a configuration that is accepted and should be changed."""
+
+
+def warn(text: str) -> None:
+    warnings.warn(text, ConfigWarning, stacklevel=2)
+
+
+def shown(value: object) -> str:
+    """A value as JSON would show it, cut where it is long."""
+    if value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, str):
+        text = f'"{value}"'
+    else:
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

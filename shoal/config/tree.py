@@ -1,0 +1,158 @@
+"""The schema as a tree of keys: what each is called, what it takes, and what it holds."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from shoal.config.base import Section
+
+Kind = Literal["leaf", "section", "list", "map"]
+
+WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    dict: "an object",
+    tuple: "a list",
+    type(None): "null",
+    Any: "anything",
+}
+BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a section.
+
+    ``kind`` says what it holds: a ``leaf``; a ``section``, whose keys ``model`` lists; a ``list`` of such sections; or
+    a ``map``, an object of them under names that the user chooses.
+    """
+
+    name: str
+    field: FieldInfo
+    kind: Kind
+    model: type[Section] | None
+
+    @property
+    def annotation(self) -> Any:
+        return self.field.annotation
+
+    @property
+    def description(self) -> str:
+        return self.field.description or ""
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._about("alias")
+
+    @property
+    def deprecated(self) -> tuple[str, ...]:
+        return self._about("deprecated")
+
+    @property
+    def is_secret(self) -> bool:
+        extra = self.field.json_schema_extra
+        return isinstance(extra, dict) and bool(extra.get("secret"))
+
+    @property
+    def default(self) -> Any:
+        return self.field.get_default(call_default_factory=True)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Numeric limits, by pydantic's names."""
+        found = {}
+        for constraint in self.field.metadata:
+            for bound in BOUNDS:
+                limit = getattr(constraint, bound, None)
+                if limit is not None:
+                    found[bound] = limit
+        return found
+
+    @property
+    def expected(self) -> str:
+        """What the key takes, in words."""
+        text = in_words(self.annotation)
+        limits = " and ".join(f"{BOUNDS[bound]} {limit:g}" for bound, limit in self.bounds.items())
+        return f"{text}, {limits}" if limits else text
+
+    def _about(self, what: str) -> tuple[str, ...]:
+        extra = self.field.json_schema_extra
+        names = extra.get(what) if isinstance(extra, dict) else None
+        return tuple(str(name) for name in names) if isinstance(names, list) else ()
+
+
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, nested unions and ``Annotated`` taken apart; else the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return tuple(inner for member in get_args(annotation) for inner in members(member))
+    if hasattr(annotation, "__metadata__"):
+        return members(annotation.__origin__)
+    return (annotation,)
+
+
+def in_words(annotation: Any) -> str:
+    """What an annotation takes, in words."""
+    parts = []
+    for member in members(annotation):
+        if get_origin(member) is Literal:
+            parts += [_shown(choice) for choice in get_args(member)]
+        elif get_origin(member) is tuple:
+            inner = [arg for arg in get_args(member) if arg is not Ellipsis]
+            parts.append(f"a list of {in_words(inner[0])}" if inner and inner[0] is not Any else "a list")
+        else:
+            parts.append(WORDS.get(get_origin(member) or member, "an object"))
+    if len(parts) == 1:
+        return parts[0]
+    return f"one of {', '.join(parts)}" if len(parts) > 2 else " or ".join(parts)
+
+
+def _shown(choice: object) -> str:
+    return f'"{choice}"' if isinstance(choice, str) else str(choice)
+
+
+@cache
+def keys_of(model: type[Section]) -> Mapping[str, Key]:
+    """A section's keys by name, in the order of the schema."""
+    return types.MappingProxyType({name: _key(name, field) for name, field in model.model_fields.items()})
+
+
+def _key(name: str, field: FieldInfo) -> Key:
+    for member in members(field.annotation):
+        if isinstance(member, type) and issubclass(member, Section):
+            return Key(name, field, "section", member)
+        inner = [arg for arg in get_args(member) if isinstance(arg, type) and issubclass(arg, Section)]
+        if inner:
+            return Key(name, field, "map" if get_origin(member) is dict else "list", inner[0])
+    return Key(name, field, "leaf", None)
+
+
+@cache
+def names_of(model: type[Section]) -> Mapping[str, Key]:
+    """Every spelling that a section reads: names, aliases and deprecated names."""
+    spellings = {}
+    for key in keys_of(model).values():
+        for name in (key.name, *key.aliases, *key.deprecated):
+            spellings[name] = key
+    return types.MappingProxyType(spellings)
+
+
+def below(path: str, key: Key) -> str:
+    """The path of what a key holds: ``[]`` stands for each item of a list, ``<name>`` for a name of the user's."""
+    return path + {"list": "[]", "map": ".<name>"}.get(key.kind, "")
+
+
+def walk(model: type[Section], path: str = "") -> Iterator[tuple[str, Key]]:
+    """Every key, sections too, with its path, depth first."""
+    for name, key in keys_of(model).items():
+        here = f"{path}.{name}" if path else name
+        yield here, key
+        if key.model is not None:
+            yield from walk(key.model, below(here, key))

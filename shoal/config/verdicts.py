@@ -1,0 +1,269 @@
+"""What this version does with each key: one table, path -> verdict. To change a verdict, edit a line here.
+
+A path may end in ``**`` (everything below); the longest path that fits a key is the one that counts. A key that is
+*not built* or *refused* is an error only when the file asks for something with it: its default, false, null, "none"
+and 0 ask for nothing, and neither does a key below a section that is not switched on (``enabled``, ``device``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+SWITCHES = ("enabled", "device")  # keys that turn the section they are in on and off
+
+Kind = Literal["obeyed", "no effect", "not built", "refused"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What happens with a key.
+
+    Args:
+        reason: why it has no effect; the part that is missing; or what to use in a refused key's place.
+        switch: the key that must be on before this one asks for anything; empty: ``enabled`` or ``device`` above it.
+        harmless: more values that ask for nothing.
+        stands_alone: it asks even where the section it is in is switched off.
+    """
+
+    kind: Kind
+    reason: str = ""
+    switch: str = ""
+    harmless: tuple[Any, ...] = ()
+    stands_alone: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "not built":
+            return f"not built yet: {self.reason}"
+        return f"{self.kind}: {self.reason}" if self.reason else self.kind
+
+
+OBEYED = Verdict("obeyed")
+
+
+def unused(reason: str) -> Verdict:
+    return Verdict("no effect", reason)
+
+
+def later(part: str, *, switch: str = "", harmless: tuple[Any, ...] = (), stands_alone: bool = False) -> Verdict:
+    return Verdict("not built", part, switch, harmless, stands_alone)
+
+
+def refused(instead: str) -> Verdict:
+    return Verdict("refused", instead)
+
+
+OPT, PAR, TP = "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "tensor_parallel.autotp_size"
+
+VERDICTS: dict[str, Verdict] = {
+    # the batch, printing, gradients
+    "train_batch_size": OBEYED,
+    "train_micro_batch_size_per_gpu": OBEYED,
+    "gradient_accumulation_steps": OBEYED,
+    "managed_gradient_accumulation": OBEYED,
+    "steps_per_print": OBEYED,
+    "wall_clock_breakdown": OBEYED,
+    "memory_breakdown": OBEYED,
+    "dump_state": OBEYED,
+    "log_level": OBEYED,
+    "dataloader_drop_last": OBEYED,
+    "zero_allow_untested_optimizer": OBEYED,
+    "zero_force_ds_cpu_optimizer": unused("every optimizer that works on the device works on the host too"),
+    "communication_data_type": OBEYED,
+    "seq_parallel_communication_data_type": later("sequence parallel", harmless=("fp32",)),
+    "gradient_allreduce_op": OBEYED,
+    "prescale_gradients": OBEYED,
+    "gradient_predivide_factor": OBEYED,
+    "sparse_gradients": later("sparse gradients"),
+    "gradient_clipping": OBEYED,
+    "disable_allgather": unused("DeepSpeed reads it and never uses it"),
+    "allgather_size": unused('it counts only beside the old form "zero_optimization": true'),
+    "graph_harvesting": later("CUDA graphs"),
+    "vocabulary_size": unused("in DeepSpeed too it only prints a hint about multiples of 8"),
+    "sequence_parallel_size": later("sequence parallel", harmless=(1,)),
+    "data_parallel_size": unused("the number of data-parallel ranks follows from the number of ranks"),
+    "use_data_before_expert_parallelism": later("expert parallel"),
+    # zero_optimization
+    "zero_optimization.stage": OBEYED,
+    "zero_optimization.contiguous_gradients": unused("gradients always lie in one flat bucket for each unit"),
+    "zero_optimization.reduce_scatter": unused(
+        "gradients are always reduced to the rank that owns them from stage 1 on"
+    ),
+    "zero_optimization.reduce_bucket_size": OBEYED,
+    "zero_optimization.allgather_partitions": unused("updated parameters are always all-gathered, unit by unit"),
+    "zero_optimization.allgather_bucket_size": unused(
+        "a unit's bucket is what is all-gathered; reduce_bucket_size bounds it"
+    ),
+    "zero_optimization.overlap_comm": OBEYED,
+    "zero_optimization.use_multi_rank_bucket_allreduce": unused(
+        "every rank owns a part of every bucket, so one reduce-scatter serves all owners"
+    ),
+    "zero_optimization.load_from_fp32_weights": later("checkpoint"),
+    "zero_optimization.elastic_checkpoint": unused("checkpoints never depend on the number of ranks"),
+    "zero_optimization.grad_hooks": unused("gradients are always reduced from hooks"),
+    "zero_optimization.round_robin_gradients": unused(
+        "every rank owns an equal part of each unit, so the work is even already"
+    ),
+    "zero_optimization.ignore_unused_parameters": OBEYED,
+    "zero_optimization.legacy_stage1": refused("stage 1 has one implementation; leave it out"),
+    "zero_optimization.sub_group_size": OBEYED,
+    "zero_optimization.stage3_prefetch_bucket_size": OBEYED,
+    "zero_optimization.stage3_param_persistence_threshold": OBEYED,
+    "zero_optimization.stage3_model_persistence_threshold": OBEYED,
+    "zero_optimization.stage3_max_live_parameters": OBEYED,
+    "zero_optimization.stage3_max_reuse_distance": OBEYED,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": later("checkpoint"),
+    "zero_optimization.stage3_module_granularity_threshold": unused(
+        "units are found by themselves; `units` names more"
+    ),
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": unused("an all-gather always moves less"),
+    "zero_optimization.stage3_allgather_sequential": unused(
+        "gathering fills the unit's bucket in place, without a copy"
+    ),
+    "zero_optimization.memory_efficient_linear": unused("PyTorch is not patched; no parameter is kept for backward"),
+    "zero_optimization.override_module_apply": unused("`zero.Init` always sees each parameter while it is whole"),
+    "zero_optimization.pipeline_loading_checkpoint": later("checkpoint"),
+    "zero_optimization.log_trace_cache_warnings": unused("a changed order of units is always counted"),
+    "zero_optimization.enable_sanity_checks": unused("the cheap checks are always on"),
+    "zero_optimization.zero_hpz_partition_size": OBEYED,
+    "zero_optimization.zero_quantized_weights": later("quantized communication"),
+    "zero_optimization.zero_quantized_nontrainable_weights": later("quantized weights"),
+    "zero_optimization.zero_quantized_gradients": later("quantized communication"),
+    "zero_optimization.zeropp_loco_param": later("quantized communication"),
+    "zero_optimization.zeropp_loco_param.**": later("quantized communication"),
+    "zero_optimization.mics_shard_size": OBEYED,
+    "zero_optimization.mics_hierarchical_params_gather": later("hierarchical collectives"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": later("offload", switch=f"{OPT}.device"),
+    "zero_optimization.leaf_module.**": OBEYED,
+    f"{PAR}.**": later("offload"),
+    f"{OPT}.**": later("offload"),
+    "zero_optimization.zenflow": later("offload (ZenFlow)"),
+    "zero_optimization.zenflow.**": later("offload (ZenFlow)"),
+    # optimizer and schedule
+    "optimizer.type": OBEYED,
+    "optimizer.params": OBEYED,
+    "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
+    "scheduler.type": OBEYED,
+    "scheduler.params": OBEYED,
+    # precision
+    "fp16.**": OBEYED,
+    "bf16.**": OBEYED,
+    "bf16.immediate_grad_update": later("updates inside the backward pass", switch="bf16.enabled"),
+    "amp.**": refused("apex is no longer developed; use torch_autocast, bf16 or fp16"),
+    "torch_autocast.**": OBEYED,
+    "data_types.**": OBEYED,
+    "precision.reduce_dtype": OBEYED,
+    "precision.master_dtype": later("formats of master weights by key", harmless=("fp32",)),
+    "precision.state_dtype": later("formats of optimizer state by key", harmless=("fp32",)),
+    "precision.nonfinite": OBEYED,
+    # the mesh, and parts of models on several ranks
+    "parallel.dp_replicate": OBEYED,
+    "parallel.dp_shard": OBEYED,
+    "parallel.pp": later("pipeline", harmless=(1,)),
+    "parallel.cp": later("sequence parallel", harmless=(1,)),
+    "parallel.tp": later("tensor parallel", harmless=(1,)),
+    "parallel.ep": later("expert parallel", harmless=(1,)),
+    "tensor_parallel.autotp_size": later("tensor parallel", harmless=(1,)),
+    "tensor_parallel.**": later("tensor parallel", switch=TP),
+    "tensor_parallel.tp.tp_size": later("tensor parallel", harmless=(1,)),
+    "tensor_parallel.dtype": unused("the model's format follows from fp16 and bf16"),
+    "tensor_parallel.injection_policy_tuple": refused("it belongs to inference; partition_config has the rules"),
+    "tensor_parallel.keep_module_on_host": refused("it belongs to inference; leave it out"),
+    "tensor_parallel.replace_with_kernel_inject": refused("it belongs to inference; leave it out"),
+    "expert_parallel.**": later("expert parallel"),
+    "expert_parallel.combine_impl": unused("there is one way of adding up the experts' outputs"),
+    "pipeline.**": later("pipeline"),
+    "pipeline.stages": later("pipeline", harmless=(1,)),
+    "activation_checkpointing.**": later("activation checkpointing"),
+    "activation_checkpointing.number_checkpoints": unused("nothing is reserved in advance"),
+    "activation_checkpointing.contiguous_memory_optimization": unused("saved activations are left to the allocator"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": unused("the device's own order suffices"),
+    "offload_activation.**": later("offload of activations"),
+    "compile.**": later("compile"),
+    "compile.deepcompile": later("compile (DeepCompile)", stands_alone=True),
+    "compile.sync_before_reduce": unused("the collectives wait for what they need"),
+    "compile.sync_after_reduce": unused("the collectives wait for what they need"),
+    "compile.sync_before_allgather": unused("the collectives wait for what they need"),
+    "compile.sync_after_allgather": unused("the collectives wait for what they need"),
+    "compile.keep_int_input_tensors": unused("graphs are not profiled on real inputs"),
+    "compile.keep_all_input_tensors": unused("graphs are not profiled on real inputs"),
+    # watching
+    "tensorboard.**": OBEYED,
+    "csv_monitor.**": OBEYED,
+    "wandb.**": later("monitoring by Weights & Biases"),
+    "comet.**": later("monitoring by Comet"),
+    "comms_logger.**": later("times of collectives"),
+    "flops_profiler.**": later("profiler"),
+    "timers.throughput.enabled": unused("speed is counted by the host's clock, at no cost"),
+    "timers.throughput.synchronized": unused("the timer never makes the device wait"),
+    # saving and reading
+    "checkpoint.**": later("checkpoint"),
+    "checkpoint.checkpoint_serialization": unused("nothing is written by torch.save"),
+    "checkpoint.writer.type": unused("there is one way of writing"),
+    "nebula.**": refused("Nebula is a service of DeepSpeed's alone; use the `checkpoint` section"),
+    "datastates_ckpt": refused("DataStates is a library of DeepSpeed's alone; use checkpoint.async_save"),
+    "datastates_ckpt.**": refused("DataStates is a library of DeepSpeed's alone; use checkpoint.async_save"),
+    "aio.**": later("offload to disk", switch=f"{OPT}.device"),
+    # what to train on, and on how many ranks
+    "autotuning.**": later("autotuning"),
+    "autotuning.metric_path": unused("measures are not passed through a file"),
+    "autotuning.model_info.**": unused("facts about the model are read from the model"),
+    "autotuning.model_info_path": unused("facts about the model are read from the model"),
+    "elasticity.**": later("elasticity"),
+    "data_efficiency.**": later("data efficiency"),
+    "curriculum_learning.**": later("data efficiency (curriculum)"),
+    "progressive_layer_drop.**": later("progressive layer drop"),
+    "eigenvalue.**": refused("DeepSpeed has switched it off as well; leave it out"),
+    # smaller models, other engines
+    "compression_training.**": later("compression"),
+    "quantize_training": refused("DeepSpeed's older quantizer; compression_training is its successor"),
+    "weight_quantization": refused("it belongs to inference; leave it out"),
+    "weight_quantization.**": refused("it belongs to inference; leave it out"),
+    "hybrid_engine.**": later("generation while training"),
+    "sparse_attention": refused("use torch.nn.attention.flex_attention in the model"),
+    "sparse_attention.**": refused("use torch.nn.attention.flex_attention in the model"),
+    # Shoal's own
+    "compat": OBEYED,
+    "strict": OBEYED,
+    "units.**": OBEYED,
+    "debug.**": later("debugging checks"),
+    "data.**": later("data in checkpoints", harmless=(True,)),
+    "data.seed": later("seed of the data's order"),
+    "memory.**": later("planner"),
+}
+
+# Types that are known and not built; every other type is the optimizer's business.
+TYPES_NOT_BUILT: dict[str, str] = {
+    "onebitadam": "1-bit optimizers",
+    "zerooneadam": "1-bit optimizers",
+    "onebitlamb": "1-bit optimizers",
+    "muadam": "mu-parametrization",
+    "muadamw": "mu-parametrization",
+    "musgd": "mu-parametrization",
+}
+
+# Parameters of the optimizers whose verdict is not "obeyed".
+PARAMS: dict[str, Verdict] = {
+    "torch_adam": unused("the implementation is chosen by speed; all give the same numbers"),
+    "fp32_optimizer_states": unused("state is in fp32 unless bf16.bf16_optimizer_states says otherwise"),
+    "comm_backend_name": unused("the mesh's own communicator is used"),
+    "cuda_aware": unused("the mesh's own communicator is used"),
+    "max_grad_norm": refused("gradients are clipped by the top-level key gradient_clipping"),
+}
+
+
+@cache
+def verdict_of(path: str) -> Verdict:
+    """The verdict of a key, by its path in the schema.
+
+    Raises: KeyError: the table does not know it.
+    """
+    if path in VERDICTS:
+        return VERDICTS[path]
+    parts = path.replace("[]", "").split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        rule = ".".join(parts[:length]) + ".**"
+        if rule in VERDICTS:
+            return VERDICTS[rule]
+    raise KeyError(path)

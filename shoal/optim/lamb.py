@@ -165,17 +165,12 @@ def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 
 def _descend(flat: Flat, ratios: torch.Tensor) -> None:
     """Step along ``u``. ``ratios`` has one entry per segment."""
-    if not flat.segments:
-        return
     group = flat.group
-    flat.state["step"] += 1
-    factor: Any = group["lr"]
-    if group["bias_correction"]:
-        beta1, beta2 = group["betas"]
-        step = flat.state["step"].double()
-        factor = factor * (1 - beta2**step).sqrt() / (1 - beta1**step)
-    factors = ratios * factor
-    for index, segment in enumerate(flat.segments):
+    beta1, beta2 = group["betas"]
+    for index, (segment, step) in enumerate(zip(flat.segments, flat.count(), strict=True)):
+        factor: Any = ratios[index] * group["lr"]
+        if group["bias_correction"]:
+            factor = factor * ((1 - beta2**step).sqrt() / (1 - beta1**step))
         for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
             here = slice(begin, end)
-            flat.weight[here].sub_(_direction(flat, here).mul_(factors[index]))
+            flat.weight[here].sub_(_direction(flat, here).mul_(factor))

@@ -151,9 +151,9 @@ class Muon(WholeTensorOptimizer):
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
-            if flat.segments:
-                flat.state["step"] += 1
-            if not flat.group["use_muon"]:
+            if flat.group["use_muon"]:
+                flat.count()
+            else:
                 _adamw(flat)
         if comm is None:
             self._update_alone(matrices)
@@ -299,15 +299,12 @@ def _descend(flat: Flat, segment: Segment, direction: torch.Tensor) -> None:
 
 def _adamw(flat: Flat) -> None:
     """AdamW on the segments. Source: Loshchilov and Hutter, arXiv:1711.05101."""
-    if not flat.segments:
-        return
     group = flat.group
     beta1, beta2 = group["betas"]
-    step = flat.state["step"].double()
-    size = group["lr"] / (1 - beta1**step)
-    root = (1 - beta2**step).sqrt()
-    for segment in flat.segments:
+    for segment, step in zip(flat.segments, flat.count(), strict=True):
         assert flat.gradient is not None
+        size = group["lr"] / (1 - beta1**step)
+        root = (1 - beta2**step).sqrt()
         for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
             grad = flat.gradient[begin:end].to(flat.weight.dtype)
             average, square = flat.state["exp_avg"][begin:end], flat.state["exp_avg_sq"][begin:end]

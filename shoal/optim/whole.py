@@ -69,12 +69,26 @@ class Flat:
 
     weight: torch.Tensor  # [numel]
     gradient: torch.Tensor | None  # [numel]
-    state: dict[str, torch.Tensor]  # [numel] each, and 'step': 0-d
+    state: dict[str, torch.Tensor]  # [numel] each; and 'step', 0-d, 'steps', [1, parameters]
     group: dict[str, Any]
     segments: tuple[Segment, ...]
     shapes: tuple[torch.Size, ...]
     offsets: tuple[int, ...] | None = None
     shard_numel: int | None = None
+
+    def count(self) -> list[torch.Tensor]:
+        """Count a step, and give each segment's parameter its own count: it may have been left alone in some. 0-d each, fp64."""
+        if not self.segments:
+            return []
+        self.state["step"] += 1
+        if len(self.segments) == 1 and self.segments[0].numel == self.weight.numel():
+            return [self.state["step"].double()]
+        if "steps" not in self.state:
+            self.state["steps"] = torch.zeros(1, len(self.shapes), dtype=torch.float32, device="cpu")
+        steps = self.state["steps"][0]
+        for segment in self.segments:
+            steps[segment.parameter] += 1
+        return [steps[segment.parameter].double() for segment in self.segments]
 
 
 class WholeTensorOptimizer(torch.optim.Optimizer):
@@ -143,7 +157,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     continue
                 if param.grad.is_sparse:
                     raise OptimizerError(
-                        f"{type(self).__name__} does not take sparse gradients (parameter of shape {tuple(param.shape)}).",
+                        f"{type(self).__name__} takes no sparse gradients (parameter of shape {tuple(param.shape)}).",
                         do="use sparse=False for the embedding.",
                         code="optimizer-sparse",
                     )

@@ -298,8 +298,8 @@ class NativeGradient(BucketGradient):
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not gradients:
             return torch.zeros((), dtype=torch.float32, device=self.bucket.full.device)
-        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-        return torch.stack(norms).square().sum()
+        wide = torch.float64 if self.bucket.dtype == torch.float64 else torch.float32
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):

@@ -18,6 +18,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, in_backward
+from shoal.errors import CommError
 from shoal.memory.pool import Pool
 from shoal.zero.external import ExternalUseMode
 from shoal.zero.hooks import HookSet, tensors_in
@@ -282,7 +283,7 @@ class ShardedModel:
         self._rest()
         self.order.end()
 
-    def _rest(self) -> None:
+    def _rest(self, *, is_recovering: bool = False) -> None:
         for unit in self.sharded:
             calls = self._calls[unit.name]
             unit.holds -= sum(call is _HELD for call in calls)
@@ -290,7 +291,11 @@ class ShardedModel:
                 if call is not _HELD:
                     call.is_done, call.is_started = True, False
             calls.clear()
-            unit.release()
+            try:
+                unit.release()
+            except CommError:
+                if not is_recovering:
+                    raise  # else the first error counts: this gather can never end
 
     # other callers
 
@@ -309,13 +314,11 @@ class ShardedModel:
                 unit.release()
 
     def recover(self) -> None:
-        """After an exception: every unit at rest, no gradient, no pass."""
+        """After an exception: every unit at rest unless a caller holds it, no gradient, no pass. Raises nothing about peers that are gone."""
         self.in_pass = False
         self._running.clear()
         self.reducer.reset()
-        for unit in self.sharded:
-            unit.holds = 0
-        self._rest()
+        self._rest(is_recovering=True)
 
     def detach(self) -> None:
         """Take every hook off and give the parameters memory of their own, whole."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.config.arguments import add_config_arguments
 from shoal.config.config import Config, Examined, examine, load, schema_paths
 from shoal.config.problems import ConfigProblems, ConfigWarning, Problem
+from shoal.config.reference import json_schema, reference
 from shoal.config.verdicts import Verdict, verdict_of
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "Verdict",
     "add_config_arguments",
     "examine",
+    "json_schema",
     "load",
+    "reference",
     "schema_paths",
     "verdict_of",
 ]

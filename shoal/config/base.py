@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 Auto = Literal["auto"]
 Dtype = Literal["fp32", "fp16", "bf16"]
@@ -39,11 +39,11 @@ def key(
         secret: never printed, logged or saved.
         bounds: pydantic's constraints (``ge``, ``gt``, ``le`` ...).
     """
-    about = {"alias": list(alias), "deprecated": list(deprecated), "secret": secret}
+    about: dict[str, JsonValue] = {"alias": list(alias), "deprecated": list(deprecated), "secret": secret}
     return Field(default, description=description, json_schema_extra=about, **bounds)
 
 
 def section(model: type[Section], description: str, *, deprecated: tuple[str, ...] = ()) -> Any:
     """A key that holds a section, which is there with its defaults even when the file does not name it."""
-    about = {"alias": [], "deprecated": list(deprecated), "secret": False}
+    about: dict[str, JsonValue] = {"alias": [], "deprecated": list(deprecated), "secret": False}
     return Field(default_factory=model, description=description, json_schema_extra=about)

@@ -34,17 +34,17 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
     if zero.offload_param.device != "none" and zero.stage != 3:
         problem(
             "zero_optimization.offload_param.device",
-            f'"{zero.offload_param.device}", but zero_optimization.stage is {zero.stage}: only stage 3 shards parameters.',
+            f'"{zero.offload_param.device}" at zero_optimization.stage {zero.stage}: only stage 3 shards parameters.',
             "set zero_optimization.stage to 3, or the device to none.",
         )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if section.device == "nvme" and not section.nvme_path:
             problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")
-    if config.prescale_gradients is False and config.gradient_predivide_factor != 1.0:
+    if config.prescale_gradients and config.gradient_predivide_factor != 1.0:
         problem(
             "gradient_predivide_factor",
-            f"{config.gradient_predivide_factor:g} counts only with prescale_gradients, which is false.",
-            "set prescale_gradients to true, or leave the factor out.",
+            f"{config.gradient_predivide_factor:g}, but prescale_gradients divides by all ranks before the sum.",
+            "set prescale_gradients to false, or leave the factor out.",
         )
     given = [config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps]
     if None not in given and given[0] % (given[1] * given[2]):

@@ -62,7 +62,7 @@ class At:
     switches: tuple[tuple[str, Any], ...] = ()
     is_inside: bool = False
 
-    def key(self, key: Key, spelling: object) -> At:
+    def key(self, key: Key, spelling: str | int) -> At:
         """The place of a key of the section here."""
         path, schema_path = _join(self.path, key.name), _join(self.schema_path, key.name)
         return replace(self, path=path, schema_path=schema_path, place=(*self.place, spelling))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import PrivateAttr, ValidationError
@@ -265,9 +265,7 @@ def _types(found: Cleaned) -> list[str]:
         name = part.get("type")
         if isinstance(name, str):
             part["type"] = canonical_type(name, known)
-            found.given[f"{kind}.type"] = found.given[f"{kind}.type"].__class__(
-                part["type"], found.given[f"{kind}.type"].key, f"{kind}.type"
-            )
+            found.given[f"{kind}.type"] = replace(found.given[f"{kind}.type"], value=part["type"])
         if not params:
             continue
         auto = [key for key, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]

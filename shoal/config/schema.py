@@ -45,7 +45,9 @@ class Schema(Section):
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how gradients of ranks are joined")
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
-        1.0, "with prescale_gradients: divide by this before the sum and by the rest after", gt=0
+        1.0,
+        "divide gradients by this before the sum, and by the rest of the ranks after it; without prescale_gradients",
+        gt=0,
     )
     sparse_gradients: bool = key(False, "reduce gradients of embeddings as sparse tensors")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)

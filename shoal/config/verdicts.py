@@ -87,24 +87,20 @@ VERDICTS: dict[str, Verdict] = {
     # zero_optimization
     "zero_optimization.stage": OBEYED,
     "zero_optimization.contiguous_gradients": unused("gradients always lie in one flat bucket for each unit"),
-    "zero_optimization.reduce_scatter": unused(
-        "gradients are always reduced to the rank that owns them from stage 1 on"
-    ),
+    "zero_optimization.reduce_scatter": unused("from stage 1 on, gradients always go to their owner only"),
     "zero_optimization.reduce_bucket_size": OBEYED,
     "zero_optimization.allgather_partitions": unused("updated parameters are always all-gathered, unit by unit"),
     "zero_optimization.allgather_bucket_size": unused(
-        "a unit's bucket is what is all-gathered; reduce_bucket_size bounds it"
+        "buckets are gathered as they are; reduce_bucket_size bounds them"
     ),
     "zero_optimization.overlap_comm": OBEYED,
     "zero_optimization.use_multi_rank_bucket_allreduce": unused(
         "every rank owns a part of every bucket, so one reduce-scatter serves all owners"
     ),
     "zero_optimization.load_from_fp32_weights": later("checkpoint"),
-    "zero_optimization.elastic_checkpoint": unused("checkpoints never depend on the number of ranks"),
+    "zero_optimization.elastic_checkpoint": unused("it names an old file format of DeepSpeed's"),
     "zero_optimization.grad_hooks": unused("gradients are always reduced from hooks"),
-    "zero_optimization.round_robin_gradients": unused(
-        "every rank owns an equal part of each unit, so the work is even already"
-    ),
+    "zero_optimization.round_robin_gradients": unused("every rank owns an equal part of each unit"),
     "zero_optimization.ignore_unused_parameters": OBEYED,
     "zero_optimization.legacy_stage1": refused("stage 1 has one implementation; leave it out"),
     "zero_optimization.sub_group_size": OBEYED,
@@ -114,13 +110,9 @@ VERDICTS: dict[str, Verdict] = {
     "zero_optimization.stage3_max_live_parameters": OBEYED,
     "zero_optimization.stage3_max_reuse_distance": OBEYED,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": later("checkpoint"),
-    "zero_optimization.stage3_module_granularity_threshold": unused(
-        "units are found by themselves; `units` names more"
-    ),
+    "zero_optimization.stage3_module_granularity_threshold": unused("units are found; `units` names more"),
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": unused("an all-gather always moves less"),
-    "zero_optimization.stage3_allgather_sequential": unused(
-        "gathering fills the unit's bucket in place, without a copy"
-    ),
+    "zero_optimization.stage3_allgather_sequential": unused("gathering fills the bucket in place, without a copy"),
     "zero_optimization.memory_efficient_linear": unused("PyTorch is not patched; no parameter is kept for backward"),
     "zero_optimization.override_module_apply": unused("`zero.Init` always sees each parameter while it is whole"),
     "zero_optimization.pipeline_loading_checkpoint": later("checkpoint"),

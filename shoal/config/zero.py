@@ -80,9 +80,7 @@ class ZeroOptimization(Section):
         None, "reduce gradients while the backward pass goes on; null is true at every stage (DeepSpeed: at stage 3)"
     )
     use_multi_rank_bucket_allreduce: bool = key(True, "merge the buckets of several owner ranks into one all-reduce")
-    load_from_fp32_weights: bool = key(
-        True, "take master weights from a checkpoint's fp32 copy, not from 16-bit weights"
-    )
+    load_from_fp32_weights: bool = key(True, "take master weights from the fp32 copy in a checkpoint")
     elastic_checkpoint: bool = key(False, "old checkpoint format that may be read by another number of ranks")
     grad_hooks: bool | None = key(None, "documented by DeepSpeed but refused by its code")
     round_robin_gradients: bool = key(False, "spread the copies of gradients to the host over the ranks in turn")

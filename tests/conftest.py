@@ -23,7 +23,10 @@ SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederTh
 
 @pytest.fixture
 def ranks() -> Callable[..., Any]:
-    """``ranks(size, fn, *args, timeout=...)``: run ``fn`` on ``size`` ranks that are threads of this process."""
+    """``ranks(size, fn, *args, timeout=60)``: run ``fn(*args)`` on ``size`` ranks that are threads of this process.
+
+    Each finds its rank by ``shoal.comm.world.current_world()``.
+    """
     from shoal.comm.threads import run_ranks
 
     return run_ranks

@@ -144,19 +144,22 @@ def effective_config(
             notes.append(f"{flag} {value} overrules {'.'.join(path)} = {json.dumps(old)} of {job.config}.")
         section[path[-1]] = value
 
-    zero = config.setdefault("zero_optimization", {})
-    zero.setdefault("stage", _DEFAULT_STAGE if job.config is None or "zero_optimization" not in file else 0)
     if job.stage is not None:
         overrule("--stage", job.stage, "zero_optimization", "stage")
+    # A file that does not speak of the stage means 0, as everywhere else; without a file Shoal shows what it is for.
+    zero = config.setdefault("zero_optimization", {})
+    zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
+    if job.config is None and zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = 0  # small models are sharded too: here that is what is to be seen
     _fill_batch(job, config, notes, overrule)
     _fill_precision(job, config, notes, has_accelerator)
-    config.setdefault("gradient_clipping", _DEFAULT_CLIP)
     if job.clip is not None:
         overrule("--clip", job.clip, "gradient_clipping")
+    config.setdefault("gradient_clipping", _DEFAULT_CLIP)
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}})
-    optimizer.setdefault("params", {}).setdefault("lr", usual_learning_rate(num_parameters))
     if job.learning_rate is not None:
         overrule("--learning-rate", job.learning_rate, "optimizer", "params", "lr")
+    optimizer.setdefault("params", {}).setdefault("lr", usual_learning_rate(num_parameters))
     if job.schedule is not None and "scheduler" in config:
         notes.append(f"--schedule {job.schedule} overrules the scheduler of {job.config}.")
         del config["scheduler"]

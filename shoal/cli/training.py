@@ -122,10 +122,9 @@ class _Run:
 
     def run(self) -> None:
         job = self.job
+        title = _title(self.shape, self.config, self.world.size)
         tokens = format_count(len(self.training) * self.shape.sequence_length)
-        self.progress.say(
-            f"training {_title(self.shape, self.config, self.world.size)}: {tokens} tokens of text, logs in {self.folder}"
-        )
+        self.progress.say(f"training {title}: {tokens} tokens of text, logs in {self.folder}")
         self.first_validation = self._validate(0)
         self._save()  # a run that dies can be reported too
         try:

@@ -1,0 +1,186 @@
+"""The command line: what it lists, what it makes of options and a file, and one whole run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli.app import app
+from shoal.cli.job import TrainJob, effective_config, start, usual_learning_rate
+from shoal.errors import ModelError, UsageError
+
+
+def configure(job: TrainJob, **file: object) -> tuple[dict[str, object], list[str]]:
+    return effective_config(job, file, 1_000_000, has_accelerator=False)
+
+
+def test_help_lists_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("run", "train", "doctor", "report"):
+        assert f"│ {command} " in result.output
+
+
+def test_help_takes_little_longer_than_importing_shoal() -> None:
+    def seconds(*command: str) -> float:
+        took = []
+        for _ in range(2):
+            began = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, capture_output=True)
+            took.append(time.perf_counter() - began)
+        return min(took)
+
+    assert seconds("-m", "shoal", "--help") < seconds("-c", "import shoal") + 1.0
+
+
+def test_defaults_are_zero_3_adamw_and_clipping() -> None:
+    config, notes = configure(TrainJob())
+    assert notes == []
+    assert config["zero_optimization"] == {"stage": 3, "stage3_param_persistence_threshold": 0}
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["gradient_clipping"] == 1.0
+    assert config["optimizer"]["params"]["lr"] == usual_learning_rate(1_000_000) == 0.0013  # type: ignore[index]
+    assert "bf16" not in config
+
+
+def test_on_an_accelerator_the_default_precision_is_bf16() -> None:
+    config, _ = effective_config(TrainJob(), {}, 1_000_000, has_accelerator=True)
+    assert config["bf16"] == {"enabled": True}
+    config, _ = effective_config(TrainJob(precision="fp32"), {}, 1_000_000, has_accelerator=True)
+    assert "bf16" not in config
+
+
+def test_the_file_wins_over_defaults_and_options_win_over_the_file_and_say_so() -> None:
+    job = TrainJob(config="ds.json", stage=2, learning_rate=0.01, precision="bf16", clip=0.5)
+    config, notes = configure(
+        job,
+        zero_optimization={"stage": 1, "overlap_comm": True},
+        optimizer={"type": "SGD", "params": {"lr": 0.1}},
+        fp16={"enabled": True},
+        train_batch_size=32,
+    )
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": True}
+    assert config["optimizer"] == {"type": "SGD", "params": {"lr": 0.01}}
+    assert (config["fp16"], config["bf16"]) == ({"enabled": False}, {"enabled": True})
+    assert config["train_batch_size"] == 32
+    assert "train_micro_batch_size_per_gpu" not in config
+    assert config["gradient_clipping"] == 0.5
+    assert notes == [
+        "--stage 2 overrules zero_optimization.stage = 1 of ds.json.",
+        "--precision bf16 overrules fp16.enabled = true of ds.json.",
+        "--learning-rate 0.01 overrules optimizer.params.lr = 0.1 of ds.json.",
+    ]
+
+
+def test_a_micro_batch_option_drops_the_files_global_batch_and_says_so() -> None:
+    config, notes = configure(TrainJob(config="ds.json", micro_batch=4), train_batch_size=32)
+    assert config["train_micro_batch_size_per_gpu"] == 4
+    assert "train_batch_size" not in config
+    assert notes == ["--micro-batch and --accumulation overrule train_batch_size of ds.json."]
+
+
+def test_auto_in_a_file_stands_for_the_default() -> None:
+    config, notes = configure(
+        TrainJob(config="ds.json"),
+        train_micro_batch_size_per_gpu="auto",
+        gradient_clipping="auto",
+        zero_optimization={"stage": 3, "reduce_bucket_size": "auto"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}},
+    )
+    assert config["train_micro_batch_size_per_gpu"] == 8
+    assert config["zero_optimization"] == {"stage": 3}
+    assert config["optimizer"]["params"] == {"lr": 0.0013, "eps": 1e-8}  # type: ignore[index]
+    assert notes == []
+
+
+def test_a_file_that_does_not_speak_of_zero_means_stage_0() -> None:
+    config, _ = configure(TrainJob(config="ds.json"), train_batch_size=8)
+    assert config["zero_optimization"] == {"stage": 0}
+
+
+def test_a_shape_is_chosen_by_name_number_or_parts() -> None:
+    assert TrainJob().shape(256).hidden_size == 128
+    assert TrainJob(model="124m", sequence=512).shape(300).sequence_length == 512
+    assert abs(TrainJob(parameters="10M").shape(256).num_parameters() / 1e7 - 1) < 0.1
+    parts = TrainJob(layers=3, hidden=96, sequence=32).shape(256)
+    assert (parts.num_layers, parts.hidden_size, parts.num_heads, parts.sequence_length) == (3, 96, 3, 32)
+
+
+def test_a_shape_chosen_twice_and_too_small_a_vocabulary_are_refused() -> None:
+    with pytest.raises(UsageError, match="both choose the shape"):
+        TrainJob(model="tiny", parameters="1M").shape(256)
+    with pytest.raises(UsageError, match=r"--vocab 100 is smaller than the tokenizer's 256"):
+        TrainJob(vocab=100).shape(256)
+
+
+def test_time_limits_a_run_unless_steps_do() -> None:
+    assert TrainJob().seconds == 180
+    assert TrainJob(steps=5).seconds is None
+    assert TrainJob(steps=5, minutes=1).seconds == 60
+
+
+@pytest.mark.parametrize(
+    ("job", "error", "message"),
+    [
+        (TrainJob(text=("no/such/file.txt",), ranks=2), UsageError, "no such file or folder"),
+        (TrainJob(config="no/such.json", ranks=2), UsageError, "cannot be read"),
+        (TrainJob(model="tinny", ranks=2), ModelError, "did you mean 'tiny'"),
+    ],
+)
+def test_what_is_plainly_wrong_is_said_before_a_rank_starts(
+    job: TrainJob, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        start(job)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    job = TrainJob(text=("a", "b"), steps=3, learning_rate=0.1)
+    job.save(tmp_path / "job.json")
+    assert TrainJob.load(tmp_path / "job.json") == job
+
+
+def test_an_error_of_shoals_own_is_a_message_without_a_traceback() -> None:
+    result = subprocess.run([sys.executable, "-m", "shoal", "report", "no/such"], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "holds no run.json" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_training_lowers_the_loss_and_leaves_logs_and_a_report(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 400)
+    out = tmp_path / "run"
+    job = TrainJob(
+        model="nano",
+        sequence=32,
+        text=(str(text),),
+        steps=20,
+        validate_every=10,
+        micro_batch=4,
+        learning_rate=5e-3,
+        sample_tokens=20,
+        prompt="the ",
+        out=str(out),
+    )
+    assert start(job) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    validation = [(line["step"], line["validation/loss"]) for line in lines if "validation/loss" in line]
+    assert [step for step, _ in validation] == [0, 10, 20]
+    assert validation[-1][1] < validation[0][1] - 2
+    assert sum("train/loss" in line for line in lines) == 20
+    assert (out / "csv" / "train_loss.csv").exists()
+    assert list((out / "tensorboard").iterdir())
+    record = json.loads((out / "run.json").read_text())
+    assert record["prompt"] == "the "
+    assert len(record["sample"]) > 0
+    assert record["ledger"][-1][0] == "total"
+    assert "</svg>" in (out / "report.html").read_text()

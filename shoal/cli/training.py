@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -284,7 +284,8 @@ class _Run:
             given = self.validation[0][0][:_PROMPT_TOKENS]
         self.progress.say(f"writing a sample of {num_tokens} tokens ...")
         generator = torch.Generator(self.engine.device).manual_seed(self.job.seed)
-        written = self.engine.module.generate(
+        model = cast(GPT, self.engine.module)
+        written = model.generate(
             given.to(self.engine.device)[None],
             num_tokens,
             temperature=self.job.temperature,

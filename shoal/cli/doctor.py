@@ -18,6 +18,7 @@ from shoal.config import Examined, examine, json_schema
 from shoal.config.problems import shown
 from shoal.errors import ConfigError
 
+WIDTH = 140  # of a page that is not a terminal
 COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
 
 
@@ -35,7 +36,7 @@ def doctor(
         print(json_text.dumps(json_schema(), indent=2, ensure_ascii=False))
         return
     if file is None:
-        Console(stderr=True).print("doctor needs a file: shoal doctor ds_config.json", highlight=False)
+        Console(stderr=True).print("doctor needs a file: shoal doctor ds_config.json", highlight=False, soft_wrap=True)
         raise typer.Exit(2)
     try:
         seen = examine(Path(file), world_size=world_size)
@@ -45,7 +46,8 @@ def doctor(
     if json:
         print(json_text.dumps(_as_json(seen), indent=2, ensure_ascii=False))
     else:
-        _show(seen, Console(soft_wrap=True), world_size)
+        console = Console()
+        _show(seen, console if console.is_terminal else Console(width=WIDTH), world_size)
     if seen.problems:
         raise typer.Exit(1)
 
@@ -55,7 +57,7 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
         problem = {"path": "", "what": error.what, "do": error.do, "line": None, "where": error.where}
         print(json_text.dumps({"problems": [problem]}, indent=2, ensure_ascii=False))
     else:
-        Console(stderr=True, soft_wrap=True).print(f"[red]{escape(str(error))}[/red]", highlight=False)
+        Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", highlight=False, soft_wrap=True)
 
 
 def _show(seen: Examined, console: Console, world_size: int | None) -> None:
@@ -82,11 +84,11 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
     if notes:
         console.print("Notes")
         for note in notes:
-            console.print(f"  {escape(note)}", highlight=False)
+            console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
     if seen.problems:
         console.print(f"\n[red]{len(seen.problems)} problem{'s' if len(seen.problems) > 1 else ''}[/red]")
         for number, problem in enumerate(seen.problems, 1):
-            console.print(f"  {number}. {escape(str(problem))}", highlight=False)
+            console.print(f"  {number}. {escape(str(problem))}", highlight=False, soft_wrap=True)
     else:
         console.print("\n[green]Nothing is wrong.[/green]")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 import numbers
 import os
 from typing import Any, Literal, get_args, get_origin
@@ -110,7 +109,7 @@ def _to_number(value: Any, kind: type[int] | type[float]) -> Any:
             return float(value)
         except OverflowError:
             return value
-    if kind is int and isinstance(value, float) and math.isfinite(value) and value == int(value):
+    if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     return value
 
@@ -124,6 +123,4 @@ def _to_choice(value: Any, choices: tuple[Any, ...]) -> Any:
         for choice in choices:
             if str(choice).casefold() == folded:
                 return choice
-    if isinstance(value, float) and value == int(value):
-        return int(value)
-    return value
+    return int(value) if isinstance(value, float) and value.is_integer() else value

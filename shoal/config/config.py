@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import PrivateAttr, ValidationError
+from pydantic import PrivateAttr
 
 from shoal.config.base import Section
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.built import Judged, judge, unmet
 from shoal.config.checks import check_together
-from shoal.config.clean import Cleaned, Origin, clean, read_params
-from shoal.config.optimizer import AUTO_IS_DEFAULT, OPTIMIZERS, SCHEDULERS, canonical_type
-from shoal.config.problems import ConfigProblems, Problem, shown, warn
+from shoal.config.clean import Cleaned, Origin, clean
+from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
+from shoal.config.resolve import put_old_defaults, resolve_types, wrong_values
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.tree import Key, keys_of, walk
-from shoal.config.verdicts import PARAMS
 from shoal.errors import ConfigError
-
-# Defaults that an older DeepSpeed had: the newest version to which each set applies.
-OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
-HIDDEN = "***"
 
 
 class Config(Schema):
@@ -72,6 +67,7 @@ class Config(Schema):
             f"{each.path} = {shown(each.value)}: accepted, no effect: {each.verdict.reason}."
             for each in self._judged
             if each.verdict.kind == "no effect"
+            and ".params." not in each.path  # the optimizer's builder tells of these
         ]
         for path, origin in self._origins.items():
             if origin == "auto" and path not in self._unresolved and ".params." not in path:
@@ -184,12 +180,12 @@ def examine(
     """
     document, name = open_source(source, args)
     found = clean(document.value, document.lines)
-    _old_defaults(found)
-    unresolved = _types(found)
+    put_old_defaults(found)
+    unresolved = resolve_types(found)
     judged = judge(found)
     problems = list(found.problems)
     problems += unmet(judged, found, ("refused", "not built") if check_built else ("refused",))
-    wrong = _wrong_values(Config, found.values, "", found)
+    wrong = wrong_values(Config, found.values, "", found)
     problems += wrong
     config = None
     if not wrong and not found.problems:
@@ -204,109 +200,6 @@ def examine(
                 problems += [Problem(each.path, each.what, each.do, found.line(each.path)) for each in error.problems]
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
     return Examined(name, found, judged, problems, config)
-
-
-def _wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Cleaned) -> list[Problem]:
-    """Pydantic's findings in our words, one for each key."""
-    try:
-        model.model_validate(values)
-    except ValidationError as error:
-        problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False, include_context=False):
-            at, key, value = _locate(model, detail["loc"], values)
-            here = f"{path}.{at}" if path else at
-            shown_value = HIDDEN if key is not None and key.is_secret else shown(value)
-            wanted = key.expected if key is not None else detail["msg"]
-            problems.setdefault(here, Problem(here, f"{shown_value} is not {wanted}.", line=found.line(here)))
-        return list(problems.values())
-    return []
-
-
-def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) -> tuple[str, Key | None, Any]:
-    """The path, the key and the value that a location of pydantic's means."""
-    path, key, at, value = "", None, cast("type[Section] | None", model), values
-    for step in location:
-        if at is not None and key is not None and key.kind in ("list", "map") and step not in keys_of(at):
-            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
-            value = value[step]
-            continue
-        if at is None or step not in keys_of(at):
-            break
-        key = keys_of(at)[str(step)]
-        path = f"{path}.{step}" if path else str(step)
-        value = value.get(step) if isinstance(value, Mapping) else value
-        at = key.model
-    return path, key, value
-
-
-def _old_defaults(found: Cleaned) -> None:
-    """Put in the defaults of the DeepSpeed version that ``compat`` names."""
-    compat = found.values.get("compat")
-    if compat is None:
-        return
-    numbers = str(compat).removeprefix("ds-").split(".")[:2]
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        found.problem("compat", f"{shown(compat)} is not a version of DeepSpeed.", 'write it as "ds-0.18".')
-        return
-    version = (int(numbers[0]), int(numbers[1]))
-    for newest, defaults in OLD_DEFAULTS.items():
-        if version <= newest:
-            found.values.update({name: value for name, value in defaults.items() if name not in found.values})
-
-
-def _types(found: Cleaned) -> list[str]:
-    """Check the arguments of the optimizer and the schedule; give back those that stay "auto"."""
-    unresolved: list[str] = []
-    for kind, known in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
-        part = found.values.get(kind)
-        if not isinstance(part, dict) or not isinstance(part.get("params", {}), Mapping):
-            continue
-        params = part.get("params") or {}
-        name = part.get("type")
-        if isinstance(name, str):
-            part["type"] = canonical_type(name, known)
-            found.given[f"{kind}.type"] = replace(found.given[f"{kind}.type"], value=part["type"])
-        if not params:
-            continue
-        auto = [key for key, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]
-        model = known.get(part.get("type") or "")
-        clips = "max_grad_norm" in params and kind == "optimizer"
-        if clips:
-            part["params"] = {key: value for key, value in params.items() if key != "max_grad_norm"}
-            if params["max_grad_norm"] not in (None, 0, 0.0, "auto"):
-                instead = PARAMS["max_grad_norm"].reason
-                found.problem(
-                    "optimizer.params.max_grad_norm",
-                    f"{shown(params['max_grad_norm'])} is not an argument of the optimizer.",
-                    f"{instead}.",
-                )
-            auto = [key for key in auto if key != "max_grad_norm"]
-        if model is not None:
-            read_params(kind, model, found)  # type: ignore[arg-type]
-            found.problems += _wrong_values(model, found.values[kind]["params"], f"{kind}.params", found)
-        else:
-            found.values[kind]["params"] = {key: value for key, value in part["params"].items() if key not in auto}
-            found.origins.update({f"{kind}.params.{key}": "auto" for key in auto})
-        unresolved += _fill_in(kind, auto, found)
-    return unresolved
-
-
-def _fill_in(kind: str, auto: list[str], found: Cleaned) -> list[str]:
-    """Give "auto" arguments a value where one follows; the paths of those that stay open."""
-    params, unresolved = found.values[kind]["params"], []
-    rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")
-    for name in auto:
-        path = f"{kind}.params.{name}"
-        if path not in found.origins:
-            continue  # not a name of this type: a problem already
-        if name in AUTO_IS_DEFAULT:
-            continue
-        if name == "warmup_max_lr" and isinstance(rate, int | float):
-            params[name] = float(rate)
-            continue
-        params[name] = "auto"
-        unresolved.append(path)
-    return unresolved
 
 
 def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:

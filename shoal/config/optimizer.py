@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -60,7 +60,8 @@ class AdamParams(CommonParams):
     amsgrad: bool = key(False, "keep the maximum of the second moment")
     adam_w_mode: bool = key(True, "decoupled weight decay; true for DeepSpeed's Adam too, so Adam means AdamW")
     torch_adam: bool = key(False, "take torch's own Adam")
-    fp32_optimizer_states: bool = key(True, "state in fp32 for the host's Adam")
+    fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
+    set_grad_none: bool = key(True, "drop gradients instead of filling them with zeros")
 
 
 class AdagradParams(CommonParams):
@@ -70,6 +71,7 @@ class AdagradParams(CommonParams):
     eps: float = key(1e-10, "added to the denominator", ge=0)
     lr_decay: float = key(0.0, "decay of the learning rate by step", ge=0)
     initial_accumulator_value: float = key(0.0, "first value of the sum of squares", ge=0)
+    fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
 
 
 class SgdParams(CommonParams):
@@ -84,6 +86,8 @@ class LionParams(CommonParams):
     """Lion."""
 
     betas: Betas = key((0.9, 0.999), "weights of the update and of the running mean")
+    fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
+    set_grad_none: bool = key(True, "drop gradients instead of filling them with zeros")
 
 
 class LambParams(CommonParams):
@@ -109,6 +113,9 @@ class MuonParams(CommonParams):
     eps: float = key(1e-8, "Adam's, for the rest", ge=0)
     ns_method: str = key("gram", "how the Newton-Schulz iteration is computed")
     ns_steps: int = key(5, "iterations of Newton-Schulz", ge=1)
+    adam_w_mode: bool = key(True, "decoupled weight decay; always, for the rest")
+    torch_adam: bool = key(False, "take torch's own Adam for the rest")
+    fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
 
 
 class OneBitAdamParams(AdamParams):
@@ -223,7 +230,7 @@ SCHEDULERS: dict[str, type[Section]] = {
 AUTO_IS_DEFAULT = {"betas", "eps", "weight_decay", "momentum", "warmup_min_lr", "adam_w_mode", "torch_adam"}
 
 
-def canonical_type(name: str, known: dict[str, type[Section]]) -> str:
+def canonical_type(name: str, known: Mapping[str, type[Section]]) -> str:
     """The usual spelling of a type given in any case; the name itself when it is not one of ours.
 
     >>> canonical_type("onebitadam", OPTIMIZERS)

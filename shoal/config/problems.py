@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
+HIDDEN = "***"  # stands for a secret
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -59,5 +61,5 @@ def shown(value: object) -> str:
     elif isinstance(value, str):
         text = f'"{value}"'
     else:
-        text = repr(value)
+        text = repr(value).removesuffix(".0") if isinstance(value, float) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -55,9 +55,10 @@ def _from_text(text: str) -> tuple[Document, str]:
         decoded = ""
     if decoded.lstrip("\ufeff \t\r\n").startswith("{"):
         return _document(read(decoded, "the base64 text"), "the base64 text"), "the base64 text"
+    near = did_you_mean(path.name, _names_beside(path))
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     raise ConfigError(
-        f"{shown!r} is neither a file, nor JSON, nor base64 of JSON{did_you_mean(path.name, _names_beside(path))}",
+        f"{shown!r} is neither a file, nor JSON, nor base64 of JSON{near or '.'}",
         where=f"looked from {Path.cwd()}",
         do="give the path of a JSON file.",
         code="config-missing",
@@ -83,7 +84,7 @@ def _from_file(path: Path) -> Document:
         text = path.expanduser().read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         near = did_you_mean(path.name, _names_beside(path))
-        raise ConfigError(f"there is no file {str(path)!r}{near}", code="config-missing") from None
+        raise ConfigError(f"there is no file {str(path)!r}{near or '.'}", code="config-missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.", code="config-unreadable") from None
     return _document(read(text, str(path)), str(path))

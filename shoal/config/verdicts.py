@@ -239,6 +239,7 @@ TYPES_NOT_BUILT: dict[str, str] = {
 PARAMS: dict[str, Verdict] = {
     "torch_adam": unused("the implementation is chosen by speed; all give the same numbers"),
     "fp32_optimizer_states": unused("state is in fp32 unless bf16.bf16_optimizer_states says otherwise"),
+    "set_grad_none": unused("gradients are always released after the step"),
     "comm_backend_name": unused("the mesh's own communicator is used"),
     "cuda_aware": unused("the mesh's own communicator is used"),
     "max_grad_norm": refused("gradients are clipped by the top-level key gradient_clipping"),

@@ -1,0 +1,127 @@
+"""From values as the file has them to values that count: pydantic's check, an older version's defaults, "auto"."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+from pydantic import ValidationError
+
+from shoal.config.base import Section
+from shoal.config.clean import Cleaned, read_params
+from shoal.config.optimizer import AUTO_IS_DEFAULT, OPTIMIZERS, SCHEDULERS, canonical_type
+from shoal.config.problems import HIDDEN, Problem, shown
+from shoal.config.tree import Key, keys_of
+from shoal.config.verdicts import PARAMS
+
+# Defaults that an older DeepSpeed had: the newest version to which each set applies.
+OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
+
+
+def wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Cleaned) -> list[Problem]:
+    """Pydantic's findings in our words, one for each key."""
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        problems: dict[str, Problem] = {}
+        for detail in error.errors(include_url=False, include_context=False):
+            at, key, value = _locate(model, detail["loc"], values)
+            here = f"{path}.{at}" if path else at
+            shown_value = HIDDEN if key is not None and key.is_secret else shown(value)
+            wanted = key.expected if key is not None else detail["msg"]
+            problems.setdefault(here, Problem(here, f"{shown_value} is not {wanted}.", line=found.line(here)))
+        return list(problems.values())
+    return []
+
+
+def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) -> tuple[str, Key | None, Any]:
+    """The path, the key and the value that a location of pydantic's means."""
+    path, key, at, value = "", None, cast("type[Section] | None", model), values
+    for step in location:
+        if at is not None and key is not None and key.kind in ("list", "map") and step not in keys_of(at):
+            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
+            value = value[step]
+            continue
+        if at is None or step not in keys_of(at):
+            break
+        key = keys_of(at)[str(step)]
+        path = f"{path}.{step}" if path else str(step)
+        value = value.get(step) if isinstance(value, Mapping) else value
+        at = key.model
+    return path, key, value
+
+
+def put_old_defaults(found: Cleaned) -> None:
+    """Put in the defaults of the DeepSpeed version that ``compat`` names."""
+    compat = found.values.get("compat")
+    if compat is None:
+        return
+    numbers = str(compat).removeprefix("ds-").split(".")[:2]
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        found.problem("compat", f"{shown(compat)} is not a version of DeepSpeed.", 'write it as "ds-0.18".')
+        return
+    version = (int(numbers[0]), int(numbers[1]))
+    for newest, defaults in OLD_DEFAULTS.items():
+        if version <= newest:
+            found.values.update({name: value for name, value in defaults.items() if name not in found.values})
+
+
+def resolve_types(found: Cleaned) -> list[str]:
+    """Check the arguments of the optimizer and the schedule; give back the paths of those that stay "auto"."""
+    return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
+
+
+def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Cleaned) -> list[str]:
+    part = found.values.get(kind)
+    if not isinstance(part, dict):
+        return []
+    if isinstance(part.get("type"), str):
+        part["type"] = canonical_type(part["type"], known)
+        found.given[f"{kind}.type"] = replace(found.given[f"{kind}.type"], value=part["type"])
+    params = part.get("params")
+    if not isinstance(params, Mapping):
+        return []
+    if kind == "optimizer" and "max_grad_norm" in params:
+        params = _without_clipping(params, found)
+    part["params"] = dict(params)
+    auto = [name for name, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]
+    model = known.get(part["type"]) if isinstance(part.get("type"), str) else None
+    if model is not None:
+        read_params(kind, model, found)
+        found.problems += wrong_values(model, part["params"], f"{kind}.params", found)
+    else:
+        for name in auto:
+            del part["params"][name]
+            found.origins[f"{kind}.params.{name}"] = "auto"
+    return _fill_in(kind, auto, found)
+
+
+def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, Any]:
+    """The arguments without ``max_grad_norm``, which the optimizer does not take."""
+    norm = params["max_grad_norm"]
+    if norm not in (None, 0, "auto"):
+        found.problem(
+            "optimizer.params.max_grad_norm",
+            f"{shown(norm)} is not an argument of the optimizer.",
+            f"{PARAMS['max_grad_norm'].reason}.",
+        )
+    return {name: value for name, value in params.items() if name != "max_grad_norm"}
+
+
+def _fill_in(kind: str, auto: list[str], found: Cleaned) -> list[str]:
+    """Give "auto" arguments a value where one follows; the paths of those that stay open."""
+    params, unresolved = found.values[kind]["params"], []
+    rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")
+    for name in auto:
+        path = f"{kind}.params.{name}"
+        if path not in found.origins:
+            continue  # not a name of this type: a problem already
+        if name in AUTO_IS_DEFAULT:
+            continue
+        if name == "warmup_max_lr" and isinstance(rate, int | float):
+            params[name] = float(rate)
+            continue
+        params[name] = "auto"
+        unresolved.append(path)
+    return unresolved

@@ -1,0 +1,103 @@
+"""``shoal doctor``: the verdict on each key, problems, notes and the effective values."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+
+import pytest
+import typer
+
+from shoal.cli.doctor import doctor
+from shoal.config import add_config_arguments
+
+RECIPES = pathlib.Path(__file__).parent / "recipes"
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object, **options: object) -> tuple[int, str]:
+    try:
+        doctor(*args, **options)  # type: ignore[arg-type]
+        code = 0
+    except typer.Exit as stop:
+        code = stop.exit_code
+    captured = capsys.readouterr()
+    return code, captured.out + captured.err
+
+
+def test_a_good_file_passes_and_shows_verdicts_values_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, RECIPES / "zero2_config_accelerate.json", 2)
+    assert code == 0
+    assert "no effect: gradients always lie in one flat bucket for each unit" in out
+    assert "a client has to fill it in" in out
+    assert "Nothing is wrong." in out
+    assert [line.split() for line in out.splitlines() if line.strip().startswith("train_batch_size")] == [
+        ["train_batch_size", '"auto"', "resolved:", "see", "its", "value", "below"],
+        ["train_batch_size", "2", "auto"],
+        ["train_batch_size", "=", '"auto":', "2", "is", "used."],
+    ]
+
+
+def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out = run(capsys, RECIPES / "zero3_offload_config_accelerate.json")
+    assert code == 1
+    assert "not built yet: offload" in out
+    assert "1. zero_optimization.offload_optimizer.device (line 5)" in out
+    assert "give --world-size" in out
+    assert "Effective values" in out
+
+
+def test_a_wrong_file_lists_all_problems(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"fp16": {"enabled": 3},\n "zero_optimizaton": {}}')
+    code, out = run(capsys, path)
+    assert code == 1
+    assert "2 problems" in out
+    assert "fp16.enabled (line 1): 3 is not true or false." in out
+    assert "zero_optimizaton (line 2): no such key. -> did you mean 'zero_optimization'?" in out
+
+
+def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, RECIPES / "zero3_offload_config_accelerate.json", 4, json=True)
+    said = json.loads(out)
+    assert code == 1
+    assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}
+    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.offload_optimizer.device"]
+    assert {"path": "zero_optimization.stage", "value": 3, "verdict": "obeyed", "reason": "", "asks": True} in said[
+        "keys"
+    ]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_file_that_is_not_json_fails(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path, as_json: bool
+) -> None:
+    (tmp_path / "ds.json").write_text("{nonsense")
+    code, out = run(capsys, tmp_path / "ds.json", json=as_json)
+    assert code == 1
+    assert "not JSON: expected ':' after the key 'nonsense'" in out
+    assert "Traceback" not in out
+
+
+def test_no_file_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, None)
+    assert (code, out) == (2, "doctor needs a file: shoal doctor ds_config.json\n")
+
+
+def test_the_json_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = run(capsys, None, schema=True)
+    assert code == 0
+    assert json.loads(out)["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+
+
+def test_the_arguments_of_deepspeeds_scripts_are_read() -> None:
+    parser = add_config_arguments(argparse.ArgumentParser())
+    read = parser.parse_args(["--deepspeed", "--deepspeed_config", "a.json", "--deepscale"])
+    assert vars(read) == {
+        "deepspeed": True,
+        "deepspeed_config": "a.json",
+        "deepscale": True,
+        "deepscale_config": None,
+    }

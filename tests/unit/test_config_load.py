@@ -1,0 +1,500 @@
+"""Reading a configuration: sources, loose values, old names, errors, origins, notes."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import contextlib
+import enum
+import json
+import math
+import pathlib
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from shoal.config import Config, ConfigProblems, ConfigWarning, add_config_arguments, load
+from shoal.errors import ConfigError
+
+RECIPES = pathlib.Path(__file__).parent / "recipes"
+
+
+def problems(source: object, **options: Any) -> dict[str, str]:
+    """Path -> what and do, of each problem."""
+    with pytest.raises(ConfigProblems) as caught:
+        load(source, **options)
+    return {problem.path: f"{problem.what} {problem.do}".strip() for problem in caught.value.problems}
+
+
+def quietly(source: object, **options: Any) -> Config:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)
+        return load(source, **options)
+
+
+class Device(enum.Enum):
+    cpu = "cpu"
+
+
+def test_the_zero_2_recipe_is_read_as_it_stands() -> None:
+    config = load(RECIPES / "zero2_config_accelerate.json", world_size=2)
+    assert config.zero_optimization.stage == 2
+    assert config.zero_optimization.reduce_bucket_size == 200_000_000
+    assert config.fp16.enabled is True
+    assert config.fp16.initial_scale_power == 15
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (2, 1)
+    assert config.gradient_clipping == 1.0
+    assert config.steps_per_print == 2000
+    assert config.optimizer is not None
+    assert config.optimizer.type == "AdamW"
+    assert config.unresolved_auto == (
+        "optimizer.params.lr",
+        "scheduler.params.warmup_max_lr",
+        "scheduler.params.warmup_num_steps",
+        "scheduler.params.total_num_steps",
+    )
+    assert config.origin("gradient_clipping") == "auto"
+    assert config.origin("train_batch_size") == "auto"
+
+
+def test_the_zero_3_offload_recipe_is_read_and_only_offload_is_missing() -> None:
+    path = RECIPES / "zero3_offload_config_accelerate.json"
+    config = load(path, check_built=False, world_size=1)
+    assert config.zero_optimization.stage == 3
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+    assert problems(path) == {
+        "zero_optimization.offload_optimizer.device": (
+            '"cpu" asks for a part that is not built yet: offload. leave it out for now.'
+        )
+    }
+
+
+TEXT = '{"train_batch_size": 8, /* all */ "zero_optimization": {"stage": 1,},}'
+
+
+def test_every_kind_of_source_reads_the_same(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(TEXT, encoding="utf-8-sig")
+    coded = base64.urlsafe_b64encode(TEXT.encode()).decode()
+    parser = add_config_arguments(argparse.ArgumentParser())
+    named = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    oldest = parser.parse_args(["--deepscale_config", str(path)])
+    read = [
+        load({"train_batch_size": 8, "zero_optimization": {"stage": 1}}),
+        *map(load, (path, str(path), TEXT, f"\n {TEXT}", coded)),
+        load(args=named),
+        load(None, args=oldest),
+    ]
+    assert [config.effective() for config in read] == [read[0].effective()] * 8
+    assert read[0].zero_optimization.stage == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        (None, "no configuration was given"),
+        (3, "not int"),
+        ("no_such_file", "is neither a file, nor JSON, nor base64 of JSON"),
+        (pathlib.Path("no_such.json"), "there is no file 'no_such.json'"),
+        ("[1]", "is neither a file"),
+        ("{not json", "not JSON: expected ':' after the key 'not'"),
+        (base64.urlsafe_b64encode(b"\xff\xfe").decode(), "is neither a file"),
+        ("x" * 5000, "is neither a file"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_an_error(source: object, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(source)
+    assert part in str(caught.value)
+
+
+def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ds_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"did you mean 'ds_config\.json'\?"):
+        load(tmp_path / "ds_confg.json")
+
+
+def test_a_file_with_a_list_is_an_error(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "ds.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="is list, not an object of keys"):
+        load(tmp_path / "ds.json")
+
+
+def at(config: Config, path: str) -> Any:
+    value: Any = config.effective()
+    for part in path.split("."):
+        value = value[part]
+    return value
+
+
+def nest(path: str, value: object) -> dict[str, Any]:
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "read"),
+    [
+        ("fp16.enabled", "true", True),
+        ("fp16.enabled", "False", False),
+        ("fp16.enabled", 1, True),
+        ("fp16.loss_scale", 0, 0.0),
+        ("fp16.loss_scale_window", 1000.0, 1000),
+        ("zero_optimization.reduce_bucket_size", 2e8, 200_000_000),
+        ("zero_optimization.reduce_bucket_size", "5e8", 500_000_000),
+        ("zero_optimization.stage", 2.0, 2),
+        ("zero_optimization.stage", "3", 3),
+        ("zero_optimization.overlap_comm", None, None),
+        ("zero_optimization.overlap_comm", "true", True),
+        ("zero_optimization.offload_param.device", None, "none"),
+        ("zero_optimization.offload_param.device", "None", "none"),
+        ("zero_optimization.offload_param.nvme_path", None, None),
+        ("zero_optimization.leaf_module.classes", ["Block"], ["Block"]),
+        ("gradient_clipping", 1, 1.0),
+        ("gradient_clipping", "0.5", 0.5),
+        ("gradient_clipping", torch.tensor(1.0).item(), 1.0),
+        ("steps_per_print", math.inf, math.inf),
+        ("steps_per_print", "Infinity", math.inf),
+        ("steps_per_print", 10.0, 10.0),
+        ("communication_data_type", "float32", "fp32"),
+        ("communication_data_type", torch.bfloat16, "bf16"),
+        ("torch_autocast.dtype", "torch.float16", "fp16"),
+        ("data_types.grad_accum_dtype", "BF16", "bf16"),
+        ("log_level", "WARNING", "warning"),
+        ("parallel.dp_shard", "auto", "auto"),
+        ("parallel.dp_shard", 4.0, 4),
+        ("checkpoint.tag_validation", "WARN", "Warn"),
+        ("tensorboard.output_path", pathlib.Path("logs"), "logs"),
+    ],
+)
+def test_values_written_loosely_are_read(path: str, given: object, read: object) -> None:
+    found = at(load(nest(path, given)), path)
+    assert found == read
+    assert type(found) is type(read)
+
+
+def test_an_enum_stands_for_its_value() -> None:
+    config = load(nest("zero_optimization.offload_optimizer.device", Device.cpu), check_built=False)
+    assert config.zero_optimization.offload_optimizer.device == "cpu"
+
+
+@pytest.mark.parametrize("name", ["zero_optimization", "fp16", "optimizer", "scheduler", "checkpoint", "zenflow"])
+def test_null_stands_for_an_absent_section(name: str) -> None:
+    source = {"zero_optimization": {"zenflow": None}} if name == "zenflow" else {name: None}
+    assert load(source).effective() == load({}).effective()
+
+
+@pytest.mark.parametrize("given", ["adamw", "AdamW", "ADAMW"])
+def test_the_optimizers_type_may_be_in_any_case(given: str) -> None:
+    config = load({"optimizer": {"type": given, "params": {"lr": 1}}})
+    assert config.optimizer is not None
+    kind, params = config.optimizer
+    assert (kind, params) == ("AdamW", {"lr": 1.0})
+
+
+def test_a_type_of_torch_is_left_to_torch() -> None:
+    config = load({"optimizer": {"type": "NAdam", "params": {"momentum_decay": 1e-3}}})
+    assert config.params_of("optimizer") == {"momentum_decay": 1e-3}
+
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+ALIASES = [
+    ("prefetch_bucket_size", "stage3_prefetch_bucket_size", 7),
+    ("param_persistence_threshold", "stage3_param_persistence_threshold", 7),
+    ("model_persistence_threshold", "stage3_model_persistence_threshold", 7),
+    ("max_live_parameters", "stage3_max_live_parameters", 7),
+    ("max_reuse_distance", "stage3_max_reuse_distance", 7),
+    ("gather_16bit_weights_on_model_save", "stage3_gather_16bit_weights_on_model_save", True),
+    ("module_granularity_threshold", "stage3_module_granularity_threshold", 7),
+    ("use_all_reduce_for_fetch_params", "stage3_use_all_reduce_for_fetch_params", True),
+    ("allgather_sequential", "stage3_allgather_sequential", True),
+]
+
+
+@pytest.mark.parametrize(("alias", "name", "value"), ALIASES)
+def test_a_zero_key_is_read_with_and_without_stage3(alias: str, name: str, value: object) -> None:
+    for spelling in (alias, name):
+        config = load({"zero_optimization": {spelling: value}}, check_built=False)
+        assert getattr(config.zero_optimization, name) == value
+        assert config.origin(f"zero_optimization.{name}") == "user"
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "value"),
+    [
+        ({"aio": {"thread_count": 3}}, "aio.intra_op_parallelism", 3),
+        ({"elasticity": {"prefer_large_batch": False}}, "elasticity.prefer_larger_batch", False),
+        ({"checkpoint": {"async": False}}, "checkpoint.async_save", False),
+        ({"parallel": {"sp": 1}}, "parallel.cp", 1),
+    ],
+)
+def test_other_aliases_are_read(given: dict[str, Any], path: str, value: object) -> None:
+    assert at(load(given, check_built=False), path) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "path", "value", "part"),
+    [
+        ({"bfloat16": {"enabled": True}}, "bf16.enabled", True, "bfloat16 is deprecated; write bf16"),
+        ({"zero_optimization": True}, "zero_optimization.stage", 1, "is an old form"),
+        ({"zero_optimization": {"cpu_offload": True}}, f"{OFFLOAD}.device", "cpu", "cpu_offload"),
+        ({"zero_optimization": {"cpu_offload": False}}, f"{OFFLOAD}.device", "none", "cpu_offload"),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_param": "true"}},
+            "zero_optimization.offload_param.device", "cpu", "cpu_offload_param",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "cpu_offload_use_pin_memory": False}},
+            "zero_optimization.offload_optimizer.pin_memory", False, "cpu_offload_use_pin_memory",
+        ),
+        (
+            {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save", True, "is deprecated",
+        ),
+    ],
+)  # fmt: skip
+def test_an_old_key_is_mapped_with_one_warning(given: dict[str, Any], path: str, value: object, part: str) -> None:
+    with pytest.warns(ConfigWarning) as seen:
+        config = load(given, check_built=False)
+    assert at(config, path) == value
+    assert len(seen) == 1
+    assert part in str(seen[0].message)
+    assert config.warnings == (str(seen[0].message),)
+
+
+def test_the_oldest_form_of_zero_takes_its_bucket_along() -> None:
+    config = quietly({"zero_optimization": True, "allgather_size": 1e6})
+    assert config.zero_optimization.allgather_bucket_size == 1_000_000
+    assert config.origin("zero_optimization.stage") == "deprecated alias"
+
+
+def test_two_names_of_one_key_must_agree() -> None:
+    zero = {"max_live_parameters": 5, "stage3_max_live_parameters": 5}
+    assert load({"zero_optimization": zero}).zero_optimization.stage3_max_live_parameters == 5
+    found = problems({"zero_optimization": {**zero, "max_live_parameters": 6}})
+    assert list(found) == ["zero_optimization.stage3_max_live_parameters"]
+    assert "given twice" in found["zero_optimization.stage3_max_live_parameters"]
+
+
+def test_all_problems_come_at_once() -> None:
+    found = problems(
+        {
+            "gradient_clipp1ng": 1,
+            "stage": 2,
+            "train_batch_size": "many",
+            "zero_optimization": {"stage": 7, "chunk_size": 1, "reduce_bucket_size": 0},
+            "fp16": {"enabled": "yes", "hysteresis ": 1},
+            "optimizer": {"type": "Adam", "params": {"lrr": 1, "lr": "x", "max_grad_norm": 1.5}},
+            "expert_parallel": {"enabled": True, "top_k": 2},
+        }
+    )
+    assert found == {
+        "gradient_clipp1ng": "no such key. did you mean 'gradient_clipping'?",
+        "stage": "no such key. it belongs elsewhere: did you mean 'zero_optimization.stage'?",
+        "train_batch_size": '"many" is not an integer, at least 1.',
+        "zero_optimization.stage": "7 is not one of 0, 1, 2, 3.",
+        "zero_optimization.chunk_size": (
+            "no such key in zero_optimization. no ZeRO ever had it; reduce_bucket_size, stage3_prefetch_bucket_size "
+            "and sub_group_size set sizes."
+        ),
+        "zero_optimization.reduce_bucket_size": "0 is not an integer, at least 1.",
+        "fp16.enabled": '"yes" is not true or false.',
+        "fp16.hysteresis ": (
+            "no such key: there is space around its name. did you mean 'hysteresis', without the space?"
+        ),
+        "optimizer.params.lrr": "no such key in optimizer.params. did you mean 'lr'?",
+        "optimizer.params.lr": '"x" is not a number, at least 0.',
+        "optimizer.params.max_grad_norm": (
+            "1.5 is not an argument of the optimizer. gradients are clipped by the top-level key gradient_clipping."
+        ),
+        "expert_parallel.enabled": (
+            "true asks for a part that is not built yet: expert parallel. leave it out for now."
+        ),
+    }
+
+
+def test_a_misspelt_section_is_an_error_not_silence() -> None:
+    assert problems({"zero_optimizaton": {"stage": 3}}) == {
+        "zero_optimizaton": "no such key. did you mean 'zero_optimization'?"
+    }
+
+
+def test_the_message_names_the_file_and_the_line(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{\n  "fp16": {\n    "enabld": true\n  },\n  "gradient_clipping": -1\n}')
+    with pytest.raises(ConfigProblems) as caught:
+        load(path)
+    assert str(caught.value).splitlines() == [
+        "[config] 2 problems:",
+        "  1. fp16.enabld (line 3): no such key in fp16. -> did you mean 'enabled'?",
+        "  2. gradient_clipping (line 5): -1 is not a number, at least 0.",
+        f"  where: {path}",
+        "  do: mend each of them.",
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, "text", -1, None, [1], {"enabled": True}, 1e400, float("nan"), True, {"a": {"b": []}}, [[{}]], object()],
+    ids=repr,
+)
+def test_no_value_anywhere_lets_an_error_of_pydantic_out(value: object) -> None:
+    for path in load({}).effective():
+        for source in ({path: value}, {path: {"enabled": value}}, {path: {"params": value, "type": value}}):
+            with contextlib.suppress(ConfigError):  # whatever else comes out fails the test
+                assert isinstance(quietly(source, world_size=2), Config)
+
+
+def test_strict_warn_turns_unknown_keys_into_warnings() -> None:
+    with pytest.warns(ConfigWarning, match="gradient_cliping = 1 is ignored: no such key"):
+        config = load({"strict": "warn", "gradient_cliping": 1})
+    assert config.gradient_clipping == 1.0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [{"msamp": {"enabled": False}}, {"cuda_visible_devices": "0"}, {"zero_optimization.reduce_bucket_size": 5}],
+    ids=["accelerate", "examples", "trl"],
+)
+def test_keys_that_clients_leave_behind_are_a_warning(source: dict[str, Any]) -> None:
+    with pytest.warns(ConfigWarning, match="is ignored"):
+        load(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor"),
+        ({"compat": "newest"}, "compat"),
+    ],
+)
+def test_keys_that_exclude_each_other_are_an_error(source: dict[str, Any], path: str) -> None:
+    assert list(problems(source)) == [path]
+
+
+def test_an_older_deepspeeds_defaults_apply_on_demand() -> None:
+    assert load({}).gradient_clipping == 1.0
+    assert load({"compat": "ds-0.18.2"}).gradient_clipping == 0.0
+    assert load({"compat": "ds-0.19"}).gradient_clipping == 1.0
+    assert load({"compat": "ds-0.18", "gradient_clipping": 0.3}).gradient_clipping == 0.3
+
+
+def test_the_raw_dict_is_kept_as_given_and_apart() -> None:
+    given: dict[str, Any] = {"fp16": {"enabled": "true"}, "zero_optimization": {"cpu_offload": False}}
+    config = quietly(given)
+    assert config.raw == {"fp16": {"enabled": "true"}, "zero_optimization": {"cpu_offload": False}}
+    given["fp16"]["enabled"] = False
+    assert config.raw["fp16"]["enabled"] == "true"
+
+
+def test_a_configuration_is_frozen() -> None:
+    config = load({})
+    with pytest.raises(ValidationError):
+        config.gradient_clipping = 2.0
+    with pytest.raises(ValidationError):
+        config.fp16.enabled = True
+
+
+def test_origins_tell_where_values_come_from() -> None:
+    config = load({"fp16": {"enabled": True}, "gradient_clipping": "auto", "optimizer": {"params": {"lr": "auto"}}})
+    assert config.origin("fp16.enabled") == "user"
+    assert config.origin("fp16.loss_scale") == "default"
+    assert config.origin("fp16") == "user"
+    assert config.origin("bf16") == "default"
+    assert config.origin("gradient_clipping") == "auto"
+    assert config.origin("optimizer.params.lr") == "auto"
+
+
+def test_notes_speak_only_of_keys_that_the_file_sets() -> None:
+    assert load({}).notes() == []
+    assert load({"zero_optimization": {"allgather_partitions": True}, "gradient_clipping": "auto"}).notes() == [
+        "zero_optimization.allgather_partitions = true: accepted, no effect: updated parameters are always "
+        "all-gathered, unit by unit.",
+        'gradient_clipping = "auto": 1 is used.',
+    ]
+
+
+def test_an_auto_that_cannot_be_derived_is_an_error_only_when_it_is_needed() -> None:
+    config = load({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": 1e-6}}})
+    assert config.unresolved_auto == ("optimizer.params.lr",)
+    with pytest.raises(ConfigError, match=r'optimizer\.params\.lr: "auto" cannot be derived'):
+        config.params_of("optimizer")
+    assert config.params_of("scheduler") == {}
+
+
+def test_the_schedules_auto_maximum_is_the_optimizers_rate() -> None:
+    config = load(
+        {
+            "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "weight_decay": "auto"}},
+            "scheduler": {
+                "type": "warmupdecaylr",
+                "params": {"warmup_max_lr": "auto", "warmup_min_lr": "auto", "total_num_steps": 10},
+            },
+        }
+    )
+    assert config.unresolved_auto == ()
+    assert config.params_of("optimizer") == {"lr": 3e-4}
+    assert config.params_of("scheduler") == {"warmup_max_lr": 3e-4, "total_num_steps": 10}
+
+
+def test_secrets_are_never_shown() -> None:
+    config = load({"comet": {"api_key": "hush"}})
+    assert config.comet.api_key == "hush"
+    assert "hush" not in json.dumps(config.effective())
+    found = problems({"comet": {"api_key": ["hush"]}})
+    assert found == {"comet.api_key": "*** is not text or null."}
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        ({"compile": {"deepcompile": True, "free_activation": True}}, "compile.deepcompile"),
+        ({"amp": {"enabled": True, "opt_level": "O1"}}, "amp.enabled"),
+        ({"weight_quantization": {"num_bits": 4}}, "weight_quantization"),
+        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
+        ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "data_efficiency.enabled"),
+        ({"optimizer": {"type": "onebitadam", "params": {"lr": 1, "freeze_step": 2}}}, "optimizer.type"),
+        ({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}, "tensor_parallel.autotp_size"),
+        ({"parallel": {"tp": 2}}, "parallel.tp"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
+        (
+            {"compression_training": {"weight_quantization": {
+                "shared_parameters": {"enabled": True}, "different_groups": {"a.b": {"params": {"start_bits": 8}}}}}},
+            "compression_training.weight_quantization.shared_parameters.enabled",
+        ),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_asked_for_and_missing_is_named_once(source: dict[str, Any], path: str) -> None:
+    assert [each for each in problems(source) if "different_groups" not in each] == [path]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"zero_optimization": {"offload_optimizer": {"device": "none", "pin_memory": True, "buffer_count": 9}}},
+        {"zero_optimization": {"offload_param": {"device": None, "nvme_path": None}, "offload_optimizer": None}},
+        {"amp": {"enabled": False, "opt_level": "O1"}},
+        {"wandb": {"enabled": False, "project": "x"}},
+        {"flops_profiler": {"enabled": False, "profile_step": 7}},
+        {"aio": {"block_size": 1, "queue_depth": 4, "single_submit": True, "thread_count": 2}},
+        {"activation_checkpointing": {"partition_activations": False, "contiguous_memory_optimization": True}},
+        {"checkpoint": {"use_node_local_storage": False, "tag_validation": "Warn"}},
+        {"tensor_parallel": {"autotp_size": 1}, "parallel": {"tp": 1, "pp": "auto"}},
+        {"elasticity": {"enabled": "false", "max_train_batch_size": 9}},
+        {"data_efficiency": {"enabled": False, "data_sampling": {"enabled": True}}},
+        {"weight_quantization": {"enabled": False}, "sparse_attention": None},
+        {"autotuning": {"enabled": False, "arg_mappings": {"train_batch_size": "--b"}}},
+    ],
+)
+def test_a_missing_part_that_is_switched_off_passes(source: dict[str, Any]) -> None:
+    assert isinstance(load(source), Config)

@@ -1,0 +1,76 @@
+"""JSON as people write it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.config.relaxed import read
+from shoal.errors import ConfigError
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(ANYTHING)
+def test_what_the_standard_library_writes_reads_the_same(value: object) -> None:
+    assert read(json.dumps(value)).value == value
+    assert read(json.dumps(value, indent=2, ensure_ascii=False)).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a": 1,}', {"a": 1}),
+        ("{a: 1, 'b': [1, 2,],}", {"a": 1, "b": [1, 2]}),
+        ('{"a": 1 // one\n, # two\n /* three\n */ "b": 2}', {"a": 1, "b": 2}),
+        ('{\n  "a": 1\n  "b": 2\n}', {"a": 1, "b": 2}),
+        ('{"a": 2e8, "b": -1.5E-3, "c": Infinity}', {"a": 2e8, "b": -1.5e-3, "c": math.inf}),
+        ("{'say \"hi\"': 'it\\'s'}", {'say "hi"': "it's"}),
+        ('\ufeff{"a": "\\u00e9"}', {"a": "é"}),
+        ("{}", {}),
+    ],
+)
+def test_looser_forms_are_read(text: str, value: object) -> None:
+    assert read(text).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("", "the text is empty"),
+        ("{", "expected a key, found the end of the text"),
+        ('{"a": 1 "b": 2}', "expected a comma or '}'"),
+        ('{"a" 1}', "expected ':' after the key 'a'"),
+        ('{"a": True}', "True is Python, JSON says true"),
+        ('{"a": yes}', "expected a value, found 'yes'"),
+        ('{"a": "b}', "a text without its closing quote"),
+        ('{"a": "\\x"}', "an escape that JSON does not have"),
+        ('{"a": 1} {', "after the end of the value"),
+        ("[" * 200, "nested more than 100 deep"),
+        ('{"a": 1-2}', "expected a value, found '1-2'"),
+    ],
+)
+def test_what_is_not_json_is_an_error_that_says_where(text: str, part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text, "ds.json")
+    assert part in str(caught.value)
+    assert "ds.json, line 1, column" in str(caught.value)
+
+
+def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read('{\n"fp16": {\n  "enabled": true,\n  "enabled": false}}', "ds.json")
+    assert "the key 'fp16.enabled' stands on line 3 and again on line 4" in str(caught.value)
+
+
+def test_every_key_keeps_its_line() -> None:
+    lines = read('{\n"a": {\n"b": 1},\n"c": [{\n"d": 2}]}').lines
+    assert lines == {("a",): 2, ("a", "b"): 3, ("c",): 4, ("c", 0, "d"): 5}

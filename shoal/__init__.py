@@ -1,15 +1,26 @@
 """Shoal trains PyTorch models that do not fit, or do not go fast enough, on one device.
 
->>> import shoal                                                                             # doctest: +SKIP
->>> engine, optimizer, loader, schedule = shoal.initialize(model=model, config="ds_config.json")  # doctest: +SKIP
->>> loss = engine(batch); engine.backward(loss); engine.step()                                # doctest: +SKIP
+    import shoal
+    engine, optimizer, loader, schedule = shoal.initialize(model=model, config="ds_config.json")
+    loss = engine(batch)
+    engine.backward(loss)
+    engine.step()
+
+The parts are imported when they are first used, so ``import shoal`` costs no more than a few milliseconds beside torch.
 """
 
-from shoal import comm, errors, zero
-from shoal.comm.world import init_distributed
-from shoal.config import add_config_arguments
-from shoal.engine import Engine, initialize
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shoal.errors import ShoalError
+
+if TYPE_CHECKING:
+    from shoal import comm, errors, zero
+    from shoal.comm.world import init_distributed
+    from shoal.config import add_config_arguments
+    from shoal.engine import Engine, initialize
 
 __version__ = "0.1.0"
 
@@ -24,3 +35,24 @@ __all__ = [
     "initialize",
     "zero",
 ]
+
+_MODULES = {
+    "Engine": "shoal.engine",
+    "add_config_arguments": "shoal.config",
+    "init_distributed": "shoal.comm.world",
+    "initialize": "shoal.engine",
+}
+_PARTS = ("comm", "errors", "zero")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a part at its first use (PEP 562)."""
+    if name in _PARTS:
+        return import_module(f"shoal.{name}")
+    if name in _MODULES:
+        return vars(import_module(_MODULES[name]))[name]
+    raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

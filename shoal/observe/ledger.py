@@ -135,16 +135,26 @@ def account(
         formula = layout.numel * _itemsize(state.gradient.dtype) // gradient_shards
         entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, state.gradient.nbytes, formula))
         owned = layout.numel // (layout.num_shards if row.state.inner is Kind.SHARD else 1)
+        stepped = _stepped_numel(state)
         if state.has_own_master:
             held = state.master.numel() * state.master.element_size()
             entries.append(Entry(state.unit.name, "master", row.state_tier.value, held, owned * _itemsize(state.master.dtype)))
         if step is not None:
             held, count, size = _optimizer_bytes(state, step)
             if held:
-                entries.append(Entry(state.unit.name, "optimizer state", row.state_tier.value, held, owned * count * size))
+                entries.append(Entry(state.unit.name, "optimizer state", row.state_tier.value, held, stepped * count * size))
     in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
     entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
     return Ledger(tuple(entries), numel, device.memory())
+
+
+def _stepped_numel(state: BucketState) -> int:
+    """Elements that an optimizer steps: of each group from its first to its last, padding at the ends left out."""
+    bucket, layout = state.bucket, state.bucket.layout
+    if state.is_native:
+        return layout.parameter_numel
+    ranges = [layout.group_range(group, bucket.begin, bucket.end) for group in layout.groups]
+    return sum(stop - start for start, stop in ranges)
 
 
 def _optimizer_bytes(state: BucketState, step: ShardedStep) -> tuple[int, int, int]:

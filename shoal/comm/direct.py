@@ -33,6 +33,8 @@ from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
+_LEAVE_SECONDS = 5.0  # what a rank that closes gives its peers to read its memory
+
 
 class Call(NamedTuple):
     """What a rank asked for; peers must ask for the same."""
@@ -62,6 +64,7 @@ class Board(Protocol):
     size: int
     capacity: int  # calls that may be open at once
     timeout: float  # seconds without any progress after which a wait gives up
+    must_drain_to_close: bool  # is this rank's memory lost to its peers when it leaves?
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor that peers can read."""
@@ -270,10 +273,26 @@ class DirectCommunicator:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._board.must_drain_to_close:
+            self._await_last_readers()
         for work in [work for work in self._pending.works if work.comm is self]:
             del self._pending.works[work]
         self._board.close()
         self._read.clear()
+
+    def _await_last_readers(self) -> None:
+        """Let peers finish what they still read; not for long, and not if anything is wrong."""
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        attempt = 0
+        try:
+            for work, _ in list(self._read):
+                while work.stage is Stage.FINISHED and not self._is_read(work) and time.monotonic() < deadline:
+                    if not self._pending.advance():
+                        self._board.check(())
+                        self._board.pause(self._board.ticket(), attempt)
+                        attempt += 1
+        except CommError:
+            return
 
     # --- the steps of a work ---
 
@@ -409,10 +428,10 @@ class DirectCommunicator:
             theirs = None if peer == self.rank else self._board.mismatch(peer, work.number, work.call)
             if theirs is not None:
                 raise CommError(
-                    f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank {self.rank} on the axis issued "
-                    f"{work.call}, rank {peer} issued {theirs}",
-                    do="make every rank issue the same collectives in the same order; look for a branch that depends on the rank "
-                    "or on the data.",
+                    f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank {self.rank} on the axis "
+                    f"issued {work.call}, rank {peer} issued {theirs}",
+                    do="make every rank issue the same collectives in the same order; look for a branch that depends on "
+                    "the rank or on the data.",
                     code="comm-mismatch",
                 )
 
@@ -422,8 +441,8 @@ class DirectCommunicator:
             f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}" if missing else "its peers to read it"
         )
         return CommError(
-            f"rank {self.rank} on axis {self.axis!r} waited {self._board.timeout:g} s in {work.call} (call {work.number}) for "
-            f"{waited_for}. Last issued on this axis: {lines}",
-            do="see what the ranks that are behind were doing; raise the timeout of init_distributed if they were only slow.",
+            f"rank {self.rank} on axis {self.axis!r} waited {self._board.timeout:g} s in {work.call} (call {work.number}) "
+            f"for {waited_for}. Last issued on this axis: {lines}",
+            do="see what the ranks that are behind were doing; give init_distributed a longer timeout if they were slow.",
             code="comm-timeout",
         )

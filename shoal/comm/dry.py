@@ -1,7 +1,7 @@
 """A rank of a world that is not there: nothing moves, shapes and records are those of a real run.
 
-What this rank would receive is made from what it has itself, so that values stay finite where tensors have any: a reduction
-takes this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere.
+What this rank would receive is made from what it has itself, so that values stay finite where tensors have any: a
+reduction takes this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere.
 """
 
 from __future__ import annotations

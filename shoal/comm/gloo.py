@@ -1,13 +1,15 @@
-"""Collectives over Gloo's sends and receives: every rank sends each peer its piece, and sums what it gets in rank order.
+"""Collectives over Gloo's sends and receives: every rank sends each peer its piece and sums what it gets in rank order.
 
 Gloo's own reduce_scatter and all_gather are several times slower than this exchange, and its sums depend on the route.
 
-all_reduce has two rounds, and the second is sent from ``wait()``. A rank that waits for a later call therefore does the
-first rounds of all earlier ones, on every axis, before it blocks: so no two ranks wait for each other.
+Every message has a header, so that ranks that issue different calls are told both. all_reduce has two rounds, and the
+second is sent from ``wait()``. A rank that waits for a later call therefore does the first rounds of all earlier ones, on
+every axis, before it blocks: so no two ranks wait for each other.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
-_TAGS = 1 << 30
+_TAG_MASK = (1 << 28) - 1  # with two bits more for the part, tags stay positive 32-bit numbers
 _OPEN_SENDS = 64  # finished works whose sends may still be under way before the oldest is waited for
 _HEADER_BYTES = 160
 
@@ -43,11 +45,14 @@ class GlooPending:
 class GlooWork:
     """One call: its receives and sends under way, and what to do when they are there."""
 
-    __slots__ = ("_comm", "_first", "_is_finished", "_last", "_received", "_result", "headers", "sends", "what")
+    __slots__ = ("_comm", "_first", "_is_finished", "_last", "_received", "_result", "headers", "sends", "tag", "what")
 
-    def __init__(self, comm: GlooCommunicator, what: str, result: torch.Tensor) -> None:
+    def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor) -> None:
         self._comm = comm
         self.what = what
+        # Gloo ends the process when a message is longer than its receive. So the tag of data is made from the whole call,
+        # and data of calls that differ never meet; the headers, whose tag is the number alone, then tell why.
+        self.tag = zlib.crc32(f"{number} {what}".encode()) & _TAG_MASK
         self._result = result
         self._first: tuple[list[Any], Callable[[], None]] | None = None
         self._received: list[Any] = []
@@ -104,8 +109,8 @@ class GlooWork:
             theirs = header.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
             if theirs != self.what[:_HEADER_BYTES]:
                 raise CommError(
-                    f"the ranks of axis {self._comm.axis!r} disagree: rank {self._comm.rank} on the axis issued {self.what}, "
-                    f"rank {peer} issued {theirs}",
+                    f"the ranks of axis {self._comm.axis!r} disagree: rank {self._comm.rank} on the axis issued "
+                    f"{self.what}, rank {peer} issued {theirs}",
                     do="make every rank issue the same collectives in the same order; look for a branch that depends on "
                     "the rank or on the data.",
                     code="comm-mismatch",
@@ -119,7 +124,7 @@ class GlooCommunicator:
     def __init__(
         self,
         axis: str,
-        group: dist.ProcessGroup | dist.ProcessGroupGloo,
+        group: dist.ProcessGroupGloo,
         failures: FailureReports,
         pending: GlooPending,
     ) -> None:
@@ -127,7 +132,7 @@ class GlooCommunicator:
         self.rank = group.rank()
         self.size = group.size()
         self.pending = pending
-        self._group: dist.ProcessGroup | dist.ProcessGroupGloo | None = group
+        self._group: Any = group
         self._failures = failures
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._sum = RankOrderedSum()
@@ -142,7 +147,7 @@ class GlooCommunicator:
         own = own_range(full, self.rank, self.size)
         work = self._issue("all_gather", label, full, full)
         source = own if shard is None else shard
-        receives = [self._receive(own_range(full, peer, self.size), peer, 1) for peer in self._peers]
+        receives = [self._receive(work, own_range(full, peer, self.size), peer, 1) for peer in self._peers]
         for peer in self._peers:
             self._send(work, source, peer, 1)
 
@@ -171,13 +176,12 @@ class GlooCommunicator:
         own = own_range(full, self.rank, self.size)
         receives, pieces = self._exchange_ranges(work, full)
         # A peer's sum comes after it has received my piece of that range: the piece is sent before it is overwritten.
-        sums = [self._receive(own_range(full, peer, self.size), peer, 2) for peer in self._peers]
-        number = self._number
+        sums = [self._receive(work, own_range(full, peer, self.size), peer, 2) for peer in self._peers]
 
         def reduce() -> None:
             self._sum(pieces, own, scale=scale)
             for peer in self._peers:
-                self._send(work, own, peer, 2, number)
+                self._send(work, own, peer, 2)
 
         work.first_then(receives, reduce)
         work.finally_do(sums, None)
@@ -190,14 +194,14 @@ class GlooCommunicator:
             for peer in self._peers:
                 self._send(work, tensor, peer, 1)
         else:
-            work.finally_do([self._receive(tensor, source, 1)], None)
+            work.finally_do([self._receive(work, tensor, source, 1)], None)
         return work
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
         result = vector.new_empty(self.size, vector.numel())
         result[self.rank].copy_(vector.detach())
         work = self._issue("exchange", label, vector, result)
-        receives = [self._receive(result[peer], peer, 1) for peer in self._peers]
+        receives = [self._receive(work, result[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
             self._send(work, result[self.rank], peer, 1)
         work.finally_do(receives, None)
@@ -245,13 +249,13 @@ class GlooCommunicator:
                 if old.is_finished:
                     old.drain()
         text = f"{op} {label!r} of {what.numel()} x {str(what.dtype).removeprefix('torch.')}"
-        work = GlooWork(self, text, result)
+        work = GlooWork(self, text, self._number, result)
         mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         encoded = text.encode()[:_HEADER_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         for peer in self._peers:
             theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-            work.headers.append((peer, self._receive(theirs, peer, 0), theirs))
+            work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))
             self._send(work, mine, peer, 0)
         self._sending.append(work)
         return work
@@ -263,24 +267,26 @@ class GlooCommunicator:
         """
         own = own_range(full, self.rank, self.size)
         pieces = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
-        receives = [self._receive(pieces[peer], peer, 1) for peer in self._peers]
+        receives = [self._receive(work, pieces[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
             self._send(work, own_range(full, peer, self.size), peer, 1)
         return receives, pieces
 
-    def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int, number: int | None = None) -> None:
+    def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> None:
         if tensor.numel() and self._group is not None:
             tensor = tensor.detach()
-            tag = (4 * (self._number if number is None else number) + part) % _TAGS
             try:
-                work.sends.append((self._group.send([tensor], peer, tag), tensor))
+                work.sends.append((self._group.send([tensor], peer, self._tag(work, part)), tensor))
             except RuntimeError as error:
                 raise self._failures.explain(error, work.what) from error
 
-    def _receive(self, tensor: torch.Tensor, peer: int, part: int) -> Any:
+    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> Any:
         if tensor.numel() == 0 or self._group is None:
             return None
         try:
-            return self._group.recv([tensor.detach()], peer, (4 * self._number + part) % _TAGS)
+            return self._group.recv([tensor.detach()], peer, self._tag(work, part))
         except RuntimeError as error:
             raise self._failures.explain(error, f"a receive from rank {peer} on axis {self.axis!r}") from error
+
+    def _tag(self, work: GlooWork, part: int) -> int:
+        return 4 * (work.tag if part else self._number & _TAG_MASK) + part

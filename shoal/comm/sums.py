@@ -38,9 +38,11 @@ class RankOrderedSum:
             out: 1-D, of the same numel; may be any one of the pieces.
         """
         sum_dtype = _sum_dtype(pieces[0].dtype)
-        if len(pieces) == 1 and scale == 1.0 and not accumulate:
-            return out if is_same_memory(pieces[0], out) else out.detach().copy_(pieces[0])
+        if len(pieces) == 1 and scale == 1.0 and not accumulate and is_same_memory(pieces[0], out):
+            return out
         with torch.no_grad():
+            if len(pieces) == 1 and scale == 1.0 and not accumulate:
+                return out.copy_(pieces[0])
             numel = out.numel()
             if out.device.type != "cpu" or isinstance(out, FakeTensor) or numel <= 1024:
                 _sum_into(

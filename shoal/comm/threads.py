@@ -91,6 +91,7 @@ class ThreadBoard:
     """One rank's view of its group."""
 
     capacity = 1 << 30
+    must_drain_to_close = False  # a tensor lives as long as any rank holds it
 
     def __init__(self, team: Team, group: _Group, rank: int) -> None:
         self.rank = group.ranks.index(rank)

@@ -160,8 +160,8 @@ def use_world(world: World) -> Iterator[World]:
 def current_world() -> World:
     """The world this code runs in.
 
-    The first that applies: the one of ``run_ranks``, ``fake_world`` or ``use_world``; the one that torch.distributed was
-    initialised with; the one that RANK and WORLD_SIZE in the environment name, initialised now; this rank alone.
+    The first that applies: the one of ``run_ranks``, ``fake_world`` or ``use_world``; the one that torch.distributed
+    was initialised with; the one that RANK and WORLD_SIZE in the environment name, initialised now; this rank alone.
 
     Communicates: start-up messages, if torch.distributed is initialised now.
     """
@@ -195,7 +195,7 @@ def init_distributed(
     """Join the other ranks, or adopt the process group that is there, and make that the current world.
 
     Args:
-        dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo for CPU tensors) with a GPU, else Gloo.
+        dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (Gloo for CPU tensors) with a GPU, else Gloo.
         auto_mpi_discovery: look for the ranks in Open MPI's and Slurm's variables too.
         distributed_port: of the store, where the environment names none.
         verbose: log a line on rank 0.

@@ -1,0 +1,365 @@
+"""Ranks as processes of one host: the board, and the memory behind it, are mapped by all.
+
+Every rank writes its own words and reads the others'. On x86-64 stores become visible in the order they were made, so a
+number that is written last tells that all before it is there; other machines reorder and do not use this board.
+
+    a rank's words for one axis
+        header   0 secret   1 calls posted   2 closed
+        slot     0 reduced  1 done  2 signature  3 segment  4 fd  5 segment bytes  6 offset  7 numel  8 text bytes  9.. text
+                 call n is in slot n % 256; "reduced" and "done" hold n + 1
+    a rank's words for all axes
+        header   0 secret   1 failed   2 text bytes   3.. the traceback
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import secrets
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from shoal.comm.arena import Arena, make_file, map_file
+from shoal.comm.direct import Call, Mark
+from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
+from shoal.errors import CommError, RankFailedError
+
+_CAPACITY = 256
+_HEADER_WORDS = 64
+_SLOT_WORDS = 32
+_TEXT_WORD = 9
+_TEXT_BYTES = 8 * (_SLOT_WORDS - _TEXT_WORD)
+_BOARD_BYTES = 8 * (_HEADER_WORDS + _CAPACITY * _SLOT_WORDS)
+_PROCESS_BYTES = 8 * 3 + 4 * MAX_TRACEBACK_CHARACTERS + 64
+_SPINS = 50
+_FIRST_SLEEP_SECONDS = 20e-6
+_LAST_SLEEP_SECONDS = 1e-3
+_LIVENESS_SECONDS = 0.25
+
+
+@dataclass(frozen=True)
+class Card:
+    """How peers find a file of this process."""
+
+    pid: int
+    started: int  # clock ticks after boot: tells a reused pid
+    fd: int
+    nbytes: int
+    secret: int  # word 0 of the file: tells a process of another pid namespace or host with the same pid
+
+
+class Neighbours:
+    """What the ranks of one host share over all axes: the arena, the maps of the peers' arenas, failures, signs of life.
+
+    Args:
+        store: this world's; ranks find each other's files there.
+    """
+
+    def __init__(self, store: Store, rank: int, failures: FailureReports) -> None:
+        self.rank = rank
+        self.arena = Arena()
+        self._store = store
+        self._failures = failures
+        fd, self._map = make_file("shoal-process", _PROCESS_BYTES)
+        self._words = memoryview(self._map).cast("q")
+        self._words[0] = secrets.randbits(62)
+        self._card = Card(os.getpid(), _started(os.getpid()) or 0, fd, _PROCESS_BYTES, self._words[0])
+        self._store.set(f"process/{rank}", json.dumps(asdict(self._card)))
+        self._cards: dict[int, Card] = {rank: self._card}
+        self._processes: dict[int, memoryview] = {}  # rank -> its words
+        self._segments: dict[tuple[int, int], mmap.mmap] = {}
+        self._dead: set[int] = set()
+        self._looked: dict[int, float] = {}
+        self._is_closed = False
+
+    def meet(self, rank: int, timeout: float) -> bool:
+        """Map ``rank``'s words. Returns: could it be done?"""
+        if rank not in self._processes and rank != self.rank:
+            card = Card(**json.loads(self.read_store(f"process/{rank}", timeout)))
+            mapped = open_words(card)
+            if mapped is None:
+                return False
+            self._cards[rank] = card
+            self._processes[rank] = mapped
+        return True
+
+    def read_store(self, key: str, timeout: float) -> str:
+        """The value of ``key``, once some rank has set it.
+
+        Raises: RankFailedError: a rank failed meanwhile; CommError: nobody set it within ``timeout`` seconds.
+        """
+        start = time.monotonic()
+        pause = 0.0005
+        while not self._store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if pause == 0.05 and (failure := self._failures.find()) is not None:
+                raise failure
+            if time.monotonic() - start > timeout:
+                raise CommError(
+                    f"rank {self.rank} waited {timeout:g} s at start-up for {key!r}",
+                    do="see whether every rank was started and creates the same axes in the same order.",
+                    code="comm-timeout",
+                )
+        return self._store.get(key).decode()
+
+    def segment(self, rank: int, serial: int, fd: int, nbytes: int) -> mmap.mmap:
+        """The map of a segment of ``rank``'s arena."""
+        found = self._segments.get((rank, serial))
+        if found is None:
+            try:
+                found = map_file(self._cards[rank].pid, fd, nbytes)
+            except OSError as error:
+                self.raise_failure()
+                raise RankFailedError(
+                    rank, f"its process {self._cards[rank].pid} has ended and took its memory with it ({error})"
+                ) from error
+            self._segments[rank, serial] = found
+        return found
+
+    def raise_failure(self) -> None:
+        """Raises: RankFailedError: a rank of this host has reported one."""
+        for rank, words in self._processes.items():
+            if words[1]:
+                text = words.cast("B")[24 : 24 + words[2]].tobytes().decode(errors="replace")
+                failed, _, traceback = text.partition("\n")
+                raise RankFailedError(int(failed), traceback)
+
+    def is_dead(self, rank: int) -> bool:
+        """Has the process of ``rank`` ended, in whatever way? Looked up every quarter of a second."""
+        now = time.monotonic()
+        if rank in self._dead:
+            return True
+        if now - self._looked.get(rank, 0.0) > _LIVENESS_SECONDS:
+            self._looked[rank] = now
+            if _started(self._cards[rank].pid) != self._cards[rank].started:
+                self._dead.add(rank)
+        return rank in self._dead
+
+    def report(self, rank: int, text: str) -> None:
+        """Tell all peers that ``rank`` failed."""
+        if not self._words[1]:
+            encoded = f"{rank}\n{clip(text)}".encode(errors="replace")[: _PROCESS_BYTES - 32]
+            self._words.cast("B")[24 : 24 + len(encoded)] = encoded
+            self._words[2] = len(encoded)
+            self._words[1] = 1
+
+    def pid(self, rank: int) -> int:
+        return self._cards[rank].pid
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._card.fd)
+            self.arena.close()
+            self._processes.clear()
+            self._segments.clear()
+
+
+class SharedBoard:
+    """One rank's view of the words of its group."""
+
+    capacity = _CAPACITY
+    must_drain_to_close = True  # a peer may not have mapped this rank's memory yet
+
+    def __init__(
+        self, neighbours: Neighbours, ranks: tuple[int, ...], words: Sequence[memoryview], timeout: float
+    ) -> None:
+        self.rank = ranks.index(neighbours.rank)
+        self.size = len(ranks)
+        self.timeout = timeout
+        self._neighbours = neighbours
+        self._arena = neighbours.arena
+        self._ranks = ranks
+        self._words = words
+        self._own = words[self.rank]
+        self._own_bytes = self._own.cast("B")
+        self._sources: dict[int, torch.Tensor] = {}
+        self._texts: dict[Call, tuple[int, bytes]] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._arena.empty(numel, dtype)
+
+    def readable(self, source: torch.Tensor) -> torch.Tensor:
+        if source.numel() == 0 or self._arena.locate(source) is not None:
+            return source
+        with torch.no_grad():
+            return self._arena.empty(source.numel(), source.dtype).copy_(source)
+
+    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
+        at = _slot(number)
+        own = self._own
+        signature, text = self._describe(call)
+        numel = source.numel()
+        place = self._arena.locate(source) if numel else None
+        if place is not None:
+            segment, offset = place
+            own[at + 3] = segment.serial
+            own[at + 4] = segment.fd
+            own[at + 5] = segment.nbytes
+            own[at + 6] = offset
+        own[at + 2] = signature
+        own[at + 7] = numel
+        own[at + 8] = len(text)
+        start = 8 * (at + _TEXT_WORD)
+        self._own_bytes[start : start + len(text)] = text
+        self._sources[number] = source
+        self._sources.pop(number - _CAPACITY, None)
+        own[1] = number + 1
+
+    def has_posted(self, peer: int, number: int) -> bool:
+        return bool(self._words[peer][1] > number)
+
+    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
+        words = self._words[peer]
+        if words[_slot(number) + 2] == self._describe(call)[0]:
+            return None
+        return self._text(peer, number)
+
+    def source(self, peer: int, number: int, dtype: torch.dtype) -> torch.Tensor:
+        if peer == self.rank:
+            return self._sources[number]
+        at = _slot(number)
+        words = self._words[peer]
+        numel = words[at + 7]
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        segment = self._neighbours.segment(self._ranks[peer], words[at + 3], words[at + 4], words[at + 5])
+        return torch.frombuffer(segment, dtype=dtype, count=numel, offset=words[at + 6])
+
+    def mark(self, number: int, mark: Mark) -> None:
+        self._own[_slot(number) + mark.value] = number + 1
+        if mark is Mark.DONE:
+            self._sources.pop(number, None)  # kept by the communicator until the peers are done
+
+    def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
+        return bool(self._words[peer][_slot(number) + mark.value] > number)
+
+    def ticket(self) -> int:
+        return 0
+
+    def pause(self, ticket: int, attempt: int) -> None:
+        if attempt < _SPINS:
+            os.sched_yield()
+        else:
+            time.sleep(min(_LAST_SLEEP_SECONDS, _FIRST_SLEEP_SECONDS * 1.2 ** min(attempt - _SPINS, 60)))
+
+    def check(self, missing: Sequence[int]) -> None:
+        self._neighbours.raise_failure()
+        for peer in missing:
+            rank = self._ranks[peer]
+            if self._words[peer][2] or self._neighbours.is_dead(rank):
+                self._neighbours.raise_failure()  # it may have spoken between the two looks
+                how = "left the world" if self._words[peer][2] else "has ended without a word: killed, or out of memory"
+                raise RankFailedError(
+                    rank,
+                    f"its process {self._neighbours.pid(rank)} {how}. Last issued by it on this axis: "
+                    f"{self.last_calls()[peer]}",
+                )
+
+    def has_left(self, peer: int) -> bool:
+        return bool(self._words[peer][2]) or self._neighbours.is_dead(self._ranks[peer])
+
+    def last_calls(self) -> list[str]:
+        texts = []
+        for peer in range(self.size):
+            number = self._words[peer][1]
+            texts.append(f"{self._text(peer, number - 1)} (call {number - 1})" if number else "nothing")
+        return texts
+
+    def close(self) -> None:
+        self._own[2] = 1
+        self._sources.clear()
+
+    def _describe(self, call: Call) -> tuple[int, bytes]:
+        found = self._texts.get(call)
+        if found is None:
+            if len(self._texts) >= 4096:
+                self._texts.clear()
+            text = str(call).encode()
+            found = self._texts[call] = (zlib.crc32(text), text[:_TEXT_BYTES])
+        return found
+
+    def _text(self, peer: int, number: int) -> str:
+        at = _slot(number)
+        start = 8 * (at + _TEXT_WORD)
+        return self._words[peer].cast("B")[start : start + self._words[peer][at + 8]].tobytes().decode(errors="replace")
+
+
+def make_board(
+    neighbours: Neighbours, store: Store, name: str, ranks: tuple[int, ...], num_ranks: int, timeout: float
+) -> SharedBoard | None:
+    """The board of this rank's group; None if some rank of the axis cannot map some peer of its group.
+
+    All ``num_ranks`` ranks that open the axis agree on which of the two it is.
+
+    Communicates: through ``store`` only, 3 values a rank.
+    """
+    fd, own_map = make_file("shoal-board", _BOARD_BYTES)
+    own = memoryview(own_map).cast("q")
+    own[0] = secrets.randbits(62)
+    card = Card(os.getpid(), 0, fd, _BOARD_BYTES, own[0])
+    store.set(f"board/{name}/{neighbours.rank}", json.dumps(asdict(card)))
+    words: list[memoryview] = []
+    for rank in ranks:
+        if rank == neighbours.rank:
+            words.append(own)
+            continue
+        theirs = Card(**json.loads(neighbours.read_store(f"board/{name}/{rank}", timeout)))
+        mapped = open_words(theirs) if neighbours.meet(rank, timeout) else None
+        if mapped is None:
+            break
+        words.append(mapped)
+    vote(store, name, num_ranks, is_fit=len(words) == len(ranks))
+    verdict = neighbours.read_store(f"verdict/{_opening(name)}", timeout)
+    os.close(fd)  # every peer that will ever map it has done so
+    return SharedBoard(neighbours, ranks, words, timeout) if verdict == "shm" else None
+
+
+def vote(store: Store, name: str, num_ranks: int, *, is_fit: bool) -> None:
+    """Say whether this rank can use a board; the last of ``num_ranks`` writes the verdict."""
+    opening = _opening(name)
+    if not is_fit:
+        store.add(f"unfit/{opening}", 1)
+    if store.add(f"ready/{opening}", 1) == num_ranks:
+        store.set(f"verdict/{opening}", "gloo" if store.add(f"unfit/{opening}", 0) else "shm")
+
+
+def is_supported() -> bool:
+    """Does this machine keep stores in order, and have anonymous files?"""
+    return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
+
+
+def open_words(card: Card) -> memoryview | None:
+    """The words of another process's file, or None where it cannot be reached."""
+    try:
+        words = memoryview(map_file(card.pid, card.fd, card.nbytes)).cast("q")
+    except (OSError, ValueError):
+        return None
+    return words if words[0] == card.secret else None
+
+
+def _opening(name: str) -> str:
+    """The part of a board's name that all groups of the axis share."""
+    return name.partition("/")[0]
+
+
+def _slot(number: int) -> int:
+    return _HEADER_WORDS + (number % _CAPACITY) * _SLOT_WORDS
+
+
+def _started(pid: int) -> int | None:
+    """When the process started; None if it has ended (a zombie has)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -79,7 +79,7 @@ class Lamb(WholeTensorOptimizer):
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
             each at
         its edges; and that of ``Parts``, where the pieces do not say where parameters lie.
-        Memory: scratch of 2^15 elements (CPU) or 2^24 (GPU), a few times.
+        Memory: scratch of 2^16 elements (CPU) or 2^24 (GPU), a few times.
         """
         if not flats:
             return
@@ -136,8 +136,10 @@ def _advance(flat: Flat, segment: Segment) -> list[torch.Tensor]:
         grad = gradient[here].to(flat.weight.dtype)
         flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
         flat.state["exp_avg_sq"][here].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        both = torch.stack([flat.weight[here].float(), _direction(flat, here).float()])
-        return both.square_()
+        squares = torch.empty(2, end - begin, dtype=torch.float32, device=grad.device)
+        for row, values in enumerate((flat.weight[here], _direction(flat, here))):
+            torch.square(values.float(), out=squares[row])
+        return squares
 
     level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
     return partial_sums(segment.offset, segment.offset + segment.numel, segment.shape.numel(), fill, level)

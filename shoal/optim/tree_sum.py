@@ -23,7 +23,7 @@ import torch
 
 Key = tuple[int, int]  # (level, index): the elements [index << level, (index + 1) << level)
 
-CPU_CHUNK_LEVEL = 15  # 2^15 elements of two fp32 vectors stay in a core's cache
+CPU_CHUNK_LEVEL = 16  # 2^16 elements of two fp32 vectors stay in a core's cache
 GPU_CHUNK_LEVEL = 24
 
 

@@ -23,7 +23,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 
-CPU_CHUNK_NUMEL = 1 << 15
+CPU_CHUNK_NUMEL = 1 << 16
 GPU_CHUNK_NUMEL = 1 << 24
 
 Part = tuple[int, int]  # [offset, end) of a flattened parameter; (0, 0): none of it
@@ -77,7 +77,10 @@ class Flat:
     shard_numel: int | None = None
 
     def count(self) -> list[torch.Tensor]:
-        """Count a step, and give each segment's parameter its own count: it may have been left alone in some. 0-d each, fp64."""
+        """Count a step.
+
+        Returns: for each segment the count of its own parameter, which may have been left alone in some. 0-d, fp64.
+        """
         if not self.segments:
             return []
         self.state["step"] += 1
@@ -141,6 +144,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     piece.shard_numel,
                 )
             )
+        if comm.size == 1:
+            _check_whole(pieces)
         self._update(flats, None if comm.size == 1 else comm)
 
     @torch.no_grad()
@@ -183,6 +188,18 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for name in self._state_names(group):
                 state[name] = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
         return state
+
+
+def _check_whole(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        for segment in piece.segments:
+            if segment.numel != segment.shape.numel():
+                raise OptimizerError(
+                    f"parameter {piece.names[segment.parameter]!r} has {segment.shape.numel()} elements, but one rank, "
+                    f"alone on its axis, holds {segment.numel} of them in one piece.",
+                    do="pass whole parameters where the axis has one rank.",
+                    code="optimizer-piece",
+                )
 
 
 class Parts:

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.comm.single import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb
 from shoal.optim.tree_sum import node_keys, partial_sums, plan_sums
+from shoal.optim.whole import Piece, Segment
 from tests.unit.optim_sharding import Case, step_sharded, step_whole
 
 
@@ -145,3 +147,13 @@ def test_nodes_of_a_part_are_its_largest_subtrees() -> None:
     assert node_keys(0, 8, 8) == [(3, 0)]
     assert node_keys(1, 7, 8) == [(0, 1), (0, 6), (1, 1), (1, 2)]
     assert node_keys(4, 6, 6) == [(2, 1)]  # beyond the end there is nothing, so this is the right half
+
+
+def test_a_part_of_a_parameter_on_a_single_rank_is_refused() -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    optimizer = Lamb([torch.nn.Parameter(torch.ones(2, 4))])
+    shape = torch.Size((2, 4))
+    piece = Piece(param, optimizer.param_groups[0], (Segment(0, shape, 0, 4, 0),), (shape,), ("w",))
+    with pytest.raises(OptimizerError, match="parameter 'w' has 8 elements, but one rank.* holds 4"):
+        optimizer.step_unit([piece], SingleCommunicator("dp_shard"))

@@ -1,0 +1,194 @@
+"""Optimizers by name from a configuration: DeepSpeed's names, defaults and quirks, and all mistakes told at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import NotBuiltError, OptimizerError
+from shoal.optim.build import build, torch_optimizers
+from shoal.optim.elementwise import check
+from shoal.optim.lamb import Lamb
+from shoal.optim.lion import Lion
+from shoal.optim.muon import Muon
+
+
+def params() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(2))]
+
+
+def built(name: str, settings: dict[str, Any] | None = None, groups: Any = None) -> torch.optim.Optimizer:
+    return build(name, settings or {}, params() if groups is None else groups)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("Adam", torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        ("AdamW", torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
+        ("SGD", torch.optim.SGD, {"lr": 1e-3, "momentum": 0, "weight_decay": 0}),
+        ("Adagrad", torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0}),
+        ("Lion", Lion, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
+        ("Lamb", Lamb, {"lr": 1e-3, "max_coeff": 10.0, "min_coeff": 0.01, "eps": 1e-8, "bias_correction": True}),
+        ("NAdam", torch.optim.NAdam, {"lr": 2e-3}),
+    ],
+)
+@pytest.mark.parametrize("spelling", [str, str.lower, str.upper])
+def test_names_in_any_case_give_deepspeeds_defaults(
+    name: str, kind: type, settings: dict[str, Any], spelling: Any
+) -> None:
+    optimizer = built(spelling(name))
+    assert type(optimizer) is kind
+    assert {key: optimizer.param_groups[0][key] for key in settings} == settings
+
+
+def test_adam_without_adam_w_mode_is_adam_with_l2() -> None:
+    optimizer, notes = build("Adam", {"adam_w_mode": False, "weight_decay": 0.1}, params())
+    assert type(optimizer) is torch.optim.Adam
+    assert notes == []
+
+
+def test_adam_says_that_it_is_adamw() -> None:
+    _, notes = build("Adam", {}, params())
+    assert notes == ['"Adam" is AdamW (decoupled weight decay), as in DeepSpeed; set "adam_w_mode": false for L2.']
+
+
+def test_adamw_stays_adamw() -> None:
+    optimizer, notes = build("AdamW", {"adam_w_mode": False}, params())
+    assert type(optimizer) is torch.optim.AdamW
+    assert len(notes) == 1
+    assert "has no effect" in notes[0]
+
+
+def test_parameters_without_effect_are_noted() -> None:
+    _, notes = build("AdamW", {"torch_adam": True, "fp32_optimizer_states": True, "bias_correction": True}, params())
+    assert notes == [
+        "optimizer.params.torch_adam = True has no effect: torch's kernels are used in either case.",
+        "optimizer.params.fp32_optimizer_states = True has no effect: the states have the dtype of the master weights.",
+    ]
+
+
+def test_the_given_parameters_are_left_as_they_were() -> None:
+    settings = {"torch_adam": True, "adam_w_mode": True, "betas": [0.8, 0.9]}
+    built("Adam", settings)
+    assert settings == {"torch_adam": True, "adam_w_mode": True, "betas": [0.8, 0.9]}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_the_fused_kernel_is_used_where_torch_has_it(name: str) -> None:
+    assert built(name).param_groups[0]["fused"] is True
+
+
+def test_a_chosen_implementation_is_kept() -> None:
+    assert not built("AdamW", {"foreach": True}).param_groups[0]["fused"]
+    assert built("AdamW", {"fused": False}).param_groups[0]["fused"] is False
+
+
+def test_whatever_is_built_may_run_on_shards() -> None:
+    for name in torch_optimizers():
+        if name in ("LBFGS", "SparseAdam", "Adafactor"):
+            with pytest.raises(OptimizerError, match="not elementwise"):
+                built(name)
+        elif name != "Muon":
+            assert check(built(name)) == "elementwise"
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuSGD"])
+def test_those_of_deepspeed_that_are_not_built_are_refused_by_name(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=r"not built yet"):
+        built(name)
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(OptimizerError, match=r"unknown optimizer 'Addam' \(did you mean 'Adam'\?\)"):
+        built("Addam")
+
+
+def test_all_wrong_parameters_are_told_at_once() -> None:
+    wrong = {"learning_rate": 1, "beta": 1, "lr": "fast", "eps": -1.0, "betas": [0.9], "max_grad_norm": 1.0}
+    with pytest.raises(OptimizerError) as caught:
+        built("AdamW", {**wrong, "bias_correction": False, "weight_decay": "auto"})
+    text = str(caught.value)
+    for part in (
+        "'max_grad_norm' is not a parameter of the optimizer: set the top-level key 'gradient_clipping'",
+        "unknown parameter 'learning_rate'",
+        "unknown parameter 'beta' (did you mean 'betas'?)",
+        "lr is 'fast', expected a number",
+        "eps is -1.0, expected 0 or above",
+        "betas is [0.9], expected two numbers in [0, 1)",
+        "bias_correction is False",
+        "weight_decay is 'auto'",
+        "optimizer.params of 'AdamW'",
+    ):
+        assert part in text
+
+
+def test_a_mistake_that_torch_finds_is_told_as_ours() -> None:
+    with pytest.raises(OptimizerError, match="Nesterov momentum requires"):
+        built("SGD", {"nesterov": True})
+
+
+def test_no_parameters_are_an_error_of_ours() -> None:
+    with pytest.raises(OptimizerError, match="got no parameters"):
+        built("AdamW", {}, [])
+
+
+def test_groups_keep_their_dicts_and_their_own_settings() -> None:
+    first, second = params()
+    groups = [{"params": first, "lr": 0.5}, {"params": (p for p in [second]), "weight_decay": 0.3}]
+    optimizer = built("AdamW", {"lr": 0.1}, groups)
+    assert optimizer.param_groups[0] is groups[0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(5, 4)
+        self.hidden = torch.nn.Linear(4, 4)
+        self.lm_head = torch.nn.Linear(4, 5, bias=False)
+
+
+def test_muon_gets_hidden_matrices_and_adamw_the_rest() -> None:
+    model = Model()
+    names = {id(p): name for name, p in model.named_parameters()}
+    settings = {"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.003, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer, notes = build("Muon", settings, model.parameters(), names=names)
+    assert type(optimizer) is Muon
+    muon, adam = optimizer.param_groups
+    assert (muon["use_muon"], muon["lr"], muon["momentum"], muon["weight_decay"]) == (True, 0.02, 0.9, 0.1)
+    assert (adam["use_muon"], adam["lr"], adam["weight_decay"]) == (False, 0.003, 0.1)
+    assert [names[id(p)] for p in muon["params"]] == ["hidden.weight"]
+    assert [names[id(p)] for p in adam["params"]] == ["embed_tokens.weight", "hidden.bias", "lm_head.weight"]
+    assert notes == ["Muon updates 1 matrices; 3 other parameters get AdamW."]
+
+
+def test_muon_takes_names_from_named_parameters_and_keeps_a_groups_rate() -> None:
+    model = Model()
+    optimizer = built("Muon", {"muon_lr": 0.02}, [{"params": list(model.named_parameters()), "lr": 0.7}])
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.7, 0.7]
+    assert optimizer.param_groups[0]["params"][0] is model.hidden.weight
+
+
+def test_muon_obeys_groups_that_say_what_they_use() -> None:
+    first, second = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2, 2))
+    groups = [{"params": [first], "use_muon": True}, {"params": [second], "use_muon": False}]
+    optimizer = built("Muon", {}, groups)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]
+    assert optimizer.param_groups[0] is groups[0]
+
+
+def test_muon_without_names_asks_for_them() -> None:
+    with pytest.raises(OptimizerError, match="Muon got no name for parameter 0 of group 0"):
+        built("Muon")
+
+
+def test_muons_wrong_settings_are_told_at_once() -> None:
+    with pytest.raises(OptimizerError) as caught:
+        built("Muon", {"ns_method": "svd", "adam_w_mode": False, "muon_lr": "x", "use_muon": True})
+    for part in ("ns_method is 'svd'", "adam_w_mode is False", "muon_lr is 'x'", "unknown parameter 'use_muon'"):
+        assert part in str(caught.value)

@@ -163,7 +163,6 @@ def effective_config(
     if job.schedule is not None and "scheduler" in config:
         notes.append(f"--schedule {job.schedule} overrules the scheduler of {job.config}.")
         del config["scheduler"]
-    config.setdefault("steps_per_print", 10**9)  # the progress bar says it
     return config, notes
 
 

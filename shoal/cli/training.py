@@ -46,7 +46,8 @@ _VALIDATION_SEQUENCES = 64
 _VALIDATIONS = 10  # about so many, spread over the run
 _WARMUP = 0.03  # of the run
 _LOWEST = 0.1  # of the peak learning rate, at the end
-_PROMPT_TOKENS = 48
+_PROMPT_TOKENS = 48  # of the validation text, where the user gives text and no prompt
+_DEFAULT_PROMPT = "The function returns"
 _SAMPLE_TOP_K = 40
 
 
@@ -278,8 +279,9 @@ class _Run:
 
     def _sample(self, num_tokens: int) -> tuple[str, str]:
         """A prompt and how the model goes on. All ranks take part and write the same."""
-        if self.job.prompt:
-            given = torch.tensor(list(self.tokenizer.encode(self.job.prompt)), dtype=torch.int64)
+        prompt = self.job.prompt or ("" if self.job.text else _DEFAULT_PROMPT)
+        if prompt:
+            given = torch.tensor(list(self.tokenizer.encode(prompt)), dtype=torch.int64)
         else:
             given = self.validation[0][0][:_PROMPT_TOKENS]
         self.progress.say(f"writing a sample of {num_tokens} tokens ...")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -92,8 +93,8 @@ def render(record: RunRecord, series: Series) -> str:
         _ledger(record.ledger, record.allocator),
         _preformatted("Placement", "where each unit's state rests", record.placement),
         _pairs("Model", record.model),
-        _pairs("Config", record.config),
         _pairs("Environment", record.environment),
+        _pairs("Config", record.config, is_wide=True),
     ]
     body = "\n".join(section for section in sections if section)
     title = html.escape(record.title)
@@ -206,16 +207,19 @@ def _preformatted(title: str, subtitle: str, text: str) -> str:
     )
 
 
-def _pairs(title: str, values: Mapping[str, Any]) -> str:
-    rows = "".join(
-        f"<tr><th>{html.escape(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in _flatten(values)
-    )
+def _pairs(title: str, values: Mapping[str, Any], *, is_wide: bool = False) -> str:
+    rows = "".join(f"<tr><th>{_breakable(key)}</th><td>{html.escape(text)}</td></tr>" for key, text in _flatten(values))
     if not rows:
         return ""
     return (
-        f'<section class="card"><div class="head"><h2>{title}</h2></div>'
+        f'<section class="card{" wide" if is_wide else ""}"><div class="head"><h2>{title}</h2></div>'
         f'<table class="pairs"><tbody>{rows}</tbody></table></section>'
     )
+
+
+def _breakable(key: str) -> str:
+    """A long key may go on in the next line after a dot or an underscore."""
+    return re.sub(r"([._])", r"\1<wbr>", html.escape(key))
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -24,11 +24,12 @@ h2{margin:0;font-size:15px;font-weight:600}
 h2 small{font-weight:400;font-size:13px;color:var(--soft);margin-left:4px}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 16px;min-width:0}
 .head{display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 16px;margin-bottom:8px}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:1px;margin:0;background:var(--rule);
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:1px;margin:0;background:var(--rule);
 border:1px solid var(--rule);border-radius:10px;overflow:hidden}
 .facts div{background:var(--card);padding:12px 16px}
 .facts dt{font-size:13px;color:var(--soft)}
-.facts dd{margin:0;font-size:20px;font-weight:600;font-variant-numeric:tabular-nums;letter-spacing:-.01em}
+.facts dd{margin:0;font-size:18px;white-space:nowrap;font-weight:600;
+font-variant-numeric:tabular-nums;letter-spacing:-.01em}
 .messages{margin:0;padding:10px 16px 10px 34px;border:1px solid var(--rule);border-left:3px solid var(--series-2);
 border-radius:6px;background:var(--card)}
 .legend{display:flex;flex-wrap:wrap;gap:2px 14px;list-style:none;margin:0;padding:0;font-size:13px;color:var(--soft)}
@@ -52,7 +53,7 @@ td,th{padding:5px 0;border-top:1px solid var(--rule);vertical-align:top}
 thead th,.pairs tr:first-child>*{border-top:0}
 .ledger td:nth-child(n+3),.ledger th:nth-child(n+3){text-align:right}
 .total td{font-weight:600}
-.pairs th{padding-right:16px;width:45%;overflow-wrap:anywhere}
+.pairs th{padding-right:16px;width:45%}
 .pairs td{overflow-wrap:anywhere}
 .note,.empty{margin:8px 0 0;font-size:13px;color:var(--soft)}
 @media print{:root{--page:#fff}body{font-size:11px}main{max-width:none;padding:0;grid-template-columns:1fr 1fr}

@@ -53,7 +53,7 @@ def test_the_page_asks_for_nothing_outside_of_itself() -> None:
 
 
 def test_what_was_recorded_is_on_the_page_and_escaped() -> None:
-    page = render(RECORD, SERIES)
+    page = render(RECORD, SERIES).replace("<wbr>", "")
     for text in (
         "GPT tiny, ZeRO-3",
         "zero_optimization.stage",

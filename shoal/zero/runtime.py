@@ -1,10 +1,10 @@
 """Executes the table on a live model: what happens before and after each unit's forward and backward.
 
-    pre-forward     gather the unit, and those that come next
-    post-forward    release it
-    pre-backward    gather it, in reverse order
-    gradient ready  all parameters of the unit ready? -> reduce, release
-    end of backward reduce what is open, release everything
+pre-forward     gather the unit, and those that come next
+post-forward    release it
+pre-backward    gather it, in reverse order
+gradient ready  all parameters of the unit ready? -> reduce, release
+end of backward reduce what is open, release everything
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
-from shoal.zero.external import ExternalUseMode
+from shoal.zero.external import ExternalUseMode, eagerly
 from shoal.zero.hooks import HookSet, tensors_in
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import Reducer, UnitGradient
@@ -45,7 +45,8 @@ class ShardedModel:
     Args:
         units: in order; ``entries``: the gradients of those that have trainable parameters.
         modules: the modules whose forward needs a unit.
-        on_backward: called when a backward pass begins (the engine decides there whether it is the last before the step).
+        on_backward: called when a backward pass begins (the engine decides there whether it is the last before the
+            step).
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class ShardedModel:
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True
         try:
-            with ExternalUseMode(self.unit_of, self._read_outside):
+            with ExternalUseMode(self.unit_of, self._read_outside), eagerly(self.model):
                 yield
         finally:
             self._is_searching = False
@@ -258,7 +259,8 @@ class ShardedModel:
     def _release_after_backward(self, unit: Unit) -> None:
         """Release a unit that no further backward node can read.
 
-        A trained weight is read for the last time before its gradient is accumulated, so a unit of trained weights is done when all of them
+        A trained weight is read for the last time before its gradient is accumulated, so a unit of trained weights is
+        done when all of them
         have theirs. A frozen weight is read until the gradients of its calls' inputs are there; where no input is
         differentiable, or another unit reads it, only the end of backward is sure.
         """
@@ -314,7 +316,10 @@ class ShardedModel:
                 unit.release()
 
     def recover(self) -> None:
-        """After an exception: every unit at rest unless a caller holds it, no gradient, no pass. Raises nothing about peers that are gone."""
+        """After an exception:
+
+        every unit at rest unless a caller holds it, no gradient, no pass. Raises nothing about peers that are gone.
+        """
         self.in_pass = False
         self._running.clear()
         self.reducer.reset()
@@ -335,7 +340,9 @@ def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
     for module in modules:
         for part in module.modules():
             for name, value in vars(part).items():
-                if name not in ("_parameters", "_buffers", "_modules") and any(t.requires_grad for t in tensors_in(value, depth=3)):
+                if name not in ("_parameters", "_buffers", "_modules") and any(
+                    t.requires_grad for t in tensors_in(value, depth=3)
+                ):
                     yield part, name
 
 

@@ -1,0 +1,544 @@
+"""Whatever a model does, every stage trains it as plain PyTorch would on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from tests.ranks import models
+from tests.ranks.training import (
+    ROWS,
+    STAGES,
+    adamw,
+    are_bit_equal,
+    assert_like_alone,
+    assert_ranks_agree,
+    batch,
+    config,
+    finish,
+    largest_difference,
+    make,
+    micro_step,
+    run_steps,
+    sgd,
+    start,
+    train,
+    train_alone,
+    train_ranks,
+)
+
+ZOO = [
+    models.Plain,
+    models.Checkpointed,
+    models.CheckpointedReentrant,
+    models.CheckpointedInside,
+    models.CheckpointedInsideReentrant,
+    models.Adapted,
+    models.AdaptedCheckpointed,
+    models.AdaptedCheckpointedReentrant,
+    models.FrozenBlocks,
+    models.FrozenBottom,
+    models.Twice,
+    models.Shared,
+    models.TiedBetweenBlocks,
+    models.ReadsOthers,
+    models.BlockReadsOther,
+    models.ReturnsDataclasses,
+    models.ReturnsTuplesDictsObjects,
+    models.KeepsAuxiliaryLoss,
+    models.BranchingInsideUnit,
+    models.SeveralDtypes,
+    models.OddParameters,
+    models.WithBuffers,
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("model", ZOO, ids=lambda model: model.__name__)
+def test_every_stage_trains_the_model_as_one_process_does(model: type[nn.Module], world: int) -> None:
+    alone = train_alone(model, world=world)
+    # Shoal keeps an fp32 master of a bf16 parameter, plain PyTorch does not: they differ by a bit or two of 8.
+    atol = 2e-3 if model is models.SeveralDtypes else 1e-5
+    for stage in STAGES:
+        results = train_ranks(world, model, config(stage))
+        assert_like_alone(results, alone, atol=atol)
+
+
+@pytest.mark.parametrize("model", ZOO, ids=lambda model: model.__name__)
+def test_accumulation_over_micro_batches_is_that_of_one_process(model: type[nn.Module]) -> None:
+    alone = train_alone(model, world=2, accumulation=2)
+    atol = 5e-3 if model is models.SeveralDtypes else 1e-5
+    for stage in STAGES:
+        results = train_ranks(2, model, config(stage, gradient_accumulation_steps=2))
+        assert_like_alone(results, alone, atol=atol)
+
+
+ZERO = {
+    "no prefetch": {"stage3_prefetch_bucket_size": 0},
+    "one unit live": {"stage3_max_live_parameters": 1},
+    "units kept for reuse": {"stage3_max_reuse_distance": 1_000_000_000},
+    "buckets of one parameter": {"reduce_bucket_size": 1},
+    "small buckets": {"reduce_bucket_size": 300},
+    "small parameters stay whole": {"stage3_param_persistence_threshold": 100},
+    "no overlap": {"overlap_comm": False},
+    "small sub-groups": {"sub_group_size": 100},
+}
+
+
+@pytest.mark.parametrize("zero", ZERO.values(), ids=ZERO.keys())
+def test_a_key_of_the_config_changes_speed_and_memory_but_no_number(zero: dict[str, Any]) -> None:
+    for stage in STAGES:
+        plain = train_ranks(2, models.Plain, config(stage), steps=4)
+        results = train_ranks(2, models.Plain, config(stage, zero_optimization=zero), steps=4)
+        assert_ranks_agree(results)
+        assert results[0].losses == plain[0].losses
+        # The norm is summed bucket by bucket, and the buckets differ.
+        assert largest_difference(results[0].parameters, plain[0].parameters) <= 1e-6
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("world", "zero"),
+    [
+        (4, {"mics_shard_size": 2}),
+        (4, {"mics_shard_size": 1}),
+        (4, {"zero_hpz_partition_size": 2}),
+        (6, {"mics_shard_size": 3}),
+        (6, {"mics_shard_size": 2}),
+        (6, {"zero_hpz_partition_size": 3}),
+    ],
+    ids=lambda value: str(value),
+)
+def test_hybrid_sharding_trains_as_one_process_does(world: int, zero: dict[str, int], accumulation: int) -> None:
+    alone = train_alone(models.Twice, world=world, accumulation=accumulation, clip=0.5)
+    for stage in (1, 2, 3) if "mics_shard_size" in zero else (3,):
+        settings = config(
+            stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, zero_optimization=zero
+        )
+        assert_like_alone(train_ranks(world, models.Twice, settings), alone, atol=1e-5)
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() <= 1], "lr": 0.05},
+    ]
+
+
+def test_each_parameter_group_keeps_its_own_settings() -> None:
+    alone_model = make(models.OddParameters)
+    optimizer = torch.optim.SGD(two_groups(alone_model), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for rank in range(2):
+            (alone_model(*batch(step, rank, 2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[1]["lr"] *= 0.5
+    alone = {name: p.detach() for name, p in alone_model.named_parameters()}
+
+    def job(stage: int) -> dict[str, torch.Tensor]:
+        model = make(models.OddParameters)
+        made = torch.optim.SGD(two_groups(model), lr=0.1, momentum=0.9)
+        engine, wrapped, _, _ = shoal.initialize(model=model, optimizer=made, config=config(stage))
+        for step in range(3):
+            micro_step(engine, step)
+            wrapped.param_groups[1]["lr"] *= 0.5  # what a schedule does
+        assert engine.get_lr() == [0.1, 0.05 * 0.125]
+        return finish(engine, []).parameters
+
+    for stage in STAGES:
+        for found in run_ranks(2, job, stage):
+            assert largest_difference(found, alone) <= 1e-5
+
+
+# Steps counted as torch counts them
+
+
+def test_a_parameter_that_first_gets_a_gradient_at_the_third_step_counts_from_there() -> None:
+    def alone() -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        model = make(models.Late)
+        optimizer = adamw(model.parameters())
+        for step in range(5):
+            model.is_joined = step >= 2
+            for rank in range(2):
+                (model(*batch(step, rank, 2)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        steps = {name: float(optimizer.state[p]["step"]) for name, p in model.named_parameters() if optimizer.state[p]}
+        return {name: p.detach() for name, p in model.named_parameters()}, steps
+
+    expected, counts = alone()
+    assert (counts["extra.weight"], counts["norm.weight"], "unused.weight" in counts) == (3.0, 5.0, False)
+
+    def job(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        engine = start(models.Late, config(stage), adamw)
+        for step in range(5):
+            engine.module.is_joined = step >= 2
+            micro_step(engine, step)
+        state = engine.optimizer.state
+        steps = {name: float(state[p]["step"]) for name, p in engine.module.named_parameters() if state.get(p)}
+        return finish(engine, []).parameters, steps
+
+    for stage in STAGES:
+        results = run_ranks(2, job, stage)
+        for parameters, _ in results:
+            assert largest_difference(parameters, expected) <= 1e-5
+        for name, count in counts.items():
+            assert {steps[name] for _, steps in results if name in steps} == {count}, name
+        assert not any("unused.weight" in steps for _, steps in results)
+
+
+def test_a_parameter_without_a_gradient_on_any_rank_is_left_alone() -> None:
+    def job(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+        before = make(models.Plain).unused.weight.detach().clone()
+        return before, train(models.Plain, config(stage), adamw).parameters["unused.weight"]
+
+    for world in (1, 2):
+        for stage in STAGES:
+            for before, after in run_ranks(world, job, stage):
+                assert torch.equal(before, after)  # weight decay 0.1 would have changed it
+
+
+class OnOneRank(models.Plain):
+    """Only rank 0 uses the extra layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(models.HIDDEN, models.HIDDEN)
+        self.uses_extra: bool | None = None
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        uses = self.uses_extra if self.uses_extra is not None else current_world().rank == 0
+        x = super().body(x)
+        return x + self.extra(x) if uses else x
+
+
+def test_a_parameter_with_a_gradient_on_one_rank_only_is_updated_by_the_mean_over_all() -> None:
+    model = make(OnOneRank)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        for rank in range(3):
+            model.uses_extra = rank == 0
+            (model(*batch(step, rank, 3)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = {name: p.detach() for name, p in model.named_parameters()}
+    for stage in STAGES:
+        results = train_ranks(3, OnOneRank, config(stage))
+        assert_ranks_agree(results)
+        assert largest_difference(results[0].parameters, alone) <= 1e-5
+
+
+# Accumulation and its boundaries
+
+
+def accumulated_by_hand(engine: shoal.Engine, how: str) -> None:
+    """Three steps of two micro-batches, said in another way than by ``gradient_accumulation_steps``."""
+    world = current_world()
+    for step in range(3):
+        first, second = (batch(2 * step + micro, world.rank, world.size) for micro in range(2))
+        if how == "no_sync":
+            with engine.no_sync():
+                engine.backward(engine(*first))
+                engine.step()
+            engine.backward(engine(*second))
+            engine.step()
+        elif how == "explicit boundary":
+            engine.set_gradient_accumulation_boundary(False)
+            engine.backward(engine(*first) / 2, scale_wrt_gas=False)
+            engine.step()
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(*second) / 2, scale_wrt_gas=False)
+            engine.step()
+        elif how == "unmanaged":
+            engine.backward(engine(*first) / 2)
+            engine.backward(engine(*second) / 2)
+            engine.step()
+        elif how == "unmanaged, loss.backward":
+            (engine(*first) / 2).backward()
+            (engine(*second) / 2).backward()
+            engine.step()
+        else:
+            raise AssertionError(how)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("how", ["no_sync", "explicit boundary", "unmanaged", "unmanaged, loss.backward"])
+def test_accumulation_said_in_any_way_gives_the_same_parameters(how: str, world: int) -> None:
+    alone = train_alone(models.Plain, world=world, accumulation=2, clip=0.5)
+
+    def job(stage: int) -> tuple[dict[str, torch.Tensor], int]:
+        settings = config(
+            stage,
+            gradient_accumulation_steps=2 if how == "no_sync" else 1,
+            managed_gradient_accumulation="unmanaged" not in how,
+            gradient_clipping=0.5,
+        )
+        engine = start(models.Plain, settings)
+        accumulated_by_hand(engine, how)
+        steps = engine.global_steps
+        return finish(engine, []).parameters, steps
+
+    for stage in STAGES:
+        for parameters, steps in run_ranks(world, job, stage):
+            assert steps == 3
+            assert largest_difference(parameters, alone.parameters) <= 1e-5
+
+
+def test_no_sync_communicates_no_gradient_at_any_stage() -> None:
+    def job(stage: int) -> list[str]:
+        engine = start(models.Plain, config(stage, gradient_accumulation_steps=2))
+        run_steps(engine, 1)
+        with engine.no_sync():
+            loss = engine(*batch(2, current_world().rank, 2))
+            with current_world().recorder.recording() as entries:
+                engine.backward(loss)
+                engine.step()
+        ops = [entry.op for entry in entries if entry.op != "all_gather"]
+        micro_step(engine, 3)
+        engine.destroy()
+        return ops
+
+    for stage in STAGES:
+        assert run_ranks(2, job, stage) == [[], []]
+
+
+def test_set_train_batch_size_changes_the_accumulation_steps() -> None:
+    alone = train_alone(models.Plain, world=2, accumulation=3, steps=2)
+
+    def job(stage: int) -> tuple[tuple[int, int, int], dict[str, torch.Tensor]]:
+        engine = start(models.Plain, config(stage))
+        before = engine.train_batch_size()
+        engine.set_train_batch_size(3 * ROWS * 2)
+        run_steps(engine, 2)
+        numbers = (before, engine.train_batch_size(), engine.gradient_accumulation_steps())
+        return numbers, finish(engine, []).parameters
+
+    for stage in STAGES:
+        for numbers, parameters in run_ranks(2, job, stage):
+            assert numbers == (4, 12, 3)
+            assert largest_difference(parameters, alone.parameters) <= 1e-5
+
+
+# Several backward passes in one micro-step
+
+
+def two_losses(model: nn.Module, index: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of two forward passes."""
+    return model(*batch(2 * index, rank, world)), model(*batch(2 * index + 1, rank, world))
+
+
+@pytest.mark.parametrize("how", ["two backward calls", "one graph twice", "nested in a hook"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_several_backward_passes_in_one_micro_step_are_summed(how: str, world: int) -> None:
+    def losses_backward(model: nn.Module, step: int, rank: int, backward: Any, scale: float) -> None:
+        if how == "two backward calls":
+            for loss in two_losses(model, step, rank, world):
+                backward(loss * scale)
+        elif how == "one graph twice":
+            loss = model(*batch(step, rank, world)) * scale
+            backward(loss, retain_graph=True)
+            backward(loss)
+        else:
+            inner, outer = (loss * scale for loss in two_losses(model, step, rank, world))
+            outer.register_hook(lambda gradient: inner.backward())
+            backward(outer)
+
+    model = make(models.Plain)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        for rank in range(world):
+            losses_backward(model, step, rank, lambda loss, **kwargs: loss.backward(**kwargs), 1 / world)
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = {name: p.detach() for name, p in model.named_parameters()}
+
+    def job(stage: int, style: str) -> dict[str, torch.Tensor]:
+        engine = start(models.Plain, config(stage))
+        backward = engine.backward if style == "engine" else (lambda loss, **kwargs: loss.backward(**kwargs))
+        for step in range(3):
+            losses_backward(engine, step, current_world().rank, backward, 1.0)
+            engine.step()
+        return finish(engine, []).parameters
+
+    for stage in STAGES:
+        for style in ("engine", "plain"):
+            for found in run_ranks(world, job, stage, style):
+                assert largest_difference(found, alone) <= 1e-5
+
+
+# Evaluation and generation between steps
+
+
+@torch.no_grad()
+def generate(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        tokens = torch.cat([tokens, model.logits(tokens)[:, -1:].argmax(-1)], dim=1)
+    return tokens
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_evaluation_and_generation_between_steps_change_nothing(world: int) -> None:
+    def job(stage: int, looks: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        engine = start(models.Plain, config(stage))
+        seen: list[Any] = []
+        for step in range(4):
+            micro_step(engine, step)
+            if looks:
+                engine.eval()
+                with torch.no_grad():
+                    seen.append(float(engine(*batch(50, 0, 1))))
+                engine.train()
+        return finish(engine, []).parameters, seen
+
+    for stage in STAGES:
+        plain = run_ranks(world, job, stage, False)
+        looking = run_ranks(world, job, stage, True)
+        assert all(are_bit_equal(a[0], b[0]) for a, b in zip(plain, looking, strict=True))
+        assert all(len(set(values)) == 4 and values == looking[0][1] for _, values in looking)
+
+
+class Generates(models.Plain):
+    """Its forward without targets gives logits, as language models do."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.logits(tokens)
+        return logits if targets is None else models.cross_entropy(logits, targets)
+
+
+def test_generation_between_steps_is_that_of_the_whole_model() -> None:
+    def job(stage: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        engine = start(Generates, config(stage))
+        sharded, whole = [], []
+        for step in range(3):
+            micro_step(engine, step)
+            tokens = torch.arange(3).view(1, 3)
+            with torch.no_grad():
+                out = tokens
+                for _ in range(4):
+                    out = torch.cat([out, engine(out)[:, -1:].argmax(-1)], dim=1)
+            sharded.append(out)
+            with shoal.zero.GatheredParameters(engine.module.parameters()):
+                whole.append(generate(engine.module, tokens)[:, : out.shape[1]])
+        engine.destroy()
+        return sharded, whole
+
+    for stage in STAGES:
+        for sharded, whole in run_ranks(2, job, stage):
+            assert all(torch.equal(a[:, :6], b[:, :6]) for a, b in zip(sharded, whole, strict=True))
+
+
+# Branches that differ among the ranks
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_block_that_runs_by_the_data_trains_as_in_one_process(accumulation: int) -> None:
+    alone = train_alone(models.Branching, world=3, accumulation=accumulation, steps=4)
+    for stage in STAGES:
+        # Stage 3 gathers what runs, so all ranks must run the same units: one unit holds the branches.
+        settings = config(stage, gradient_accumulation_steps=accumulation, units={"names": ["blocks"]})
+        assert_like_alone(train_ranks(3, models.Branching, settings, steps=4), alone, atol=1e-5)
+    for stage in (0, 1, 2):
+        settings = config(stage, gradient_accumulation_steps=accumulation)
+        assert_like_alone(train_ranks(3, models.Branching, settings, steps=4), alone, atol=1e-5)
+
+
+class RankBranches(models.Plain):
+    """Rank 0 skips the second block, rank 1 the third, in every step."""
+
+    rank: int | None = None
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        rank = self.rank if self.rank is not None else current_world().rank
+        for index, block in enumerate(self.blocks):
+            if index != rank + 1:
+                x = block(x)
+        return x
+
+
+def test_ranks_whose_branches_differ_neither_hang_nor_mix() -> None:
+    model = make(RankBranches)
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        for rank in range(3):
+            model.rank = rank
+            (model(*batch(step, rank, 3)) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = {name: p.detach() for name, p in model.named_parameters()}
+    for stage in (0, 1, 2):
+        results = train_ranks(3, RankBranches, config(stage), steps=4)
+        assert_ranks_agree(results)
+        assert largest_difference(results[0].parameters, alone) <= 1e-5
+    results = train_ranks(3, RankBranches, config(3, units={"names": ["blocks"]}), steps=4)
+    assert_ranks_agree(results)
+    assert largest_difference(results[0].parameters, alone) <= 1e-5
+
+
+def test_at_stage_3_units_that_only_some_ranks_run_are_named_and_do_not_hang() -> None:
+    with pytest.raises(shoal.errors.CommError, match=r"blocks\.[12]"):
+        train_ranks(3, RankBranches, config(3), steps=4)
+
+
+# torch.compile
+
+
+class CountsGraphs:
+    """A backend that counts what it is asked to compile."""
+
+    def __init__(self, inner: str) -> None:
+        self.num_graphs = 0
+        self._inner = inner
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        from torch._dynamo.backends.registry import lookup_backend
+
+        self.num_graphs += 1
+        return lookup_backend(self._inner)(graph, inputs)
+
+
+def compiled_blocks(backend: CountsGraphs, how: str) -> nn.Module:
+    """More blocks than torch keeps graphs of one function: they must share."""
+    model = models.Plain(num_blocks=10)
+    for index, block in enumerate(model.blocks):
+        if how == "in place":
+            block.compile(backend=backend, dynamic=False)
+        else:
+            model.blocks[index] = torch.compile(block, backend=backend, dynamic=False)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile reads .grad of tensors that have none
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.parametrize(
+    ("backend", "world", "stage"),
+    [("eager", 2, 0), ("eager", 2, 1), ("eager", 2, 2), ("eager", 2, 3), ("aot_eager", 2, 3), ("aot_eager", 1, 3)],
+)
+def test_compiled_blocks_train_alike_and_are_not_compiled_again_after_the_second_step(
+    backend: str, world: int, stage: int, how: str
+) -> None:
+    alone = train_alone(lambda: models.Plain(num_blocks=10), world=world, steps=5)
+    counting = CountsGraphs(backend)
+
+    def job() -> tuple[dict[str, torch.Tensor], int, int]:
+        engine = start(lambda: compiled_blocks(counting, how), config(stage))
+        run_steps(engine, 2)
+        after_two_steps = counting.num_graphs
+        run_steps(engine, 3, first=2)
+        return finish(engine, []).parameters, after_two_steps, counting.num_graphs
+
+    torch._dynamo.reset()
+    try:
+        results = run_ranks(world, job)
+    finally:
+        torch._dynamo.reset()
+    for parameters, after_two_steps, in_the_end in results:
+        assert 1 <= after_two_steps == in_the_end <= 3
+        plain_names = {name.replace("_orig_mod.", ""): value for name, value in parameters.items()}
+        assert largest_difference(plain_names, alone.parameters) <= 1e-5

@@ -1,4 +1,7 @@
-"""The accelerator behind one seam: streams, memory counters, scalar reads. Nothing above this floor names ``torch.cuda``."""
+"""The accelerator behind one seam:
+
+streams, memory counters, scalar reads. Nothing above this floor names ``torch.cuda``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,10 @@ def read_scalar(tensor: torch.Tensor, *, when_fake: float) -> float:
 
 
 def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
-    """The values of a 1-D tensor, or ``when_fake`` for each in a dry run. Order: blocks the host until they are there."""
+    """The values of a 1-D tensor, or ``when_fake`` for each in a dry run.
+
+    Order: blocks the host until they are there.
+    """
     if is_fake(tensor):
         return [when_fake] * tensor.numel()
     return [float(value) for value in tensor.tolist()]
@@ -52,7 +58,8 @@ class Device:
     def step_block_numel(self) -> int | None:
         """Elements of the optimizer step that are done together; None: no limit.
 
-        On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache, so the step
+        On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache, so the
+        step
         moves each byte through memory once. A GPU wants one large launch instead.
         """
         return None if self.is_cuda else 512 * 1024

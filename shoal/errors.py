@@ -1,16 +1,16 @@
 """Every error that Shoal raises on purpose: what is wrong, where, and what to do.
 
-    ShoalError
-    ├── ConfigError            the configuration (all problems at once)
-    ├── ModelError             the model, its parameters, or a change made to them
-    ├── OptimizerError         the optimizer, its groups, or the schedule
-    ├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
-    ├── CommError              a collective: mismatch, timeout, closed connection
-    │   └── RankFailedError    another rank failed; carries that rank's traceback
-    ├── NonFiniteError         a loss or gradient that is NaN or infinite
-    ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
-    ├── NotBuiltError          a part of Shoal that is not built yet, by name
-    └── UsageError             the API called in a way that cannot work
+ShoalError
+├── ConfigError            the configuration (all problems at once)
+├── ModelError             the model, its parameters, or a change made to them
+├── OptimizerError         the optimizer, its groups, or the schedule
+├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
+├── CommError              a collective: mismatch, timeout, closed connection
+│   └── RankFailedError    another rank failed; carries that rank's traceback
+├── NonFiniteError         a loss or gradient that is NaN or infinite
+├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
+├── NotBuiltError          a part of Shoal that is not built yet, by name
+└── UsageError             the API called in a way that cannot work
 """
 
 from __future__ import annotations

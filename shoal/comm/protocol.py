@@ -4,11 +4,13 @@ A communicator is bound to one axis of the mesh. Callers say what is to be moved
 and contiguous; ``shard numel = full numel / size``; rank ``r`` owns ``full[r * shard : (r + 1) * shard]``. Every rank
 issues the same calls in the same order.
 
-A collective is *issued* by the call (which does not block) and *completed* by ``Work.wait()``. Between the two the source
+A collective is *issued* by the call (which does not block) and *completed* by ``Work.wait()``. Between the two the
+source
 must not be written. After ``wait()`` the result is there, but peers may still be reading this rank's source: call
 ``Work.drain()``, or ``Communicator.drain()`` for all of them, before overwriting it.
 
-Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in fp32 and rounded once to the dtype of the result, so
+Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in fp32 and rounded once to the dtype of
+the result, so
 that reduce_scatter and all_reduce give the same bits.
 """
 
@@ -25,7 +27,10 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> torch.Tensor:
-        """Block until the result is there (on CUDA: until the current stream waits for it) and return it. Idempotent."""
+        """Block until the result is there (on CUDA:
+
+        until the current stream waits for it) and return it. Idempotent.
+        """
         ...
 
     def drain(self) -> None:
@@ -42,7 +47,9 @@ class Communicator(Protocol):
     size: int
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A 1-D tensor in memory that this communicator can send from without a copy (shared memory, registered memory)."""
+        """A 1-D tensor in memory that this communicator can send from without a copy (shared memory, registered
+        memory).
+        """
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
@@ -58,7 +65,8 @@ class Communicator(Protocol):
         """``out = scale * sum over ranks of full[own range]``, or ``out += ...`` with ``accumulate``.
 
         ``out`` has shard numel, may be of another dtype than ``full`` and may be this rank's own range of ``full``
-        (then without ``accumulate``). The other ranges of ``full`` are left as they were or clobbered: not to be read again.
+        (then without ``accumulate``). The other ranges of ``full`` are left as they were or clobbered: not to be read
+        again.
 
         Communicates: (size - 1) / size * full bytes received per rank.
         """
@@ -78,14 +86,18 @@ class Communicator(Protocol):
         ...
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        """All-gather a small vector (control messages: norms, flags, orders): the result is ``[size, numel]`` in rank order.
+        """All-gather a small vector (control messages: norms, flags, orders): the result is ``[size, numel]`` in rank
+        order.
 
         Recorded apart from the collectives that move parameters and gradients.
         """
         ...
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
-        """Every rank's ``value`` (anything that JSON can hold), in rank order, on every rank. Blocks. For start-up only."""
+        """Every rank's ``value`` (anything that JSON can hold), in rank order, on every rank.
+
+        Blocks. For start-up only.
+        """
         ...
 
     def barrier(self, *, label: str) -> None:

@@ -52,7 +52,11 @@ def make_loader(
     sampler = data_sampler
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
-            dataset, num_replicas=comm.size, rank=comm.rank, shuffle=route == "train", drop_last=config.dataloader_drop_last
+            dataset,
+            num_replicas=comm.size,
+            rank=comm.rank,
+            shuffle=route == "train",
+            drop_last=config.dataloader_drop_last,
         )
     loader: DataLoader[Any] = DataLoader(
         dataset,

@@ -34,7 +34,8 @@ from shoal.zero.step import BucketState, ShardedStep
 class Engine(nn.Module):
     """A model that trains under one plan.
 
-    Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or ``loss.backward()`` and
+    Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
+    ``loss.backward()`` and
     ``engine.step()``. Attributes that are not the engine's own are the model's.
     """
 
@@ -144,14 +145,15 @@ class Engine(nn.Module):
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps.
 
-        Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a step.
+        Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a
+        step.
         """
         per_micro = self._micro_batch * self.dp_world_size
         if train_batch_size <= 0 or train_batch_size % per_micro:
             low = max(train_batch_size // per_micro, 1) * per_micro
             raise ConfigError(
-                f"train_batch_size {train_batch_size} does not divide by micro-batch {self._micro_batch} x data-parallel"
-                f" {self.dp_world_size} = {per_micro}.",
+                f"train_batch_size {train_batch_size} does not divide by micro-batch {self._micro_batch}"
+                f" x data-parallel {self.dp_world_size} = {per_micro}.",
                 do=f"take {low} or {low + per_micro}.",
                 code="batch-size",
             )
@@ -207,7 +209,10 @@ class Engine(nn.Module):
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:
-        """Bring the units to rest when something raises. An error that nobody catches is told to the other ranks by ``comm``."""
+        """Bring the units to rest when something raises.
+
+        An error that nobody catches is told to the other ranks by ``comm``.
+        """
         try:
             yield
         except Exception as error:
@@ -230,7 +235,7 @@ class Engine(nn.Module):
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return OutOfMemoryError(
             f"no memory left in {phase}: {first_line}\n{ledger}",
-            where=f"rank {self.global_rank}, step {self.global_steps}, micro-batch {self.micro_steps % self._accumulation_steps}",
+            where=f"rank {self.global_rank}, step {self.global_steps}, micro-step {self.micro_steps}",
             do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._micro_batch),
         )
 
@@ -261,14 +266,19 @@ class Engine(nn.Module):
 
         Returns: the loss as it was given.
         Raises: UsageError: no optimizer, or a loss that is not one differentiable number.
-        Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters of stage 3.
+        Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
+        of stage 3.
         """
         self._check_alive()
         if self.optimizer is None:
-            raise UsageError("backward() needs an optimizer, and this engine was made without one.", code="no-optimizer")
+            raise UsageError(
+                "backward() needs an optimizer, and this engine was made without one.", code="no-optimizer"
+            )
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"the loss must be one number, got {shape}.", do="reduce it, e.g. loss.mean().", code="loss-shape")
+            raise UsageError(
+                f"the loss must be one number, got {shape}.", do="reduce it, e.g. loss.mean().", code="loss-shape"
+            )
         if not loss.requires_grad:
             raise UsageError(
                 "the loss does not depend on any parameter that is trained.",
@@ -438,7 +448,8 @@ class Engine(nn.Module):
         if unused:
             self._finish_step()
             raise ModelError(
-                f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}.",
+                f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
+                f"{' ...' if len(unused) > 8 else ''}.",
                 where=f"step {self.global_steps}, zero_optimization.ignore_unused_parameters = false",
                 do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
                 code="unused-parameters",
@@ -455,13 +466,17 @@ class Engine(nn.Module):
         policy = self.plan.nonfinite
         is_loss_bad = bool(view.bad_loss_ranks)
         is_scaled = self._loss_scale is not None
-        if policy == "raise" or (policy is None and is_loss_bad and not is_scaled) or self._bad_steps >= self.plan.max_bad_steps:
+        if (
+            policy == "raise"
+            or (policy is None and is_loss_bad and not is_scaled)
+            or self._bad_steps >= self.plan.max_bad_steps
+        ):
             self._finish_step()
             raise NonFiniteError(
                 what + (f" {self._bad_steps} steps in a row." if self._bad_steps > 1 else ""),
                 where=where,
-                do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave such steps out"
-                " and go on. The parameters are as they were before the step.",
+                do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
+                " such steps out and go on. The parameters are as they were before the step.",
             )
         message = f"step {self.global_steps} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
         if not is_scaled or is_loss_bad:
@@ -497,7 +512,8 @@ class Engine(nn.Module):
         elif name == "at_floor":
             where, what = self._describe(view)
             message = (
-                f"overflow at the lowest loss scale {self._loss_scale.scale:g}: {what} Train in bf16, or look at the first parameter."
+                f"overflow at the lowest loss scale {self._loss_scale.scale:g}: {what}"
+                " Train in bf16, or look at the first parameter."
             )
             if self.plan.nonfinite in (None, "raise") and self._bad_steps >= self.plan.max_bad_steps:
                 raise NonFiniteError(message, where=where, do='set "bf16": {"enabled": true} in place of fp16.')
@@ -546,7 +562,10 @@ class Engine(nn.Module):
             raise UsageError("this engine was destroyed.", do="call shoal.initialize() again.", code="engine-destroyed")
 
     def destroy(self) -> None:
-        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters, whole. Idempotent."""
+        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters, whole.
+
+        Idempotent.
+        """
         if self._is_destroyed:
             return
         self._is_destroyed = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,10 +16,10 @@ from shoal.comm.world import World, current_world, init_distributed
 from shoal.config import Config, load
 from shoal.device import Device
 from shoal.engine.engine import Engine
-from shoal.engine.log import logger, say_on_rank_0
+from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
-from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
+from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError
 from shoal.mesh import Mesh
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
@@ -47,11 +50,13 @@ def initialize(
 
     Args:
         model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
-        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None: from the config.
+        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None:
+            from the config.
         model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
         training_data: a dataset; a loader of this rank's micro-batches is returned.
         lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
-        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places for it.
+        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
+            for it.
 
     Returns: engine, optimizer (None without one), data loader, schedule.
     Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
@@ -123,11 +128,13 @@ def _world(dist_init_required: bool | None, port: int) -> World:
 
 
 def _check_mpu(mpu: Any) -> None:
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size", "get_sequence_parallel_world_size"):
+    for name in (
+        "get_model_parallel_world_size",
+        "get_tensor_model_parallel_world_size",
+        "get_sequence_parallel_world_size",
+    ):
         degree = getattr(mpu, name, lambda: 1)()
         if degree != 1:
-            from shoal.errors import NotBuiltError
-
             raise NotBuiltError(
                 f"mpu.{name}() is {degree}: tensor and sequence parallelism are not built yet.",
                 do="train with data parallelism (ZeRO) only for now.",
@@ -136,14 +143,14 @@ def _check_mpu(mpu: Any) -> None:
 
 def make_axes(world: World, plan: Plan) -> Axes:
     """The communicators that a plan needs."""
-    mesh = Mesh.of(world.size, dp_shard=plan.shard_size or world.size, dp_replicate=world.size // (plan.shard_size or world.size))
+    mesh = Mesh.of(
+        world.size, dp_shard=plan.shard_size or world.size, dp_replicate=world.size // (plan.shard_size or world.size)
+    )
     mesh.refuse_unbuilt()
     everyone = world.communicator("dp", mesh)
     secondary = None
     if plan.secondary_size is not None:
-        inner_mesh = Mesh.of(
-            world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size
-        )
+        inner_mesh = Mesh.of(world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size)
         secondary = world.communicator("dp_shard", inner_mesh)
     if plan.shard_size is None:
         return Axes(everyone, everyone, None, secondary)
@@ -151,8 +158,6 @@ def make_axes(world: World, plan: Plan) -> Axes:
 
 
 def _without_native(plan: Plan) -> Any:
-    import dataclasses
-
     return dataclasses.replace(plan.zero, can_be_native=False)
 
 
@@ -174,7 +179,8 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
             raise error(
                 f"rank {', '.join(map(str, odd))} has another {key} than the others.",
                 where=f"{comm.size} data-parallel ranks",
-                do=f"give every rank the same {key}" + ("; the same names, shapes, dtypes and requires_grad." if key == "model" else "."),
+                do=f"give every rank the same {key}"
+                + ("; the same names, shapes, dtypes and requires_grad." if key == "model" else "."),
                 code=f"ranks-differ-{key}",
             )
 
@@ -186,8 +192,6 @@ def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
 
 
 def _digest(text: str) -> str:
-    import hashlib
-
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -207,7 +211,8 @@ def _make_optimizer(
         check_elementwise(made, allow_untested=bool(settings.zero_allow_untested_optimizer), world_size=world_size)
     elif given is not None:
         raise OptimizerError(
-            f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.", code="optimizer-type"
+            f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.",
+            code="optimizer-type",
         )
     elif settings.optimizer is not None and settings.optimizer.type:
         groups = _groups(model, parameters)
@@ -242,7 +247,8 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
         for parameter in group["params"]:
             if id(parameter) in seen:
                 raise OptimizerError(
-                    f"parameter {names.get(id(parameter), '?')!r} is in group {seen[id(parameter)]} and again in group {index}.",
+                    f"parameter {names.get(id(parameter), '?')!r} is in group {seen[id(parameter)]}"
+                    f" and again in group {index}.",
                     do="hand each parameter to exactly one group.",
                     code="optimizer-groups",
                 )
@@ -258,7 +264,7 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
 
 
 def _make_schedule(given: Any, settings: Config, engine: Engine) -> Any:
-    if given is not None and not callable(given) or hasattr(given, "get_last_lr"):
+    if hasattr(given, "get_last_lr") or (given is not None and not callable(given)):
         return given
     if engine.client_optimizer is None:
         return None
@@ -271,8 +277,11 @@ def _make_schedule(given: Any, settings: Config, engine: Engine) -> Any:
 
 def _report(engine: Engine, settings: Config, notes: list[str]) -> None:
     rank = engine.global_rank
-    say_on_rank_0(rank, f"placement:\n{engine.sharded.table}")
-    say_on_rank_0(rank, f"memory:\n{engine.memory_report()}")
+    make_audible(settings.log_level)
+    if settings.dump_state:
+        say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
+    say_on_rank_0(rank, f"placement of {engine.dp_world_size} data-parallel ranks\n{engine.sharded.table}")
+    say_on_rank_0(rank, f"memory of rank 0\n{engine.memory_report()}")
     for note in (*settings.notes(), *notes):
         say_on_rank_0(rank, note)
     untrained = [
@@ -287,6 +296,3 @@ def _report(engine: Engine, settings: Config, notes: list[str]) -> None:
             ", ".join(untrained[:5]),
             " ..." if len(untrained) > 5 else "",
         )
-
-
-

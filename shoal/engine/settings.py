@@ -83,8 +83,10 @@ def plan_of(config: Config, dp_size: int) -> Plan:
     threshold = int(zero.stage3_param_persistence_threshold) if stage == 3 and dp_size > 1 else 0
     leaf = zero.leaf_module
     rules = UnitRules(
-        classes=tuple(config.units.classes) + tuple(leaf.classes or ()),
-        names=tuple(config.units.names) + tuple(leaf.names or ()),
+        classes=tuple(config.units.classes),
+        names=tuple(config.units.names),
+        leaf_classes=tuple(leaf.classes or ()),
+        leaf_names=tuple(leaf.names or ()) + tuple(f"*{suffix}" for suffix in leaf.name_suffixes or ()),
         persistence_threshold=threshold,
         max_persistent_numel=int(zero.stage3_model_persistence_threshold),
     )
@@ -151,7 +153,10 @@ def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
             code="mesh",
         )
     shard = sizes.pop() if sizes else None
-    for key, size in ((next((k for k, v in asked.items() if v == shard), ""), shard), ("zero_optimization.zero_hpz_partition_size", hpz)):
+    for key, size in (
+        (next((k for k, v in asked.items() if v == shard), ""), shard),
+        ("zero_optimization.zero_hpz_partition_size", hpz),
+    ):
         if size is not None and dp_size % size:
             raise ConfigError(
                 f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
@@ -160,7 +165,9 @@ def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
             )
     if shard is not None and hpz > 1:
         raise ConfigError(
-            "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.", do="set one of them.", code="mesh"
+            "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.",
+            do="set one of them.",
+            code="mesh",
         )
     secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
     return (shard if shard is not None and shard < dp_size else None), secondary

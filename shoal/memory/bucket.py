@@ -1,8 +1,11 @@
 """A unit's parameters of one dtype in one flat tensor, of which each parameter is a view.
 
-At rest a sharded bucket holds this rank's range only. Gathering fills ``full`` in place; releasing empties its storage but keeps every
-tensor object alive, so a view that autograd saved is valid again after the next gather. Reading a view of an emptied storage would crash
-the process, so at rest a parameter's data is a stand-in: one NaN expanded to the true shape (4 bytes, reads as NaN, refuses writes).
+At rest a sharded bucket holds this rank's range only. Gathering fills ``full`` in place; releasing empties its
+storage but keeps every
+tensor object alive, so a view that autograd saved is valid again after the next gather. Reading a view of an emptied
+storage would crash
+the process, so at rest a parameter's data is a stand-in: one NaN expanded to the true shape (4 bytes, reads as NaN,
+refuses writes).
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ class ParameterBucket:
         comm: the axis that shards. Its size is ``layout.num_shards`` where ``is_sharded``.
         is_sharded: at rest each rank holds its range (stage 3), not the whole (stages 0 to 2).
         is_state_sharded: this rank's optimizer owns its range (``begin`` to ``end``), not the whole (stage 0).
-        secondary: the inner axis of a second sharding that the backward pass gathers from (ZeRO++ hpZ, arXiv:2306.10209), or None.
+        secondary: the inner axis of a second sharding that the backward pass gathers from (ZeRO++ hpZ,
+            arXiv:2306.10209), or None.
     """
 
     def __init__(

@@ -3,7 +3,8 @@
     bucket   | w: 0..6 | gap | b: 64..67 | gap .. | padding |
     ranks    |<---- rank 0: 0..128 ---->|<---- rank 1: 128..256 ---->|
 
-Every parameter begins at a multiple of ``alignment`` elements (kernels want aligned matrices) and every rank's range too. The
+Every parameter begins at a multiple of ``alignment`` elements (kernels want aligned matrices) and every rank's range
+too. The
 parameters of one optimizer group lie side by side, so that a rank's part of a group is one contiguous range.
 
 >>> layout = lay_out([("w", (2, 3), 0), ("b", (3,), 0)], num_shards=2, alignment=64)
@@ -50,7 +51,8 @@ class Segment:
 class BucketLayout:
     """The layout of one bucket.
 
-    Invariants (checked): slots are in order, do not overlap and are aligned; groups are contiguous; ``numel`` divides by ``num_shards``.
+    Invariants (checked): slots are in order, do not overlap and are aligned; groups are contiguous; ``numel`` divides
+    by ``num_shards``.
     """
 
     slots: tuple[Slot, ...]

@@ -57,7 +57,8 @@ def collective(source: Kind, target: Kind) -> str:
     except KeyError:
         raise PlacementError(
             f"no single collective leads from {source.value} to {target.value}.",
-            do="go through a placement that both know: " + ", ".join(f"{a.value} -> {b.value}" for a, b in _COLLECTIVES),
+            do="go through a placement that both know: "
+            + ", ".join(f"{a.value} -> {b.value}" for a, b in _COLLECTIVES),
             code="placement-no-move",
         ) from None
 

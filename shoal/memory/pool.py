@@ -1,6 +1,7 @@
 """Buffers that are taken for a moment and given back, so that a step allocates nothing after the first.
 
-A buffer is shared by all buckets that lie alike, together with its views and its zeroed gaps. A buffer that a collective still reads
+A buffer is shared by all buckets that lie alike, together with its views and its zeroed gaps. A buffer that a
+collective still reads
 is not handed out again before that collective is drained.
 """
 

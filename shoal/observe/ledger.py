@@ -32,7 +32,8 @@ class Entry:
 class Ledger:
     """What Shoal holds on this rank, in bytes.
 
-    ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and everything else too).
+    ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and everything else
+    too).
     """
 
     entries: tuple[Entry, ...]
@@ -78,7 +79,8 @@ class Ledger:
     def __str__(self) -> str:
         return (
             text_table(self.rows(), ["kind", "tier", "bytes on this rank", "bytes per parameter"])
-            + f"\nallocator: {format_bytes(self.reading.allocated)} now, {format_bytes(self.reading.peak)} at the peak ({self.reading.source})"
+            + f"\nallocator: {format_bytes(self.reading.allocated)} now, {format_bytes(self.reading.peak)} at the peak"
+            + f" ({self.reading.source})"
         )
 
     def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
@@ -98,21 +100,23 @@ class Ledger:
         rest = max(self.reading.peak - model_bytes, 0)
         best = max(savings.items(), key=lambda item: item[1], default=None)
         if best is not None and best[1] > max(rest // 2, 0) and best[1] > 0:
-            return f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+            return (
+                f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+            )
         if micro_batch > 1:
             return (
-                f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps": activations and what'
-                f" else is not in the ledger take {format_bytes(rest)}."
+                f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps":'
+                f" activations and what else is not in the ledger take {format_bytes(rest)}."
             )
         if savings:
             assert best is not None
-            return f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+            return (
+                f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
+            )
         return "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
 
 
-def account(
-    sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, device: Device
-) -> Ledger:
+def account(sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, device: Device) -> Ledger:
     """Read the ledger off the live engine. Communicates nothing."""
     entries: list[Entry] = []
     numel = 0
@@ -123,7 +127,9 @@ def account(
             numel += bucket.layout.parameter_numel
             size = _itemsize(bucket.dtype)
             shards = bucket.layout.num_shards if row.parameter.inner is Kind.SHARD else 1
-            entries.append(Entry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards))
+            entries.append(
+                Entry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards)
+            )
             if bucket.is_sharded and bucket.is_full:
                 whole = bucket.layout.numel * size
                 entries.append(Entry(unit.name, "gathered", tier, whole, whole))
@@ -138,11 +144,15 @@ def account(
         stepped = _stepped_numel(state)
         if state.has_own_master:
             held = state.master.numel() * state.master.element_size()
-            entries.append(Entry(state.unit.name, "master", row.state_tier.value, held, owned * _itemsize(state.master.dtype)))
+            entries.append(
+                Entry(state.unit.name, "master", row.state_tier.value, held, owned * _itemsize(state.master.dtype))
+            )
         if step is not None:
             held, count, size = _optimizer_bytes(state, step)
             if held:
-                entries.append(Entry(state.unit.name, "optimizer state", row.state_tier.value, held, stepped * count * size))
+                entries.append(
+                    Entry(state.unit.name, "optimizer state", row.state_tier.value, held, stepped * count * size)
+                )
     in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
     entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
     return Ledger(tuple(entries), numel, device.memory())

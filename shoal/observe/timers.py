@@ -12,7 +12,8 @@ from shoal.device import Device
 class StepTimers:
     """Wall-clock time by phase, since the last ``take()``.
 
-    Order: with ``is_on`` the host waits for the device at both ends of a phase; else nothing is measured and nothing waits.
+    Order: with ``is_on`` the host waits for the device at both ends of a phase; else nothing is measured and nothing
+    waits.
     """
 
     def __init__(self, device: Device, *, is_on: bool) -> None:

@@ -1,6 +1,7 @@
 """Full and local values of a sharded parameter, its gradient and its optimizer state, to read and to set.
 
-``full`` calls are made on every rank and return the same on every rank; ``local`` calls see this rank's part (1-D) and communicate nothing.
+``full`` calls are made on every rank and return the same on every rank; ``local`` calls see this rank's part (1-D)
+and communicate nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class Access:
     # gradients
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The reduced gradient of the step under way, fp32, as the optimizer will see it before clipping; None before backward."""
+        """The reduced gradient of the step under way, fp32, as the optimizer will see it before clipping; None
+        before backward.
+        """
         state, slot, segment = self._find(parameter)
         if not self._has_gradient(state):
             return None
@@ -138,7 +141,9 @@ class Access:
         state, slot, segment = self._find(parameter)
         _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
         if not self._has_gradient(state):
-            raise UsageError("there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient")
+            raise UsageError(
+                "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
+            )
         scaled = value / self._unscale()
         if state.is_native:
             parameter.grad = scaled.to(parameter.dtype).view(parameter.shape).clone()
@@ -148,13 +153,17 @@ class Access:
 
     # optimizer state
 
-    def _state_parts(self, parameter: nn.Parameter, key: str, *, create: bool = False) -> tuple[BucketState, int, Segment | None, torch.Tensor | None]:
+    def _state_parts(
+        self, parameter: nn.Parameter, key: str, *, create: bool = False
+    ) -> tuple[BucketState, int, Segment | None, torch.Tensor | None]:
         state, slot, segment = self._find(parameter)
         if self._step is None or segment is None:
             return state, slot, segment, None
         parts = []
         for piece, part in self._step.pieces_of_slot(state, slot):
-            held = self._step.optimizer.state[piece.param] if create else self._step.optimizer.state.get(piece.param, {})
+            held = (
+                self._step.optimizer.state[piece.param] if create else self._step.optimizer.state.get(piece.param, {})
+            )
             if key not in held:
                 if not create:
                     return state, slot, segment, None
@@ -167,10 +176,8 @@ class Access:
         if key in ("fp32_param", "master"):
             return self.full_parameter(parameter)
         state, slot, segment, owned = self._state_parts(parameter, key)
-        if self._step is None or key not in self._step.state_keys():
-            has_it = owned is not None
-            if not self._anywhere(has_it, state):
-                return None
+        if not self._anywhere(owned is not None, state):
+            return None
         return self._full(state, slot, segment, owned.float() if owned is not None else None)
 
     def _anywhere(self, flag: bool, state: BucketState) -> bool:

@@ -1,4 +1,7 @@
-"""What all ranks agree on before a step: the norm, overflow, late gradients, and which parameters got a gradient at all."""
+"""What all ranks agree on before a step:
+
+the norm, overflow, late gradients, and which parameters got a gradient at all.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +44,15 @@ def agree(
 ) -> Agreement:
     """Bring the ranks to one view of the step.
 
-    Communicates: one exchange of 4 numbers over all ranks; two more of a few bytes when some parameter got no gradient, or got one late.
+    Communicates: one exchange of 4 numbers over all ranks; two more of a few bytes when some parameter got no
+    gradient, or got one late.
     Order: blocks the host until the gradients are reduced.
     """
     late = [any(gradient.has_new() for gradient in entry.gradients) for entry in reducer.entries]
     missing = any(not all(state.gradient.touched) for state in states) if not any(late) else True
-    rows = _exchange(axes.all, [_sum_of_squares(states), float(missing), float(any(late)), float(not is_loss_finite)], device)
+    rows = _exchange(
+        axes.all, [_sum_of_squares(states), float(missing), float(any(late)), float(not is_loss_finite)], device
+    )
     if any(row[2] for row in rows):
         flags = _exchange(axes.all, [float(flag) for flag in late], device)
         reducer.reduce_late([any(column) for column in zip(*flags, strict=True)])
@@ -74,7 +80,12 @@ def _sum_of_squares(states: Sequence[BucketState]) -> torch.Tensor:
 
 def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device: torch.device) -> list[list[float]]:
     vector = torch.stack(
-        [v.to(device, torch.float64) if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=torch.float64, device=device) for v in values]
+        [
+            v.to(device, torch.float64)
+            if isinstance(v, torch.Tensor)
+            else torch.tensor(v, dtype=torch.float64, device=device)
+            for v in values
+        ]
     )
     table = comm.exchange(vector, label="step").wait() if comm.size > 1 else vector.unsqueeze(0)
     numbers = read_vector(table.reshape(-1), when_fake=0.0)

@@ -1,6 +1,7 @@
 """Puts a model into units: cuts it, fills in the table, moves every parameter into its bucket, one unit at a time.
 
-Peak memory while it runs: what rests on this rank, and one unit whole. The model's own copy goes as each unit is filled.
+Peak memory while it runs: what rests on this rank, and one unit whole. The model's own copy goes as each unit is
+filled.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Precision:
 
     Args:
         parameter: floating-point parameters are cast to it; None: kept.
-        master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters themselves.
+        master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters
+            themselves.
         buffer: floating-point buffers of the model are cast to it; None: kept.
     """
 
@@ -63,7 +65,8 @@ class ZeroSettings:
 class Axes:
     """The communicators of the data-parallel axes.
 
-    ``inner`` shards, ``outer`` replicates the shards, ``all`` is both flattened. Pure data parallel training: ``inner`` is ``all``.
+    ``inner`` shards, ``outer`` replicates the shards, ``all`` is both flattened. Pure data parallel training:
+    ``inner`` is ``all``.
     ``secondary``: the inner axis that hpZ's second sharding uses.
     """
 
@@ -86,7 +89,8 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
             name = names.get(id(parameter))
             if name is None:
                 problems.append(
-                    f"group {index} holds a parameter (position {position}, shape {tuple(parameter.shape)}) that is not in the model"
+                    f"group {index} holds a parameter (position {position}, shape {tuple(parameter.shape)})"
+                    " that is not in the model"
                 )
             elif id(parameter) in found:
                 problems.append(f"parameter {name!r} is in group {found[id(parameter)]} and again in group {index}")
@@ -138,7 +142,17 @@ def build(
     order = sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i))
     for index in order:
         built[specs[index].name] = _build_unit(
-            specs[index], index, rows[index], parameters, group_of, settings, precision, axes, device, pool, materializer
+            specs[index],
+            index,
+            rows[index],
+            parameters,
+            group_of,
+            settings,
+            precision,
+            axes,
+            device,
+            pool,
+            materializer,
         )
     materializer.finish(precision.buffer or precision.parameter)
     units = [built[spec.name][0] for spec in specs]
@@ -186,7 +200,10 @@ def _build_unit(
         dtype = _target_dtype(parameters[members[0]], precision)
         is_trained = id(parameters[members[0]]) in group_of and parameters[members[0]].requires_grad
         layout = lay_out(
-            [(n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1) for n in members],
+            [
+                (n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1)
+                for n in members
+            ],
             num_shards=comm.size,
         )
         bucket = ParameterBucket(
@@ -242,7 +259,9 @@ def _split(
     settings: ZeroSettings,
     precision: Precision,
 ) -> list[list[str]]:
-    """The unit's parameters by dtype and trainability, in pieces of at most ``max_bucket_numel`` elements (but at least one parameter)."""
+    """The unit's parameters by dtype and trainability, in pieces of at most ``max_bucket_numel`` elements (but at
+    least one parameter).
+    """
     kinds: dict[tuple[torch.dtype, bool], list[list[str]]] = {}
     for name in spec.parameters:
         parameter = parameters[name]
@@ -265,7 +284,11 @@ def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicato
     widest = bucket.dtype
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
-    wide = bucket.full if widest == bucket.dtype else torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.full.device)
+    wide = (
+        bucket.full
+        if widest == bucket.dtype
+        else torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.full.device)
+    )
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         target = wide[slot.offset : slot.offset + slot.numel].view(slot.shape)
         materializer.copy_value(slot.name, parameter, target)
@@ -283,7 +306,12 @@ def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
     """Raises: ModelError: parameters were added to, or taken from, the model after it was sharded."""
     now = {id(parameter): name for name, parameter in model.named_parameters()}
     added = [name for key, name in now.items() if key not in sharded.unit_of]
-    known = {id(p): slot.name for u in sharded.units for b in u.buckets for slot, p in zip(b.layout.slots, b.parameters, strict=True)}
+    known = {
+        id(p): slot.name
+        for u in sharded.units
+        for b in u.buckets
+        for slot, p in zip(b.layout.slots, b.parameters, strict=True)
+    }
     removed = [name for key, name in known.items() if key not in now]
     if added or removed:
         changes = [f"added {name!r}" for name in added] + [f"removed {name!r}" for name in removed]

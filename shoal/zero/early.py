@@ -17,7 +17,9 @@ class EarlyShard:
     Memory: numel / N elements, until the parameter's unit is built.
     """
 
-    def __init__(self, parameter: nn.Parameter, comm: Communicator, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, comm: Communicator, device: torch.device, dtype: torch.dtype | None
+    ) -> None:
         value = parameter.detach()
         dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
         self.shape, self.numel, self.dtype = value.shape, value.numel(), dtype

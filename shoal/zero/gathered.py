@@ -1,4 +1,7 @@
-"""``GatheredParameters``: sharded parameters, whole, inside a block. And parameters that another module's forward reads."""
+"""``GatheredParameters``:
+
+sharded parameters, whole, inside a block. And parameters that another module's forward reads.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ class GatheredParameters:
 
     Args:
         params: one parameter, or any iterable of them; parameters that are not sharded are left as they are.
-        modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded parameters are lost.
+        modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded
+            parameters are lost.
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
 
     Raises: UsageError: something that is not a parameter.
@@ -39,7 +43,9 @@ class GatheredParameters:
         if len([p for p in given if not isinstance(p, torch.Tensor)]):
             wrong = next(p for p in given if not isinstance(p, torch.Tensor))
             raise UsageError(
-                f"GatheredParameters takes parameters, got {type(wrong).__name__}.", do="pass model.parameters().", code="gathered-type"
+                f"GatheredParameters takes parameters, got {type(wrong).__name__}.",
+                do="pass model.parameters().",
+                code="gathered-type",
             )
         self._modifier_rank = modifier_rank
         self._enabled = enabled

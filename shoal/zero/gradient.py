@@ -1,8 +1,11 @@
 """From a parameter's gradient to the reduced gradient of a unit.
 
-A unit is reduced when each of its parameters has its gradient; what is still open when backward ends is reduced then, with zeros where a
-parameter got none. Reductions are issued in one order, the same on every rank, so ranks whose branches differ neither hang nor mix.
-A gradient that comes after its unit was reduced stays in ``parameter.grad`` and joins the unit's next reduction, at the latest at the step.
+A unit is reduced when each of its parameters has its gradient; what is still open when backward ends is reduced then,
+with zeros where a
+parameter got none. Reductions are issued in one order, the same on every rank, so ranks whose branches differ neither
+hang nor mix.
+A gradient that comes after its unit was reduced stays in ``parameter.grad`` and joins the unit's next reduction, at
+the latest at the step.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class GradientPolicy:
 class BucketGradient:
     """The gradient of one bucket.
 
-    Memory: an accumulator of the whole bucket where the row says Partial, else of this rank's range; from the first backward pass on.
+    Memory: an accumulator of the whole bucket where the row says Partial, else of this rank's range; from the first
+    backward pass on.
     While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole.
     """
 
@@ -146,7 +150,8 @@ class BucketGradient:
         Args:
             at_step: this is the last reduction before the optimizer's step: the outer axis is summed too.
 
-        Communicates: Partial -> Shard: one reduce_scatter; Partial -> Replicate: one all_reduce; with an outer axis one all_reduce of the shard.
+        Communicates: Partial -> Shard: one reduce_scatter; Partial -> Replicate: one all_reduce; with an outer axis
+        one all_reduce of the shard.
         """
         if self._is_whole_between and self.state is not GradientState.REDUCED:
             self._reduce_accumulator()
@@ -198,7 +203,8 @@ class BucketGradient:
             slab.flat.mul_(policy.pre_scale)
         owned = self.owned()
         self.state = GradientState.REDUCING
-        # What was reduced over the outer axis already must not be summed over it again: a late part goes through a shard of its own.
+        # What was reduced over the outer axis already must not be summed over it again: a late part goes through a
+        # shard of its own.
         late = torch.empty_like(owned) if was_reduced and self._outer is not None else None
         if self._is_whole_at_step:
             work = self._inner.all_reduce(slab.flat, scale=policy.post_scale, label=label)
@@ -238,7 +244,10 @@ class BucketGradient:
         self.state = GradientState.REDUCED if is_sum else GradientState.ACCUMULATING
 
     def complete(self) -> None:
-        """At the step: sum over the ranks what no pass has summed yet (accumulation that the engine was not told the end of)."""
+        """At the step:
+
+        sum over the ranks what no pass has summed yet (accumulation that the engine was not told the end of).
+        """
         if self._is_whole_between:
             self.start_reduce(at_step=True)
             self.settle(at_step=True)
@@ -273,7 +282,10 @@ class BucketGradient:
 
 
 class NativeGradient(BucketGradient):
-    """On one rank there is nothing to reduce: autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Nothing is copied."""
+    """On one rank there is nothing to reduce:
+
+    autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Nothing is copied.
+    """
 
     is_native = True
 

@@ -1,4 +1,7 @@
-"""The hooks on modules and on autograd: each calls a verb of the runtime. All handles are kept; ``detach`` gives the model back as it was."""
+"""The hooks on modules and on autograd:
+
+each calls a verb of the runtime. All handles are kept; ``detach`` gives the model back as it was.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ class HookSet:
             runtime.after_forward(unit, (args, kwargs), output)
 
         self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
-        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, prepend=True))
+        self._handles.append(
+            module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, prepend=True)
+        )
 
     def on_gradient(self, parameter: nn.Parameter, entry: UnitGradient, index: int, runtime: Runtime) -> None:
         def ready(_parameter: torch.Tensor) -> None:

@@ -1,7 +1,9 @@
 """``zero.Init``: a model that fits no single rank is built sharded, module by module.
 
-Inside the context each parameter is made, initialised, and cut down to this rank's range when the constructor of its module returns, so
-peak memory is the shards and one module. Code that touches a parameter later in a constructor (``nn.init.normal_(self.head.weight)``,
+Inside the context each parameter is made, initialised, and cut down to this rank's range when the constructor of its
+module returns, so
+peak memory is the shards and one module. Code that touches a parameter later in a constructor
+(``nn.init.normal_(self.head.weight)``,
 ``self.apply(init)``) finds it whole again: it is gathered at the first touch, and rank 0's value is kept.
 """
 
@@ -60,7 +62,9 @@ class Init:
             )
         if data_parallel_group is not None:
             raise UsageError(
-                "zero.Init(data_parallel_group=...): groups are made from the config.", do="leave it out.", code="zero-init-group"
+                "zero.Init(data_parallel_group=...): groups are made from the config.",
+                do="leave it out.",
+                code="zero-init-group",
             )
         self._enabled = enabled
         self._dtype = dtype
@@ -173,7 +177,9 @@ _METADATA = {
 
 
 class _ConstructorPatch:
-    """Wraps the constructor of every module class while some context is open, in any thread, and unwraps it after the last."""
+    """Wraps the constructor of every module class while some context is open, in any thread, and unwraps it after
+    the last.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

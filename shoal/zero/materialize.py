@@ -1,4 +1,7 @@
-"""Brings parameters into being as their unit is built: from ordinary tensors, from the meta device, or from the shards that ``zero.Init`` made."""
+"""Brings parameters into being as their unit is built:
+
+from ordinary tensors, from the meta device, or from the shards that ``zero.Init`` made.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from shoal.zero.early import EARLY
 class Materializer:
     """Gives each parameter its value when it is asked for.
 
-    Modules on the meta device are made and initialised in module order, so that the random numbers fall as if the model had been built directly.
+    Modules on the meta device are made and initialised in module order, so that the random numbers fall as if the
+    model had been built directly.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, comm: Communicator) -> None:
@@ -67,7 +71,8 @@ class Materializer:
         for key in missing:
             parameter = module._parameters.get(key)
             if parameter is not None:
-                # The same Parameter object goes on, so that optimizer groups and tied modules still hold it. Tensors of the
+                # The same Parameter object goes on, so that optimizer groups and tied modules still hold it. Tensors
+                # of the
                 # meta device refuse `.data = ...`.
                 made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
@@ -83,9 +88,10 @@ class Materializer:
 
         if initialise is None:
             raise ModelError(
-                f"module {name or type(self._model).__name__!r} ({type(module).__name__}) is on the meta device and has no"
-                f" reset_parameters(), so {', '.join(repr(key) for key in missing)} cannot be given values.",
-                do="add reset_parameters() to it, or build the model under shoal.zero.Init() instead of torch.device('meta').",
+                f"module {name or type(self._model).__name__!r} ({type(module).__name__}) is on the meta device"
+                f" and has no reset_parameters(), so {', '.join(repr(key) for key in missing)} cannot be given values.",
+                do="add reset_parameters() to it, or build the model under shoal.zero.Init() in place of"
+                " torch.device('meta').",
                 code="model-meta",
             )
         with torch.no_grad():

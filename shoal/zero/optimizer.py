@@ -1,4 +1,7 @@
-"""The optimizer that users see: their own optimizer's groups and hyperparameters, with state by parameter, over sharded master weights."""
+"""The optimizer that users see:
+
+their own optimizer's groups and hyperparameters, with state by parameter, over sharded master weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from shoal.zero.step import BucketState, ShardedStep
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     """Optimizer state keyed by the model's parameters, read from the pieces.
 
-    A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's shape where this rank
+    A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's
+    shape where this rank
     owns all of it, else 1-D. Other values (``step``) are given as they are.
     """
 
@@ -61,7 +65,8 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 class ShardedOptimizer(torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer.
 
-    ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's changes) and list the
+    ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's
+    changes) and list the
     model's parameters. ``step()`` does what ``engine.step()`` does.
     """
 
@@ -160,9 +165,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     if value.numel() != owned:
                         raise OptimizerError(
-                            f"{key!r} of parameter {state.bucket.layout.slots[slot].name!r} has {value.numel()} elements,"
-                            f" this rank owns {owned}.",
-                            do="load the state on the rank and layout that saved it; a checkpoint loads into any layout.",
+                            f"{key!r} of parameter {state.bucket.layout.slots[slot].name!r} has {value.numel()}"
+                            f" elements, this rank owns {owned}.",
+                            do="load the state on the rank and in the layout that saved it.",
                             code="optimizer-state-size",
                         )
                     if key not in held:

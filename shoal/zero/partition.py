@@ -1,8 +1,11 @@
 """Cuts a model into units: groups of parameters that are needed together.
 
-The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found as repeated siblings),
-each large module outside the blocks (an embedding, a head), and the root, which takes what is left. A parameter that several of
-these share belongs to the root. A container of experts is never cut: which expert runs depends on the data, and ranks must agree on what to gather.
+The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found
+as repeated siblings),
+each large module outside the blocks (an embedding, a head), and the root, which takes what is left. A parameter that
+several of
+these share belongs to the root. A container of experts is never cut: which expert runs depends on the data, and ranks
+must agree on what to gather.
 """
 
 from __future__ import annotations
@@ -35,10 +38,16 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class UnitRules:
-    """How to cut. ``classes`` and ``names`` are the user's; without them the model is searched."""
+    """How to cut. ``classes`` and ``names`` are the user's; without them the model is searched.
+
+    Leaf modules (DeepSpeed's ``leaf_module``) are never cut inside, whatever else is found; what is not in the model
+    is passed over.
+    """
 
     classes: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()  # patterns
     min_block_numel: int = MIN_BLOCK_NUMEL
     min_module_numel: int = MIN_MODULE_NUMEL
     persistence_threshold: int = 0  # parameters below this many elements stay whole
@@ -57,7 +66,7 @@ def cut(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
             do="hand over the module that holds the parameters (after they were made).",
             code="model-empty",
         )
-    modules = {name: module for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
     blocks = _find_blocks(model, modules, rules)
 
     owner_of = {id(modules[name]): name for name in blocks}
@@ -103,9 +112,7 @@ def cut(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
             kept.append(name)
         else:
             members.setdefault(unit_of(parameter), []).append(name)
-    specs = [
-        UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names)) for unit, names in members.items() if names
-    ]
+    specs = [UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names)) for unit, names in members.items() if names]
     if kept:
         specs.insert(0, UnitSpec(PERSISTENT, (), tuple(kept), is_persistent=True))
     return specs
@@ -125,11 +132,23 @@ def _persistent(parameters: dict[str, nn.Parameter], rules: UnitRules) -> set[st
 
 def _find_blocks(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
     """The names of the outermost blocks, in module order."""
+    leaves = {
+        name
+        for name, module in modules.items()
+        if name
+        and (
+            type(module).__name__ in {path.rsplit(".", 1)[-1] for path in rules.leaf_classes}
+            or any(fnmatch.fnmatchcase(name, pattern) for pattern in rules.leaf_names)
+        )
+    }
+    found = set(_blocks_without_leaves(model, modules, rules)) | leaves
+    return _outermost(name for name in modules if name in found)
+
+
+def _blocks_without_leaves(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
     if rules.classes or rules.names:
         return _outermost(_named_by_user(modules, rules))
-    hinted = {
-        name for module in modules.values() for name in (getattr(module, "_no_split_modules", None) or ())
-    }
+    hinted = {name for module in modules.values() for name in (getattr(module, "_no_split_modules", None) or ())}
     if hinted:
         found = _outermost(name for name, module in modules.items() if type(module).__name__ in hinted and name)
         if found:
@@ -145,7 +164,8 @@ def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]
         short = qualified.get(name, name)
         if short not in classes:
             raise ModelError(
-                f"no module of class {name!r} in the model, but the config names it as a unit{did_you_mean(name, classes)}.",
+                f"no module of class {name!r} in the model, but the config names it as a unit"
+                f"{did_you_mean(name, classes)}.",
                 where="units.classes",
                 do="name a class of the model: " + ", ".join(sorted(classes)),
                 code="unit-class-unknown",

@@ -1,4 +1,6 @@
-"""Issues the reductions of all units in one order, the same on every rank, each as soon as its predecessors are issued."""
+"""Issues the reductions of all units in one order, the same on every rank, each as soon as its predecessors are
+issued.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,17 @@ class UnitGradient:
 class Reducer:
     """Reductions in order.
 
-    The first order is the units' own, backwards; after the first reduced pass rank 0's order of completion takes its place on every rank.
+    The first order is the units' own, backwards; after the first reduced pass rank 0's order of completion takes its
+    place on every rank.
 
     Args:
         comm: all ranks that train together (for the one exchange of the order).
         has_overlap: leave one reduction under way while backward goes on.
     """
 
-    def __init__(self, entries: Sequence[UnitGradient], comm: Communicator, *, has_overlap: bool, device: torch.device) -> None:
+    def __init__(
+        self, entries: Sequence[UnitGradient], comm: Communicator, *, has_overlap: bool, device: torch.device
+    ) -> None:
         self.entries = list(entries)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
@@ -119,7 +124,9 @@ class Reducer:
         self._next = 0
 
     def reduce_late(self, has_late: Sequence[bool]) -> None:
-        """Reduce once more the units (by index of ``entries``) in which some rank has a gradient that came after its unit was reduced."""
+        """Reduce once more the units (by index of ``entries``) in which some rank has a gradient that came after its
+        unit was reduced.
+        """
         for entry, is_late in zip(self.entries, has_late, strict=True):
             if is_late:
                 for gradient in entry.gradients:

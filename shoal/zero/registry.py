@@ -1,4 +1,7 @@
-"""Finds the engine that holds a parameter: what ``GatheredParameters`` and the safe accessors are given is a bare parameter."""
+"""Finds the engine that holds a parameter:
+
+what ``GatheredParameters`` and the safe accessors are given is a bare parameter.
+"""
 
 from __future__ import annotations
 

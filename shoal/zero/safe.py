@@ -1,4 +1,7 @@
-"""DeepSpeed's safe accessors: values of a sharded parameter by the bare parameter. See ``Access`` for what each returns and communicates."""
+"""DeepSpeed's safe accessors:
+
+values of a sharded parameter by the bare parameter. See ``Access`` for what each returns and communicates.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
 """The optimizer's step on this rank's range: unit by unit, block by block.
 
-An optimizer sees *pieces*: contiguous ranges of the flat master weights, each within one bucket and one parameter group. On CPU a piece is at
-most one block, so that casting its gradient, updating it and casting the parameter stay in cache. A parameter that got no gradient on
-any rank is left alone, as in PyTorch: a piece that holds such a parameter beside others is cut, its optimizer state with it.
+An optimizer sees *pieces*: contiguous ranges of the flat master weights, each within one bucket and one parameter
+group. On CPU a piece is at
+most one block, so that casting its gradient, updating it and casting the parameter stay in cache. A parameter that
+got no gradient on
+any rank is left alone, as in PyTorch: a piece that holds such a parameter beside others is cut, its optimizer state
+with it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from shoal.comm.single import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
-from shoal.memory.placement import Kind
 from shoal.optim.whole import Piece as WholePiece
 from shoal.optim.whole import Segment as WholeSegment
 from shoal.optim.whole import WholeTensorOptimizer
@@ -41,7 +43,8 @@ class Piece:
 class BucketState:
     """What the optimizer holds of one trainable bucket.
 
-    ``master`` is this rank's owned range, in the master dtype; it is the parameters' own memory where that dtype is theirs.
+    ``master`` is this rank's owned range, in the master dtype; it is the parameters' own memory where that dtype is
+    theirs.
     """
 
     unit: Unit
@@ -319,4 +322,3 @@ def _cut(value: Any, numel: int, low: int, high: int) -> Any:
             code="optimizer-state-shape",
         )
     return value
-

@@ -1,6 +1,7 @@
 """ZeRO as a table: for each unit and each kind of state, where it rests.
 
-A stage is a way to fill in the table; the engine executes rows and knows no stage. The sources are ZeRO (arXiv:1910.02054, sections 5
+A stage is a way to fill in the table; the engine executes rows and knows no stage. The sources are ZeRO
+(arXiv:1910.02054, sections 5
 and 7), MiCS (arXiv:2205.00119) and ZeRO++ hpZ (arXiv:2306.10209).
 """
 
@@ -59,7 +60,9 @@ _STAGES: dict[int, tuple[Placement, Placement, Placement, Placement]] = {
 _HYBRID_BETWEEN = Placement(Kind.SHARD, Kind.PARTIAL)
 
 
-def row_of_stage(stage: int, unit: str, *, hybrid: bool = False, secondary: bool = False, persistent: bool = False) -> Row:
+def row_of_stage(
+    stage: int, unit: str, *, hybrid: bool = False, secondary: bool = False, persistent: bool = False
+) -> Row:
     """The row that a ZeRO stage means for one unit.
 
     Args:
@@ -105,7 +108,8 @@ class Table:
             else:
                 lines.append(([unit], rest))
         named = [
-            [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest] for units, rest in lines
+            [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest]
+            for units, rest in lines
         ]
         return text_table(named, HEADERS)
 

@@ -8,7 +8,8 @@
 | GATHERING | the shard and the full bucket, not filled yet |
 | FULL      | the shard and the full bucket      |
 
-A unit whose parameters rest as Replicate is FULL for ever. ``gather`` and ``release`` may be called by a hook, by a pipeline schedule or by the user
+A unit whose parameters rest as Replicate is FULL for ever. ``gather`` and ``release`` may be called by a hook, by a
+pipeline schedule or by the user
 (``GatheredParameters``): holds are counted, and a unit is released when nobody holds it.
 """
 

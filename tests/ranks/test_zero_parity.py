@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
@@ -17,12 +16,12 @@ from tests.ranks.training import (
     are_bit_equal,
     assert_like_alone,
     assert_ranks_agree,
-    batch,
     config,
     largest_difference,
     make,
     sgd,
     train_alone,
+    train_by_hand,
     train_ranks,
 )
 
@@ -93,51 +92,6 @@ def test_the_values_of_rank_0_are_everybodys() -> None:
             assert torch.equal(held, of_rank_0)
 
 
-def train_by_hand(
-    dtype: torch.dtype, *, world: int, steps: int, accumulation: int, clip: float, scale: float = 1.0
-) -> Trained:
-    """Mixed precision in plain PyTorch: each rank's gradients in ``dtype``, accumulated and then summed in rank order
-    in fp32, and an fp32 master copy that the optimizer updates."""
-    model = make(Plain)
-    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    optimizer = adamw(masters)
-    model.to(dtype)
-    result = Trained()
-    for step in range(steps):
-        sums: list[torch.Tensor | None] = [None] * len(masters)
-        losses = []
-        for rank in range(world):
-            mine: list[torch.Tensor | None] = [None] * len(masters)
-            for micro in range(accumulation):
-                loss = model(*batch(step * accumulation + micro, rank, world))
-                losses.append(float(loss.detach()))
-                (loss.float() / accumulation * scale).backward()
-                for index, parameter in enumerate(model.parameters()):
-                    if parameter.grad is not None:
-                        held = mine[index]
-                        mine[index] = parameter.grad.float() if held is None else held + parameter.grad.float()
-                        parameter.grad = None
-            for index, gradient in enumerate(mine):
-                if gradient is not None:
-                    held = sums[index]
-                    sums[index] = gradient if held is None else held + gradient
-        for master, total in zip(masters, sums, strict=True):
-            if total is None:
-                continue
-            mean = total / world
-            master.grad = (mean.to(dtype).float() if accumulation == 1 else mean) / scale
-        result.norms.append(float(nn.utils.clip_grad_norm_(masters, clip)))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter, master in zip(model.parameters(), masters, strict=True):
-                parameter.copy_(master)
-        result.losses.append(sum(losses) / len(losses))
-    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    result.masters = {name: m.detach() for (name, _), m in zip(model.named_parameters(), masters, strict=True)}
-    return result
-
-
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -149,7 +103,7 @@ def test_sixteen_bit_training_follows_an_fp32_master_reference(
     precision: str, dtype: torch.dtype, scale: float, world: int, accumulation: int
 ) -> None:
     section = {"enabled": True} if precision == "bf16" else {"enabled": True, "loss_scale": scale}
-    hand = train_by_hand(dtype, world=world, steps=4, accumulation=accumulation, clip=CLIP, scale=scale)
+    hand = train_by_hand(Plain, dtype, adamw, world=world, steps=4, accumulation=accumulation, clip=CLIP, scale=scale)
     found = []
     for stage in STAGES:
         settings = config(

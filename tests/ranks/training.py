@@ -165,6 +165,60 @@ def train_alone(
     return result
 
 
+def train_by_hand(
+    factory: Factory,
+    dtype: torch.dtype,
+    optimizer: OptimizerFactory,
+    *,
+    world: int,
+    steps: int,
+    accumulation: int,
+    clip: float,
+    scale: float = 1.0,
+) -> Trained:
+    """Mixed precision in plain PyTorch: each rank's gradients in ``dtype``, accumulated and then summed in rank order
+    in fp32, and an fp32 master copy that the optimizer updates."""
+    model = make(factory)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    masters = [nn.Parameter(p.detach().clone()) for p in parameters]
+    made = optimizer(masters)
+    model.to(dtype)
+    result = Trained()
+    for step in range(steps):
+        sums: list[torch.Tensor | None] = [None] * len(masters)
+        losses = []
+        for rank in range(world):
+            mine: list[torch.Tensor | None] = [None] * len(masters)
+            for micro in range(accumulation):
+                loss = model(*batch(step * accumulation + micro, rank, world))
+                losses.append(float(loss.detach()))
+                (loss.float() / accumulation * scale).backward()
+                for index, parameter in enumerate(parameters):
+                    if parameter.grad is not None:
+                        held = mine[index]
+                        mine[index] = parameter.grad.float() if held is None else held + parameter.grad.float()
+                        parameter.grad = None
+            for index, gradient in enumerate(mine):
+                if gradient is not None:
+                    held = sums[index]
+                    sums[index] = gradient if held is None else held + gradient
+        for master, total in zip(masters, sums, strict=True):
+            if total is not None:
+                mean = total / world
+                master.grad = (mean.to(dtype).float() if accumulation == 1 else mean) / scale
+        result.norms.append(float(nn.utils.clip_grad_norm_(masters, clip if clip else float("inf"))))
+        made.step()
+        made.zero_grad()
+        with torch.no_grad():
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.copy_(master)
+        result.losses.append(sum(losses) / len(losses))
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    result.masters = {name: master.detach() for name, master in zip(names, masters, strict=True)}
+    return result
+
+
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """The largest absolute difference of any element. NaN anywhere is infinitely far."""
     assert list(ours) == list(theirs)

@@ -1,0 +1,12 @@
+"""Profiles of the property tests: few fixed examples by default, many random ones with ``--hypothesis-profile=thorough``."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "few", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("thorough", parent=settings.get_profile("few"), max_examples=2000, derandomize=False)
+if settings.get_current_profile_name() != "thorough":
+    settings.load_profile("few")

@@ -38,6 +38,8 @@ class Result:
     quiet: list[float] = field(default_factory=list)
     loud: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    own_bytes: int = 0
+    shared_bytes: int = 0
     imported_bytes: int = 0
     loss: float = float("nan")
     error: str = ""
@@ -60,6 +62,8 @@ class Result:
             "steps": len(self.seconds),
             "quiet_steps": len(self.quiet),
             "peak_mib": round(self.peak_bytes / 2**20, 1),
+            "own_mib": round(self.own_bytes / 2**20, 1),
+            "shared_mib": round(self.shared_bytes / 2**20, 1),
             "imported_mib": round(self.imported_bytes / 2**20, 1),
             "loss": round(self.loss, 4),
         }
@@ -182,6 +186,8 @@ def compete(
                 slowest = [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
                 (result.loud if others > LOUD_CORES else result.quiet).extend(slowest)
                 result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
+                result.own_bytes = max(answer["own_bytes"] for answer in answers)
+                result.shared_bytes = max(answer["shared_bytes"] for answer in answers)
                 result.loss = sum(answer["loss"] for answer in answers) / len(answers)
     finally:
         for team in teams.values():

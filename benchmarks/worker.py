@@ -65,6 +65,8 @@ def _serve(answers: Any) -> None:
                     "seconds": seconds,
                     "cpu_seconds": time.process_time() - cpu,
                     "loss": float(loss.detach()),
+                    "shared_bytes": _memory("RssShmem"),
+                    "own_bytes": _own_memory(),
                     "peak_bytes": _memory("VmHWM") if task.device == "cpu" else torch.cuda.max_memory_allocated(),
                 }
             )
@@ -95,9 +97,17 @@ def _held(engine: Any) -> dict[str, Any]:
 
 
 def _memory(key: str) -> int:
-    """``VmHWM`` (peak) or ``VmRSS`` of this process, in bytes."""
+    """``VmHWM`` (peak), ``VmRSS`` or ``RssShmem`` of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _own_memory() -> int:
+    """Resident bytes of this process, memory shared by n processes counted as 1/n (``Pss``)."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
     return 0
 

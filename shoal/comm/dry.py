@@ -76,7 +76,7 @@ class DryTransport:
         ranks = next(group for group in groups if self._rank in group)
         return DryCommunicator(axis, ranks.index(self._rank), len(ranks))
 
-    def report_failure(self, error: BaseException, text: str) -> None:
+    def report_failure(self, rank: int, text: str, error: BaseException) -> None:
         return None
 
     def close(self) -> None:

@@ -1,9 +1,11 @@
 """One rank's failure, told to all: the first traceback goes to the store, where every rank that stumbles finds it.
 
 1  failing rank    its exception reaches ``World.report_failure`` (the engine, or the excepthook below)
-2  failing rank    puts rank and traceback into the store (the first one stays) and on the board in shared memory
+2  failing rank    puts rank and traceback into the store (the first one stays) and on the board in shared memory,
+                   and closes its Gloo connections
 3  other ranks     that wait on a board see the flag within a millisecond; over Gloo they get a closed connection
-4  other ranks     look the traceback up and raise RankFailedError with it
+4  other ranks     look the traceback up, raise RankFailedError with it, and pass it on
+5  rank 0          whose process holds the store, stays until all have looked, or for two seconds
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from shoal.errors import CommError, RankFailedError
 LOOK_UP_SECONDS = 5.0  # what a failing rank gets to report after its connections broke
 MAX_TRACEBACK_CHARACTERS = 16_000
 
+_LINGER_SECONDS = 2.0
 _KEY = "failure"
+_SEEN = "seen"
 
 
 class FailureReports:
@@ -31,9 +35,9 @@ class FailureReports:
         self._store = store
         self._rank = rank
 
-    def report(self, text: str) -> None:
-        """Put this rank's traceback there, unless another rank was first. Never raises."""
-        value = json.dumps({"rank": self._rank, "traceback": clip(text)})
+    def report(self, rank: int, text: str) -> None:
+        """Put ``rank``'s traceback there, unless another rank was first. Never raises."""
+        value = json.dumps({"rank": rank, "traceback": clip(text)})
         try:
             self._store.compare_set(_KEY, "", value)
         except Exception:
@@ -52,6 +56,17 @@ class FailureReports:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
+
+    def linger(self, size: int) -> None:
+        """Say that this rank knows; on rank 0, wait for the others to know. Never raises."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        try:
+            seen = self._store.add(_SEEN, 1)
+            while self._rank == 0 and seen < size and time.monotonic() < deadline:
+                time.sleep(0.02)
+                seen = self._store.add(_SEEN, 0)
+        except Exception:
+            return
 
     def explain(self, error: BaseException, what: str) -> CommError:
         """What to raise when torch.distributed raised ``error`` in ``what``."""

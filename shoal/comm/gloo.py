@@ -9,6 +9,7 @@ every axis, before it blocks: so no two ranks wait for each other.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -224,6 +225,13 @@ class GlooCommunicator:
             del self.pending.works[work]
         self._sending = []
         self._group = None
+
+    def abandon(self) -> None:
+        """Close the connections, whatever is under way. Never raises."""
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     def await_all(self, requests: list[Any], work: GlooWork) -> None:
         """Raises: RankFailedError: a peer failed; CommError: the connection is lost and nobody said why."""

@@ -127,7 +127,7 @@ class Neighbours:
 
     def raise_failure(self) -> None:
         """Raises: RankFailedError: a rank of this host has reported one."""
-        for rank, words in self._processes.items():
+        for words in self._processes.values():
             if words[1]:
                 text = words.cast("B")[24 : 24 + words[2]].tobytes().decode(errors="replace")
                 failed, _, traceback = text.partition("\n")

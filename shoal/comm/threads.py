@@ -197,8 +197,8 @@ class ThreadTransport:
         group = self._team.group(axis, ranks, generation)
         return DirectCommunicator(axis, ThreadBoard(self._team, group, self._rank), self._pending)
 
-    def report_failure(self, error: BaseException, text: str) -> None:
-        self._team.fail(self._rank, text, error)
+    def report_failure(self, rank: int, text: str, error: BaseException) -> None:
+        self._team.fail(rank, text, error)
 
     def close(self) -> None:
         return None

@@ -42,6 +42,7 @@ class ProcessTransport:
         self._timeout = timeout
         self._failures = FailureReports(PrefixStore("failures", store), rank)
         self._gloo_pending = GlooPending()
+        self._gloo: list[GlooCommunicator] = []
         self._pending = Pending()
         self._neighbours: Neighbours | None = None
         self._wants_shared_memory = shared_memory and device.type == "cpu"
@@ -69,12 +70,17 @@ class ProcessTransport:
         assert isinstance(group, dist.ProcessGroup)
         return NcclCommunicator(axis, group, not is_whole, gloo, self._failures)
 
-    def report_failure(self, error: BaseException, text: str) -> None:
+    def report_failure(self, rank: int, text: str, error: BaseException) -> None:
         if self._neighbours is not None:
-            self._neighbours.report(self._rank, text)
-        self._failures.report(text)
+            self._neighbours.report(rank, text)
+        self._failures.report(rank, text)
+        for communicator in self._gloo:
+            communicator.abandon()  # peers that wait for this rank get an error now, however long its process lives on
+        if self._gloo:
+            self._failures.linger(self._size)
 
     def close(self) -> None:
+        self._gloo.clear()
         if self._neighbours is not None:
             self._neighbours.close()
 
@@ -89,4 +95,6 @@ class ProcessTransport:
             )
         except RuntimeError as error:
             raise self._failures.explain(error, f"joining {len(ranks)} ranks on axis {axis!r} over Gloo") from error
-        return GlooCommunicator(axis, group, self._failures, self._gloo_pending)
+        communicator = GlooCommunicator(axis, group, self._failures, self._gloo_pending)
+        self._gloo.append(communicator)
+        return communicator

@@ -42,7 +42,9 @@ class Transport(Protocol):
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
-    def report_failure(self, error: BaseException, text: str) -> None: ...
+    def report_failure(self, rank: int, text: str, error: BaseException) -> None:
+        """Tell all ranks that ``rank`` failed with the traceback ``text``. Never raises."""
+        ...
 
     def close(self) -> None: ...
 
@@ -103,10 +105,15 @@ class World:
     def report_failure(self, error: BaseException) -> None:
         """Tell all ranks that this one fails: whoever waits in a collective stops with this rank's traceback.
 
-        Does nothing for a RankFailedError: the rank that failed first has told them. Never raises.
+        A RankFailedError is passed on with the rank and traceback that it carries, to ranks that the first one does not
+        talk to. No collective works after this. Never raises.
         """
-        if self._transport is not None and not isinstance(error, RankFailedError):
-            self._transport.report_failure(error, "".join(traceback.format_exception(error)))
+        if self._transport is None:
+            return
+        if isinstance(error, RankFailedError):
+            self._transport.report_failure(error.failed_rank, error.remote_traceback, error)
+        else:
+            self._transport.report_failure(self.rank, "".join(traceback.format_exception(error)), error)
 
     def close(self) -> None:
         """Close every communicator and what lies below. Idempotent."""

@@ -1,0 +1,184 @@
+"""Worlds of one rank, dry runs, and how a process finds out which rank it is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.comm.environment import Launch, read_launch
+from shoal.comm.failure import ExceptHook, clip
+from shoal.comm.protocol import Communicator, Work
+from shoal.comm.world import World, current_world, fake_world, init_distributed
+from shoal.errors import ConfigError, UsageError
+from shoal.mesh import Mesh
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_launcher_the_world_is_this_rank() -> None:
+    world = current_world()
+    assert (world.rank, world.size, world.backend) == (0, 1, "none")
+    assert current_world() is world
+    assert not dist.is_initialized()
+    seen: list[World] = []
+    thread = threading.Thread(target=lambda: seen.append(current_world()))
+    thread.start()
+    thread.join()
+    assert seen == [world]
+
+
+def test_one_rank_does_at_once_what_a_collective_means() -> None:
+    comm = World(0, 1, 0, torch.device("cpu"), "none", None).communicator("dp", Mesh.of(1))
+    assert isinstance(comm, Communicator)
+    full = torch.tensor([1.0, 2.0, 3.0])
+    work = comm.all_gather(full, label="own range")
+    assert isinstance(work, Work)
+    assert work.wait() is full
+    gathered = torch.zeros(3)
+    assert comm.all_gather(gathered, full, label="shard").wait().tolist() == [1.0, 2.0, 3.0]
+    out = torch.ones(3, dtype=torch.bfloat16)
+    assert comm.reduce_scatter(full, out, scale=2.0, accumulate=True, label="add").wait() is out
+    assert out.tolist() == [3.0, 5.0, 7.0]
+    assert comm.reduce_scatter(full, full, scale=0.5, label="in place").wait().tolist() == [0.5, 1.0, 1.5]
+    assert comm.all_reduce(full, scale=2.0, label="all").wait().tolist() == [1.0, 2.0, 3.0]
+    assert comm.broadcast(full, 0, label="copy").wait() is full
+    assert comm.exchange(full, label="norm").wait().tolist() == [[1.0, 2.0, 3.0]]
+    assert comm.gather_objects({"a": [1]}, label="names") == [{"a": [1]}]
+    comm.barrier(label="start")
+    comm.drain()
+
+
+def test_one_rank_copies_nothing_that_is_there_already() -> None:
+    comm = World(0, 1, 0, torch.device("cpu"), "none", None).communicator("dp", Mesh.of(1))
+    full = torch.ones(3)
+    version = full._version
+    comm.all_gather(full, full[:], label="own range").wait()
+    comm.all_reduce(full, label="all").wait()
+    comm.reduce_scatter(full, full, label="in place").wait()
+    assert full._version == version
+
+
+@pytest.mark.parametrize("size", [8, 1024, 4096])
+def test_a_dry_run_issues_every_collective_without_values(size: int) -> None:
+    with fake_world(size, rank=size - 1) as world, FakeTensorMode():
+        assert current_world() is world
+        assert dist.get_world_size() == size
+        assert dist.get_rank() == size - 1
+        comm = world.communicator("dp", Mesh.of(size))
+        full = comm.empty(4 * size, torch.bfloat16, world.device)
+        shard = torch.empty(4)
+        assert comm.all_gather(full, torch.empty(4, dtype=torch.bfloat16), label="gather").wait() is full
+        assert comm.reduce_scatter(full, shard, scale=0.5, accumulate=True, label="reduce").wait() is shard
+        assert comm.all_reduce(full, scale=0.5, label="all").wait() is full
+        assert comm.exchange(torch.empty(3), label="norm").wait().shape == (size, 3)
+        assert len(comm.gather_objects(None, label="names")) == size
+        assert len(world.recorder.last) == 5
+    assert not dist.is_initialized()
+
+
+def test_a_dry_run_keeps_values_finite() -> None:
+    with fake_world(4, rank=1) as world:
+        comm = world.communicator("dp", Mesh.of(4))
+        full = torch.arange(8.0)
+        assert comm.reduce_scatter(full, torch.empty(2), scale=0.5, label="reduce").wait().tolist() == [1.0, 1.5]
+        assert comm.all_gather(full, torch.tensor([20.0, 30.0]), label="gather").wait().tolist() == [
+            0.0, 1.0, 20.0, 30.0, 4.0, 5.0, 6.0, 7.0,
+        ]  # fmt: skip
+
+
+def test_init_distributed_without_a_launcher_makes_a_group_of_one() -> None:
+    world = init_distributed(verbose=False)
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert current_world() is world
+    assert init_distributed() is world
+    hook = sys.excepthook
+    world.close()
+    assert not dist.is_initialized()
+    assert current_world() is not world
+    assert sys.excepthook is not hook
+
+
+def test_a_group_that_the_user_made_is_adopted_and_left_alone() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world = init_distributed()
+    assert world.size == 1
+    world.close()
+    assert dist.is_initialized()
+    dist.destroy_process_group()
+    assert current_world().backend == "none"
+
+
+def test_bad_requests_say_what_to_do() -> None:
+    with pytest.raises(UsageError, match="forbids"):
+        init_distributed(dist_init_required=False)
+    with pytest.raises(ConfigError, match="rank=3 and world_size=2"):
+        init_distributed(rank=3, world_size=2)
+    with pytest.raises(UsageError, match="has no rank 4"), fake_world(4, rank=4):
+        pass
+    world = World(0, 1, 0, torch.device("cpu"), "none", None)
+    world.close()
+    with pytest.raises(UsageError, match="is closed"):
+        world.communicator("dp", Mesh.of(1))
+
+
+@pytest.mark.parametrize(
+    ("environment", "launch"),
+    [
+        ({}, None),
+        ({"RANK": "3"}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a shell in an allocation
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 0, None, None, "env")),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+            Launch(3, 4, 1, "a", 5, "env"),
+        ),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+            Launch(1, 2, 1, None, None, "mpi"),
+        ),
+        (
+            {
+                "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
+                "SLURM_STEP_NODELIST": "node[03-07,9],other",
+            },
+            Launch(5, 8, 1, "node03", None, "slurm"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_launcher_is_read_from_the_environment(environment: dict[str, str], launch: Launch | None) -> None:
+    assert read_launch(environment) == launch
+
+
+def test_a_bad_environment_names_the_variable() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE is 'two', not a whole number"):
+        read_launch({"RANK": "0", "WORLD_SIZE": "two"})
+    with pytest.raises(ConfigError, match="rank 2 of 2"):
+        read_launch({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_the_excepthook_reports_calls_the_one_before_it_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *details: calls.append("before"))
+    before = sys.excepthook
+    hook = ExceptHook(calls.append)
+    error = ValueError("x")
+    sys.excepthook(ValueError, error, None)
+    assert calls == [error, "before"]
+    hook.remove()
+    assert sys.excepthook is before
+
+
+def test_of_a_long_traceback_the_end_is_kept() -> None:
+    assert clip("short") == "short"
+    assert clip("a" * 20_000 + "ValueError: why").endswith("ValueError: why")
+    assert len(clip("a" * 20_000)) < 16_100

@@ -22,8 +22,8 @@ class UnitOrder:
         self.departures = 0
         self._prefetch_numel = prefetch_numel
         self._max_live_numel = max_live_numel
-        self._recorded: dict[str, list[Unit]] = {}
-        self._visited: list[Unit] = []
+        self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # with: was it in backward?
+        self._visited: list[tuple[Unit, bool]] = []
         self._key = ""
         self._is_following = False
 
@@ -40,23 +40,28 @@ class UnitOrder:
             self._recorded[self._key] = self._visited
         self._visited = []
 
-    def visit(self, unit: Unit) -> None:
+    def visit(self, unit: Unit, *, in_backward: bool) -> None:
         """A unit is about to be used."""
         position = len(self._visited)
-        self._visited.append(unit)
+        self._visited.append((unit, in_backward))
         if self._is_following:
             order = self._recorded[self._key]
-            if position >= len(order) or order[position] is not unit:
+            if position >= len(order) or order[position][0] is not unit:
                 self._is_following = False
                 self.departures += 1
 
     def ahead(self, live_numel: int) -> list[Unit]:
-        """Units to gather now, because they come next."""
+        """Units to gather now, because they come next.
+
+        Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be released.
+        """
         if not self._is_following or not self._prefetch_numel:
             return []
         chosen: list[Unit] = []
         numel = 0
-        for unit in self._recorded[self._key][len(self._visited) :]:
+        for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
+            if in_backward != self._visited[-1][1]:
+                break
             if numel + unit.numel > self._prefetch_numel or live_numel + numel + unit.numel > self._max_live_numel:
                 break
             if unit.is_at_rest and unit not in chosen:
@@ -69,7 +74,7 @@ class UnitOrder:
         if not self._is_following:
             return None
         numel = 0
-        for later in self._recorded[self._key][len(self._visited) :]:
+        for later, _ in self._recorded[self._key][len(self._visited) :]:
             if later is unit:
                 return numel
             numel += later.numel

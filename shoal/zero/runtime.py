@@ -188,7 +188,7 @@ class ShardedModel:
         return sum(unit.numel for unit in self.sharded if unit.state in (UnitState.GATHERING, UnitState.FULL))
 
     def _gather(self, unit: Unit) -> None:
-        self.order.visit(unit)
+        self.order.visit(unit, in_backward=self.in_pass)
         from_secondary = self.in_pass
         unit.gather(from_secondary=from_secondary)
         for later in self.order.ahead(self.live_numel()):

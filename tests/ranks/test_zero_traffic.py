@@ -1,0 +1,202 @@
+"""No needless communication: the collectives of a step are these, in this order, and their bytes are 2 Psi or 3 Psi.
+
+The model's sizes leave no padding. Psi = 10,240 parameters x 4 bytes: root 2,048 elements, two blocks of 4,096.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.recorder import Entry
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from tests.ranks.models import VOCABULARY, cross_entropy
+from tests.ranks.training import batch, config, run_steps, start
+
+PSI = 40_960  # bytes
+
+
+class Unpadded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY + 3, 64)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(2)])
+        self.head = nn.Linear(64, VOCABULARY + 3, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return cross_entropy(self.head(x), targets)
+
+
+def third_step(world: int, stage: int, **sections: Any) -> list[list[Entry]]:
+    """What each rank issues in the third step, when orders have been recorded."""
+
+    def job() -> list[Entry]:
+        engine = start(Unpadded, config(stage, **sections))
+        accumulation = engine.gradient_accumulation_steps()
+        run_steps(engine, 2)
+        with current_world().recorder.recording() as entries:
+            run_steps(engine, 1, first=2 * accumulation)
+        engine.destroy()
+        return entries
+
+    return run_ranks(world, job)
+
+
+def calls(entries: list[Entry]) -> list[tuple[str, str, str]]:
+    return [(entry.axis, entry.op, entry.label) for entry in entries]
+
+
+def data_bytes(entries: list[Entry]) -> int:
+    return sum(entry.nbytes for entry in entries if entry.kind == "data")
+
+
+REDUCED_BACKWARDS = ["blocks.1", "blocks.0", "root"]
+FORWARDS = ["root", "blocks.0", "blocks.1"]
+CONTROL = ("dp", "exchange", "step")
+
+EXPECTED = {
+    0: [*(("dp", "all_reduce", unit) for unit in REDUCED_BACKWARDS), CONTROL],
+    1: [
+        *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+        CONTROL,
+        *(("dp", "all_gather", unit) for unit in FORWARDS),
+    ],
+    2: [
+        *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+        CONTROL,
+        *(("dp", "all_gather", unit) for unit in FORWARDS),
+    ],
+    3: [
+        *(("dp", "all_gather", unit) for unit in FORWARDS),
+        *(("dp", "all_gather", unit) for unit in ["root", "blocks.1", "blocks.0"]),
+        *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+        CONTROL,
+    ],
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("stage", "psis"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_a_step_moves_2_psi_at_stages_0_to_2_and_3_psi_at_stage_3_and_nothing_else(
+    stage: int, psis: int, world: int
+) -> None:
+    for entries in third_step(world, stage):
+        assert calls(entries) == EXPECTED[stage]
+        assert data_bytes(entries) == psis * PSI * (world - 1) // world
+        assert [entry.nbytes for entry in entries if entry.kind == "control"] == [32 * (world - 1)]
+
+
+def test_one_rank_moves_nothing() -> None:
+    for stage in (0, 1, 2, 3):
+        assert [data_bytes(entries) for entries in third_step(1, stage)] == [0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "psis"), [(0, 2), (1, 2), (2, 2), (3, 3)])
+def test_16_bit_training_moves_half_of_the_bytes(stage: int, psis: int, precision: str) -> None:
+    for entries in third_step(2, stage, **{precision: {"enabled": True}}):
+        assert data_bytes(entries) == psis * (PSI // 2) // 2
+        assert {entry.dtype for entry in entries if entry.kind == "data"} == {
+            torch.bfloat16 if precision == "bf16" else torch.float16
+        }
+
+
+@pytest.mark.parametrize(
+    ("stage", "times"),
+    # In (N - 1) / N Psi. Stages 0 and 1 reduce once a step, 2 and 3 once a micro-batch; 3 gathers twice in each.
+    [(0, 2), (1, 2), (2, 4), (3, 9)],
+)
+def test_three_micro_batches_cost_what_the_placement_between_them_says(stage: int, times: int) -> None:
+    for entries in third_step(2, stage, gradient_accumulation_steps=3):
+        assert data_bytes(entries) == times * PSI // 2
+
+
+def test_communication_data_type_is_what_gradients_travel_in() -> None:
+    for stage in (0, 1, 2, 3):
+        for entries in third_step(2, stage, communication_data_type="bf16"):
+            reductions = [entry for entry in entries if entry.op in ("reduce_scatter", "all_reduce")]
+            assert {entry.dtype for entry in reductions} == {torch.bfloat16}
+            assert sum(entry.nbytes for entry in reductions) == (2 if stage == 0 else 1) * PSI // 2 // 2
+
+
+def test_mics_gathers_within_its_group_and_sums_shards_over_the_groups() -> None:
+    for entries in third_step(4, 3, zero_optimization={"mics_shard_size": 2}):
+        assert calls(entries) == [
+            *(("dp_shard", "all_gather", unit) for unit in FORWARDS),
+            *(("dp_shard", "all_gather", unit) for unit in ["root", "blocks.1", "blocks.0"]),
+            ("dp_shard", "reduce_scatter", "blocks.1"),
+            ("dp_replicate", "all_reduce", "blocks.1"),
+            ("dp_shard", "reduce_scatter", "blocks.0"),
+            ("dp_replicate", "all_reduce", "blocks.0"),
+            ("dp_shard", "reduce_scatter", "root"),
+            ("dp_replicate", "all_reduce", "root"),
+            CONTROL,
+        ]
+        # 2 gathers and 1 reduction over 2 ranks: 3 x 1/2; 1 all_reduce of half over 2 ranks: 2 x 1/2 x 1/2.
+        assert data_bytes(entries) == 3 * PSI // 2 + PSI // 2
+
+
+def test_mics_with_accumulation_sums_over_the_groups_once_a_step() -> None:
+    for entries in third_step(4, 3, gradient_accumulation_steps=3, zero_optimization={"mics_shard_size": 2}):
+        outer = [entry.label for entry in entries if entry.axis == "dp_replicate"]
+        assert outer == ["blocks.1", "blocks.0", "root"]
+
+
+def test_hpz_gathers_for_backward_within_its_group() -> None:
+    for entries in third_step(4, 3, zero_optimization={"zero_hpz_partition_size": 2}):
+        assert calls(entries) == [
+            *(("dp", "all_gather", unit) for unit in FORWARDS),
+            *(("dp_shard", "all_gather", unit) for unit in ["root", "blocks.1", "blocks.0"]),
+            *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+            CONTROL,
+        ]
+        assert data_bytes(entries) == 2 * PSI * 3 // 4 + PSI // 2
+
+
+def test_units_that_are_kept_for_reuse_are_gathered_once() -> None:
+    for entries in third_step(2, 3, zero_optimization={"stage3_max_reuse_distance": 1_000_000_000}):
+        assert calls(entries) == [
+            *(("dp", "all_gather", unit) for unit in FORWARDS),
+            *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+            CONTROL,
+        ]
+
+
+def test_prefetch_brings_gathers_forward_but_adds_none() -> None:
+    for entries in third_step(2, 3, zero_optimization={"stage3_prefetch_bucket_size": 0}):
+        assert data_bytes(entries) == 3 * PSI // 2
+
+
+def test_evaluation_gathers_each_unit_once() -> None:
+    def job(stage: int) -> list[Entry]:
+        engine = start(Unpadded, config(stage))
+        run_steps(engine, 1)
+        for _ in range(3):
+            with torch.no_grad(), current_world().recorder.recording() as entries:
+                engine(*batch(9, 0, 1))
+        engine.destroy()
+        return entries
+
+    for stage in (0, 1, 2):
+        assert run_ranks(2, job, stage) == [[], []]
+    for entries in run_ranks(2, job, 3):
+        assert calls(entries) == [("dp", "all_gather", unit) for unit in FORWARDS]
+
+
+def test_start_up_broadcasts_every_parameter_once() -> None:
+    def job(stage: int) -> list[Entry]:
+        with current_world().recorder.recording() as entries:
+            engine = start(Unpadded, config(stage))
+        engine.destroy()
+        return entries
+
+    for stage in (0, 1, 2, 3):
+        _, received = run_ranks(2, job, stage)
+        assert sum(entry.nbytes for entry in received if entry.op == "broadcast") == PSI

@@ -257,3 +257,14 @@ def test_every_link_of_a_page_leads_to_a_file(page: Path) -> None:
         if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
     assert broken == []
+
+
+def test_the_smallest_script_of_the_readme_runs() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    program = text[text.index("```python\n") + 10 :]
+    program = program[: program.index("```")]
+    assert "shoal.initialize(" in program
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr

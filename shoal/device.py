@@ -6,6 +6,7 @@ streams, memory counters, scalar reads. Nothing above this floor names ``torch.c
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -109,6 +110,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def at_end_of_backward(callback: object) -> None:
+def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback()`` when the backward pass that is running has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -4,36 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader
 
 from shoal.comm.protocol import Communicator
 from shoal.config import Config
-
-
-class TrainingLoader:
-    """Iterates over this rank's part of the data; each pass is shuffled anew, the same on every rank.
-
-    ``len()`` is the number of micro-batches of one pass.
-    """
-
-    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler[Any] | None) -> None:
-        self.loader = loader
-        self.sampler = sampler
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Any:
-        if self.sampler is not None:
-            self.sampler.set_epoch(self.epoch)
-        self.epoch += 1
-        return iter(self.loader)
-
-    @property
-    def dataset(self) -> Any:
-        return self.loader.dataset
+from shoal.data import Loader
 
 
 def make_loader(
@@ -43,28 +18,38 @@ def make_loader(
     config: Config,
     *,
     route: str = "train",
-    pin_memory: bool | None = None,
+    pin_memory: bool = False,
     data_sampler: Any = None,
     collate_fn: Any = None,
     num_local_io_workers: int | None = None,
-) -> TrainingLoader:
-    """A loader of micro-batches. Without a sampler the samples are dealt out over the data-parallel ranks."""
-    sampler = data_sampler
-    if sampler is None and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(
+) -> Any:
+    """A loader of this rank's micro-batches.
+
+    Args:
+        route: "train" shuffles; anything else keeps the order.
+        data_sampler: decides what this rank reads; None: the samples are dealt out over the data-parallel ranks, at a
+            position that
+            resumes at any number of them.
+    """
+    if data_sampler is not None:
+        return DataLoader(
             dataset,
-            num_replicas=comm.size,
-            rank=comm.rank,
-            shuffle=route == "train",
+            batch_size=batch_size,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
             drop_last=config.dataloader_drop_last,
         )
-    loader: DataLoader[Any] = DataLoader(
+    return Loader(
         dataset,
-        batch_size=batch_size,
-        sampler=sampler,
+        batch_size,
+        rank=comm.rank,
+        world_size=comm.size,
+        seed=config.data.seed or 0,
+        shuffle=route == "train",
+        drop_last=config.dataloader_drop_last,
         collate_fn=collate_fn,
         num_workers=num_local_io_workers or 0,
-        pin_memory=bool(pin_memory),
-        drop_last=config.dataloader_drop_last,
+        pin_memory=pin_memory,
     )
-    return TrainingLoader(loader, sampler if isinstance(sampler, DistributedSampler) else None)

@@ -392,7 +392,7 @@ class Engine(nn.Module):
         else:
             self._bad_steps = 0
         if is_applied:
-            self._apply(view, unscale)
+            self._update(view, unscale)
         if self._loss_scale is not None:
             event = self._loss_scale.update(not view.is_finite)
             if self.optimizer is not None:
@@ -417,7 +417,7 @@ class Engine(nn.Module):
             factor /= self._loss_scale.scale
         return factor
 
-    def _apply(self, view: Agreement, unscale: float) -> None:
+    def _update(self, view: Agreement, unscale: float) -> None:
         step = self._optimizer_step
         assert step is not None and self._norm is not None
         coefficient = unscale

@@ -218,7 +218,7 @@ def _make_optimizer(
         groups = _groups(model, parameters)
         made, more = build_optimizer(
             settings.optimizer.type,
-            dict(settings.optimizer.params or {}),
+            settings.params_of("optimizer"),
             groups,
             names={id(parameter): name for name, parameter in model.named_parameters()},
         )
@@ -271,7 +271,7 @@ def _make_schedule(given: Any, settings: Config, engine: Engine) -> Any:
     if callable(given):
         return given(engine.client_optimizer)
     if settings.scheduler is not None and settings.scheduler.type:
-        return build_schedule(settings.scheduler.type, dict(settings.scheduler.params or {}), engine.client_optimizer)
+        return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), engine.client_optimizer)
     return None
 
 

@@ -78,4 +78,4 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
 
 
 def _folder(section: Any, kind: str) -> Path:
-    return Path(section.output_path or Path("runs") / kind) / section.job_name
+    return Path(str(section.output_path or Path("runs") / kind), str(section.job_name))

@@ -121,11 +121,10 @@ def plan_of(config: Config, dp_size: int) -> Plan:
 def _scales(config: Config, dp_size: int) -> tuple[float, float]:
     """Factors before and after the sum over ranks: a mean, unless the file asks for a sum."""
     divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(dp_size)
-    if not config.prescale_gradients:
-        return 1.0, 1.0 / divisor
+    if config.prescale_gradients:
+        return 1.0 / divisor, 1.0
     factor = float(config.gradient_predivide_factor)
-    before = divisor if factor == 1.0 else factor
-    return 1.0 / before, before / divisor
+    return 1.0 / factor, factor / divisor
 
 
 def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:

@@ -61,7 +61,8 @@ class BucketLayout:
     alignment: int = ALIGNMENT
 
     def __post_init__(self) -> None:
-        end, groups = 0, []
+        end = 0
+        groups: list[int] = []
         for slot in self.slots:
             if slot.offset < end or slot.offset % self.alignment:
                 raise ValueError(f"slot {slot.name!r} at {slot.offset} overlaps its predecessor or is not aligned")

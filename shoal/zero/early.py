@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.memory.bucket import stand_in
@@ -18,7 +17,7 @@ class EarlyShard:
     """
 
     def __init__(
-        self, parameter: nn.Parameter, comm: Communicator, device: torch.device, dtype: torch.dtype | None
+        self, parameter: torch.Tensor, comm: Communicator, device: torch.device, dtype: torch.dtype | None
     ) -> None:
         value = parameter.detach()
         dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
@@ -41,11 +40,11 @@ class EarlyShard:
             self._comm.all_gather(full, self.shard, label="zero.Init").drain()
         return full[: self.numel].view(self.shape)
 
-    def gather(self, parameter: nn.Parameter) -> None:
+    def gather(self, parameter: torch.Tensor) -> None:
         """Make the parameter whole."""
         parameter.data = self.whole()
 
-    def scatter(self, parameter: nn.Parameter, source: int | None) -> None:
+    def scatter(self, parameter: torch.Tensor, source: int | None) -> None:
         """Keep this rank's range of the parameter, as rank ``source`` has it (None: as it was)."""
         if source is not None:
             flat = torch.zeros(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self._device)
@@ -61,17 +60,17 @@ class _Registry:
     """Early shards by parameter. Entries go with their parameter."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[nn.Parameter], EarlyShard]] = {}
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], EarlyShard]] = {}
 
-    def get(self, parameter: nn.Parameter) -> EarlyShard | None:
+    def get(self, parameter: torch.Tensor) -> EarlyShard | None:
         entry = self._by_id.get(id(parameter))
         return entry[1] if entry is not None and entry[0]() is parameter else None
 
-    def put(self, parameter: nn.Parameter, shard: EarlyShard) -> None:
+    def put(self, parameter: torch.Tensor, shard: EarlyShard) -> None:
         key = id(parameter)
         self._by_id[key] = (weakref.ref(parameter, lambda _: self._by_id.pop(key, None)), shard)
 
-    def pop(self, parameter: nn.Parameter) -> None:
+    def pop(self, parameter: torch.Tensor) -> None:
         self._by_id.pop(id(parameter), None)
 
 

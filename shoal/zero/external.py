@@ -78,11 +78,11 @@ _READS_NO_VALUE = {
     torch.Tensor.element_size,
     torch.Tensor.is_floating_point,
     torch.Tensor.register_hook,
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.data.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["data"].__get__,
+    vars(torch._C.TensorBase)["data"].__set__,
+    vars(torch._C.TensorBase)["shape"].__get__,
+    vars(torch._C.TensorBase)["dtype"].__get__,
+    vars(torch._C.TensorBase)["device"].__get__,
+    vars(torch._C.TensorBase)["grad"].__get__,
+    vars(torch._C.TensorBase)["requires_grad"].__get__,
 }

@@ -33,7 +33,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | Iterable[nn.Parameter],
+        params: torch.Tensor | Iterable[torch.Tensor],
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -49,8 +49,8 @@ class GatheredParameters:
             )
         self._modifier_rank = modifier_rank
         self._enabled = enabled
-        self._early: list[nn.Parameter] = []
-        self._live: list[tuple[Owner, list[nn.Parameter], list[Unit]]] = []
+        self._early: list[torch.Tensor] = []
+        self._live: list[tuple[Owner, list[torch.Tensor], list[Unit]]] = []
         self._contexts: list[Any] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
@@ -59,7 +59,7 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self._enabled:
             return self
-        owned: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+        owned: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
         for parameter in self._parameters:
             early = EARLY.get(parameter)
             owner = OWNERS.get(parameter)
@@ -110,7 +110,7 @@ def _iterate(params: Any) -> Iterable[Any]:
 
 
 @torch.no_grad()
-def write_through(owner: Owner, parameter: nn.Parameter, source: int) -> None:
+def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
     """Give rank ``source``'s value of a whole parameter to all ranks, their shards and their master weights.
 
     Master weights change only where the parameter did, so they keep their precision elsewhere.
@@ -141,7 +141,7 @@ def write_through(owner: Owner, parameter: nn.Parameter, source: int) -> None:
                 bucket.shard[start:stop].copy_(new)
 
 
-def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """From now on the forward of ``module`` finds ``parameter`` whole, though it belongs to another module.
 
     Before ``initialize`` this does nothing: Shoal finds such reads by itself in the first pass.
@@ -157,7 +157,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         sharded.add_external(target, sharded.unit_of[id(parameter)])
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Undo ``register_external_parameter``."""
     owner = OWNERS.get(parameter)
     if owner is None:

@@ -264,7 +264,8 @@ class BucketGradient:
             begin, end = self.layout.owned(self._inner.rank)
             owned = owned[begin:end]
         norm = torch.linalg.vector_norm(owned, dtype=torch.float64 if owned.dtype == torch.float64 else torch.float32)
-        return (norm * norm).to(torch.float32) if norm.dtype != torch.float64 else norm * norm
+        squared: torch.Tensor = norm * norm
+        return squared
 
     def part(self, start: int, stop: int) -> torch.Tensor:
         """Elements ``[start, stop)`` of the owned range."""

@@ -163,16 +163,16 @@ _METADATA = {
     torch.Tensor.numel,
     torch.Tensor.is_floating_point,
     torch.Tensor.is_complex,
-    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["shape"].__get__,
+    vars(torch._C.TensorBase)["dtype"].__get__,
+    vars(torch._C.TensorBase)["device"].__get__,
+    vars(torch._C.TensorBase)["requires_grad"].__get__,
+    vars(torch._C.TensorBase)["requires_grad"].__set__,
     torch.Tensor.requires_grad_,
-    torch.Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["is_meta"].__get__,
+    vars(torch._C.TensorBase)["is_leaf"].__get__,
+    vars(torch._C.TensorBase)["grad"].__get__,
+    vars(torch._C.TensorBase)["ndim"].__get__,
 }
 
 
@@ -207,12 +207,12 @@ class _ConstructorPatch:
             self._open -= 1
             if self._open == 0:
                 for cls, original in self._originals.items():
-                    cls.__init__ = original  # type: ignore[method-assign, misc]
+                    cls.__init__ = original  # type: ignore[method-assign]
                 self._originals.clear()
                 if self._subclass_hook is None:
                     del nn.Module.__init_subclass__
                 else:
-                    nn.Module.__init_subclass__ = self._subclass_hook
+                    nn.Module.__init_subclass__ = self._subclass_hook  # type: ignore[method-assign]
 
     def _wrap_all(self) -> None:
         pending: list[type[nn.Module]] = [nn.Module]
@@ -223,7 +223,7 @@ class _ConstructorPatch:
         self._subclass_hook = nn.Module.__dict__.get("__init_subclass__")
         patch = self
 
-        def defined(cls: type[nn.Module], **kwargs: Any) -> None:
+        def defined(cls: type[nn.Module], /, **kwargs: Any) -> None:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             patch._wrap(cls)
 

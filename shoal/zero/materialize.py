@@ -6,6 +6,7 @@ from ordinary tensors, from the meta device, or from the shards that ``zero.Init
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ class Materializer:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=self._device)  # type: ignore[arg-type]
         initialise = getattr(module, "reset_parameters", None)
         if initialise is None and hasattr(self._model, "_init_weights"):
-            hint = self._model._init_weights
+            hint: Any = self._model._init_weights
             if not any(module._buffers.get(key) is not None for key in missing):
 
                 def initialise() -> None:

@@ -117,9 +117,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             code="optimizer-add-group",
         )
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """In torch's format; the state is this rank's part of each parameter's."""
-        groups, index_of = [], {}
+        groups: list[dict[str, Any]] = []
+        index_of: dict[int, int] = {}
         for group in self.param_groups:
             indices = []
             for parameter in group["params"]:

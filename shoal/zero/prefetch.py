@@ -53,7 +53,8 @@ class UnitOrder:
     def ahead(self, live_numel: int) -> list[Unit]:
         """Units to gather now, because they come next.
 
-        Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be released.
+        Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be
+        released.
         """
         if not self._is_following or not self._prefetch_numel:
             return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import Protocol
 
-from torch import nn
+import torch
 
 from shoal.zero.access import Access
 from shoal.zero.runtime import ShardedModel
@@ -31,22 +31,22 @@ class _Registry:
     """Owners by parameter. Holds neither alive."""
 
     def __init__(self) -> None:
-        self._by_id: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Owner]]] = {}
+        self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Owner]]] = {}
 
-    def put(self, parameter: nn.Parameter, owner: Owner) -> None:
+    def put(self, parameter: torch.Tensor, owner: Owner) -> None:
         key = id(parameter)
 
-        def forget(gone: weakref.ref[nn.Parameter]) -> None:
+        def forget(gone: weakref.ref[torch.Tensor]) -> None:
             entry = self._by_id.get(key)
             if entry is not None and entry[0] is gone:
                 del self._by_id[key]
 
         self._by_id[key] = (weakref.ref(parameter, forget), weakref.ref(owner))
 
-    def pop(self, parameter: nn.Parameter) -> None:
+    def pop(self, parameter: torch.Tensor) -> None:
         self._by_id.pop(id(parameter), None)
 
-    def get(self, parameter: nn.Parameter) -> Owner | None:
+    def get(self, parameter: torch.Tensor) -> Owner | None:
         entry = self._by_id.get(id(parameter))
         if entry is None or entry[0]() is not parameter:
             return None

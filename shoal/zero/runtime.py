@@ -31,10 +31,11 @@ from shoal.zero.unit import Unit, UnitState
 class _Call:
     """One forward call of one unit, until its backward is done."""
 
-    __slots__ = ("has_differentiable_input", "is_done", "is_started")
+    __slots__ = ("is_done", "is_started", "num_inputs", "num_inputs_left")
 
-    def __init__(self, has_differentiable_input: bool) -> None:
-        self.has_differentiable_input = has_differentiable_input
+    def __init__(self, num_inputs: int) -> None:
+        self.num_inputs = num_inputs  # differentiable ones that are watched
+        self.num_inputs_left = num_inputs
         self.is_started = False
         self.is_done = False
 
@@ -210,27 +211,31 @@ class ShardedModel:
                 unit.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
                 self._calls[unit.name].append(_HELD)
             return
-        received = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
-        call = _Call(bool(received))
+        is_input_needed = not self._is_all_trained[unit.name]
+        received = [t for t in tensors_in(inputs) if t.requires_grad] if is_input_needed else []
+        call = _Call(len(received))
 
         def start(_gradient: torch.Tensor) -> None:
             self._before_backward(unit, call)
 
-        for tensor in outputs:
-            tensor.register_hook(start)
-        if received:
-
-            def done(_gradients: Sequence[torch.Tensor | None]) -> None:
+        def arrived(_gradient: torch.Tensor) -> None:
+            call.num_inputs_left -= 1
+            if call.num_inputs_left == 0:
                 call.is_done = True
                 self._release_after_backward(unit)
 
-            torch.autograd.graph.register_multi_grad_hook(received, done, mode="all")
+        # Plain hooks that hold no graph node: one that did would keep the graph alive through itself, for ever.
+        for tensor in outputs:
+            tensor.register_hook(start)
+        for tensor in received:
+            tensor.register_hook(arrived)
 
     def _before_backward(self, unit: Unit, call: _Call) -> None:
         self.begin_backward(is_in_graph=True)
         if not call.is_started:
             call.is_started = True
             call.is_done = False
+            call.num_inputs_left = call.num_inputs
             self._calls[unit.name].append(call)
             for external in unit.externals:
                 self._gather(external)
@@ -260,8 +265,8 @@ class ShardedModel:
         """Release a unit that no further backward node can read.
 
         A trained weight is read for the last time before its gradient is accumulated, so a unit of trained weights is
-        done when all of them
-        have theirs. A frozen weight is read until the gradients of its calls' inputs are there; where no input is
+        done when all of them have theirs. A frozen weight is read until the gradients of its calls' inputs are there;
+        where no input is
         differentiable, or another unit reads it, only the end of backward is sure.
         """
         if not self.in_pass:
@@ -272,7 +277,7 @@ class ShardedModel:
         if not self._is_all_trained[unit.name]:
             calls = self._calls[unit.name]
             is_read_elsewhere = any(unit in other.externals for other in self.sharded)
-            if is_read_elsewhere or any(not (call.is_done and call.has_differentiable_input) for call in calls):
+            if is_read_elsewhere or any(not (call.is_done and call.num_inputs) for call in calls):
                 return
         unit.release()
 
@@ -346,4 +351,4 @@ def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
                     yield part, name
 
 
-_HELD = _Call(has_differentiable_input=True)
+_HELD = _Call(num_inputs=0)

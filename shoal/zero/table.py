@@ -7,7 +7,7 @@ and 7), MiCS (arXiv:2205.00119) and ZeRO++ hpZ (arXiv:2306.10209).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.memory.placement import PARTIAL, REPLICATE, SHARD, Kind, Placement, Tier, collective
@@ -91,7 +91,7 @@ class Table:
     def __getitem__(self, unit: str) -> Row:
         return self.by_unit[unit]
 
-    def __iter__(self) -> Iterable[Row]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
 
     def as_dict(self) -> list[dict[str, str]]:

@@ -61,8 +61,8 @@ class Segment:
 class Arena:
     """The segments of this rank.
 
-    Memory: what was ever in use at once, rounded up to 2 MiB a segment, on the host, until ``close()`` and the end of every
-    tensor and every peer's map. Pages never written take none.
+    Memory: what was ever in use at once, rounded up to 2 MiB a segment, on the host, until ``close()`` and the end of
+    every tensor and every peer's map. Pages never written take none.
     """
 
     def __init__(self) -> None:

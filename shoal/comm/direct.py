@@ -430,8 +430,8 @@ class DirectCommunicator:
                 raise CommError(
                     f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank {self.rank} on the axis "
                     f"issued {work.call}, rank {peer} issued {theirs}",
-                    do="make every rank issue the same collectives in the same order; look for a branch that depends on "
-                    "the rank or on the data.",
+                    do="make every rank issue the same collectives in the same order; look for a branch that depends "
+                    "on the rank or on the data.",
                     code="comm-mismatch",
                 )
 
@@ -441,8 +441,8 @@ class DirectCommunicator:
             f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}" if missing else "its peers to read it"
         )
         return CommError(
-            f"rank {self.rank} on axis {self.axis!r} waited {self._board.timeout:g} s in {work.call} (call {work.number}) "
-            f"for {waited_for}. Last issued on this axis: {lines}",
-            do="see what the ranks that are behind were doing; give init_distributed a longer timeout if they were slow.",
+            f"rank {self.rank} on axis {self.axis!r} waited {self._board.timeout:g} s in {work.call} "
+            f"(call {work.number}) for {waited_for}. Last issued on this axis: {lines}",
+            do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
             code="comm-timeout",
         )

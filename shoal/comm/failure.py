@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -91,11 +92,13 @@ class ExceptHook:
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report
         self._previous = sys.excepthook
+        self._pid = os.getpid()
         self._hook = self._on_exception  # one bound method, to be told apart from others
         sys.excepthook = self._hook
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._report(error)
+        if self._pid == os.getpid():  # not in a fork, whose failure is its parent's to judge
+            self._report(error)
         self._previous(kind, error, trace)
 
     def remove(self) -> None:

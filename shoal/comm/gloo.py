@@ -3,8 +3,8 @@
 Gloo's own reduce_scatter and all_gather are several times slower than this exchange, and its sums depend on the route.
 
 Every message has a header, so that ranks that issue different calls are told both. all_reduce has two rounds, and the
-second is sent from ``wait()``. A rank that waits for a later call therefore does the first rounds of all earlier ones, on
-every axis, before it blocks: so no two ranks wait for each other.
+second is sent from ``wait()``. A rank that waits for a later call therefore does the first rounds of all earlier ones,
+on every axis, before it blocks: so no two ranks wait for each other.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from shoal.errors import CommError
 
 _TAG_MASK = (1 << 28) - 1  # with two bits more for the part, tags stay positive 32-bit numbers
 _OPEN_SENDS = 64  # finished works whose sends may still be under way before the oldest is waited for
-_HEADER_BYTES = 160
+_TEXT_BYTES = 160
+_INLINE_BYTES = 352  # of a small vector, which travels in the header
+_HEADER_BYTES = _TEXT_BYTES + _INLINE_BYTES
 
 
 class GlooPending:
@@ -51,7 +53,7 @@ class GlooWork:
     def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor) -> None:
         self._comm = comm
         self.what = what
-        # Gloo ends the process when a message is longer than its receive. So the tag of data is made from the whole call,
+        # Gloo ends the process when a message is longer than its receive. So the tag of data is made of the whole call,
         # and data of calls that differ never meet; the headers, whose tag is the number alone, then tell why.
         self.tag = zlib.crc32(f"{number} {what}".encode()) & _TAG_MASK
         self._result = result
@@ -107,13 +109,13 @@ class GlooWork:
         """The headers come before the data: compare what the peers ask for with what this rank does."""
         for peer, receive, header in self.headers:
             self._comm.await_all([receive], self)
-            theirs = header.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-            if theirs != self.what[:_HEADER_BYTES]:
+            theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+            if theirs.encode() != self.what.encode()[:_TEXT_BYTES]:
                 raise CommError(
                     f"the ranks of axis {self._comm.axis!r} disagree: rank {self._comm.rank} on the axis issued "
                     f"{self.what}, rank {peer} issued {theirs}",
-                    do="make every rank issue the same collectives in the same order; look for a branch that depends on "
-                    "the rank or on the data.",
+                    do="make every rank issue the same collectives in the same order; look for a branch that depends "
+                    "on the rank or on the data.",
                     code="comm-mismatch",
                 )
         self.headers = []
@@ -199,8 +201,18 @@ class GlooCommunicator:
         return work
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        result = vector.new_empty(self.size, vector.numel())
+        result = torch.empty(self.size, vector.numel(), dtype=vector.dtype)
         result[self.rank].copy_(vector.detach())
+        if vector.nbytes <= _INLINE_BYTES:
+            work = self._issue("exchange", label, vector, result, inline=result[self.rank].view(torch.uint8))
+            headers = list(work.headers)
+
+            def unpack() -> None:
+                for peer, _, header in headers:
+                    result[peer].view(torch.uint8).copy_(header[_TEXT_BYTES : _TEXT_BYTES + vector.nbytes])
+
+            work.finally_do([], unpack)
+            return work
         work = self._issue("exchange", label, vector, result)
         receives = [self._receive(work, result[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
@@ -244,7 +256,9 @@ class GlooCommunicator:
                 error, f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
             ) from error
 
-    def _issue(self, op: str, label: str, what: torch.Tensor, result: torch.Tensor) -> GlooWork:
+    def _issue(
+        self, op: str, label: str, what: torch.Tensor, result: torch.Tensor, inline: torch.Tensor | None = None
+    ) -> GlooWork:
         if self._group is None:
             raise CommError(
                 f"{op} {label!r} on axis {self.axis!r}: the communicator is closed",
@@ -259,8 +273,10 @@ class GlooCommunicator:
         text = f"{op} {label!r} of {what.numel()} x {str(what.dtype).removeprefix('torch.')}"
         work = GlooWork(self, text, self._number, result)
         mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
-        encoded = text.encode()[:_HEADER_BYTES]
+        encoded = text.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        if inline is not None:
+            mine[_TEXT_BYTES : _TEXT_BYTES + inline.numel()] = inline
         for peer in self._peers:
             theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
             work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))

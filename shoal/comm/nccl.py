@@ -18,6 +18,10 @@ from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.protocol import Work
 from shoal.comm.sums import is_same_memory
 
+# The names of newer versions of torch, which warn about the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class NcclWork:
     """A call on NCCL's stream, and what the current stream does after it."""
@@ -85,7 +89,7 @@ class NcclCommunicator:
         check_divides("all_gather", full, shard, self.size, label=label)
         source = own_range(full, self.rank, self.size) if shard is None else shard
         with self._explained("all_gather", label):
-            return NcclWork(dist.all_gather_into_tensor(full, source, group=self._group, async_op=True), full)
+            return NcclWork(_all_gather(full, source, group=self._group, async_op=True), full)
 
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
@@ -100,7 +104,7 @@ class NcclCommunicator:
         if is_direct and is_same_memory(own, out):
             landing = own
         with self._explained("reduce_scatter", label):
-            work = dist.reduce_scatter_tensor(landing, full, group=self._group, async_op=True)
+            work = _reduce_scatter(landing, full, group=self._group, async_op=True)
         return NcclWork(work, out, None if is_direct else landing, scale, accumulate)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
@@ -120,7 +124,7 @@ class NcclCommunicator:
             return self._host.exchange(vector, label=label)
         result = vector.new_empty(self.size * vector.numel())
         with self._explained("exchange", label):
-            work = dist.all_gather_into_tensor(result, vector.detach().clone(), group=self._group, async_op=True)
+            work = _all_gather(result, vector.detach().clone(), group=self._group, async_op=True)
         return _Shaped(NcclWork(work, result), self.size)
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:

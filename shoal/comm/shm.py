@@ -5,7 +5,7 @@ number that is written last tells that all before it is there; other machines re
 
     a rank's words for one axis
         header   0 secret   1 calls posted   2 closed
-        slot     0 reduced  1 done  2 signature  3 segment  4 fd  5 segment bytes  6 offset  7 numel  8 text bytes  9.. text
+        slot     0 reduced  1 done  2 signature  3 segment  4 fd  5 its bytes  6 offset  7 numel  8 text bytes  9 text
                  call n is in slot n % 256; "reduced" and "done" hold n + 1
     a rank's words for all axes
         header   0 secret   1 failed   2 text bytes   3.. the traceback
@@ -57,7 +57,7 @@ class Card:
 
 
 class Neighbours:
-    """What the ranks of one host share over all axes: the arena, the maps of the peers' arenas, failures, signs of life.
+    """What the ranks of one host share over all axes: the arena, maps of the peers' arenas, failures, signs of life.
 
     Args:
         store: this world's; ranks find each other's files there.
@@ -183,6 +183,7 @@ class SharedBoard:
         self._own = words[self.rank]
         self._own_bytes = self._own.cast("B")
         self._sources: dict[int, torch.Tensor] = {}
+        self._asleep_since = 0.0
         self._texts: dict[Call, tuple[int, bytes]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -250,7 +251,11 @@ class SharedBoard:
         if attempt < _SPINS:
             os.sched_yield()
         else:
-            time.sleep(min(_LAST_SLEEP_SECONDS, _FIRST_SLEEP_SECONDS * 1.2 ** min(attempt - _SPINS, 60)))
+            now = time.monotonic()
+            if attempt == _SPINS:
+                self._asleep_since = now
+            # In proportion to the wait so far, so that no wait is overslept by more than a sixteenth.
+            time.sleep(min(_LAST_SLEEP_SECONDS, max(_FIRST_SLEEP_SECONDS, (now - self._asleep_since) / 16)))
 
     def check(self, missing: Sequence[int]) -> None:
         self._neighbours.raise_failure()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -140,8 +141,11 @@ class _Process:
         self.world: World | None = None
         self.group: object = None
         self.hook: ExceptHook | None = None
+        self.pid = os.getpid()
 
     def close(self) -> None:
+        if self.pid != os.getpid():
+            return  # a fork (a data worker) that ends must not take the parent's world with it
         if self.hook is not None:
             self.hook.remove()
             self.hook = None
@@ -202,7 +206,7 @@ def init_distributed(
     """Join the other ranks, or adopt the process group that is there, and make that the current world.
 
     Args:
-        dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (Gloo for CPU tensors) with a GPU, else Gloo.
+        dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo) with a GPU, else Gloo.
         auto_mpi_discovery: look for the ranks in Open MPI's and Slurm's variables too.
         distributed_port: of the store, where the environment names none.
         verbose: log a line on rank 0.
@@ -301,7 +305,10 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     _process.close()
     rank, size = dist.get_rank(), dist.get_world_size()
     launch = read_launch()
-    local_rank = launch.local_rank if launch is not None and launch.world_size == size else 0
+    if launch is not None and launch.world_size == size:
+        local_rank = launch.local_rank
+    else:  # nobody says; the user has chosen the device, if there is one
+        local_rank = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
     backend = dist.get_backend()
     device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
     transport: Transport | None = None
@@ -318,5 +325,6 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     )
     _process.world = world
     _process.group = group
+    _process.pid = os.getpid()
     _process.hook = ExceptHook(world.report_failure)
     return world

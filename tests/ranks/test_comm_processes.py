@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from typing import Any
@@ -181,3 +182,19 @@ def test_a_thousand_calls_and_twenty_worlds_leave_nothing(gloo: Gloo, shared_mem
         assert files <= 1
         assert maps <= 8
         assert resident < 8 << 20
+
+
+def fork_and_end(rank: int, size: int) -> float:
+    """A child that is forked while the world stands, and ends in good order."""
+    comm = current_dp()
+    comm.barrier(label="before")
+    pid = os.fork()
+    if pid == 0:
+        atexit._run_exitfuncs()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return float(comm.all_reduce(torch.ones(1), label="after").wait().item())
+
+
+def test_a_forked_child_that_ends_leaves_its_parents_world_alone(gloo: Gloo) -> None:
+    assert gloo(2, fork_and_end) == [2.0, 2.0]

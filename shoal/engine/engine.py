@@ -68,7 +68,7 @@ class Engine(nn.Module):
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._forced_boundary: bool | None = None
         self._is_managed = config.managed_gradient_accumulation
-        self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "plain"
+        self._styles: set[str] = set()  # how this step's losses were scaled: "engine", "scaled" or "plain"
         self._is_engine_backward = False
         self._has_backward = False
         self._losses: list[torch.Tensor] = []
@@ -243,7 +243,7 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale."""
-        self._styles.add("engine")
+        self._styles.add("scaled")
         return self._scaled(loss, by_accumulation=True)
 
     def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
@@ -299,7 +299,7 @@ class Engine(nn.Module):
 
     def _on_backward(self) -> None:
         """A backward pass begins, by ``backward()`` or by ``loss.backward()``."""
-        if not self._is_engine_backward and "engine" not in self._styles:
+        if not self._is_engine_backward and "scaled" not in self._styles:
             self._styles.add("plain")
         self._has_backward = True
         self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
@@ -368,7 +368,7 @@ class Engine(nn.Module):
                 do="call engine.backward(loss) first.",
                 code="step-without-backward",
             )
-        if len(self._styles) > 1:
+        if "plain" in self._styles and len(self._styles) > 1:
             raise UsageError(
                 "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
                 do="use one of them, or loss.backward() on engine.scale(loss).",

@@ -66,6 +66,12 @@ def initialize(
         raise ModelError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
         )
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters, so there is nothing to train.",
+            do="hand over the module that holds the parameters (after they were made).",
+            code="model-empty",
+        )
     world = _world(dist_init_required, distributed_port)
     source = config if config is not None else config_params
     if source is None and getattr(args, "deepspeed_config", None) is None:

@@ -5,11 +5,13 @@ issued.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
+from shoal.errors import CommError
 from shoal.zero.gradient import BucketGradient
 from shoal.zero.unit import Unit
 
@@ -149,10 +151,14 @@ class Reducer:
             self._order = [self.entries[int(index)] for index in first]
 
     def reset(self) -> None:
-        """Drop what is under way, after an error."""
+        """Drop what is under way, after an error. The gradients that this backward pass left are dropped too."""
+        with suppress(CommError):  # a peer is gone; the error that came first counts
+            self._settle()  # what still writes into an accumulator must not do so in a later step
         self._under_way = None
         self._next = 0
         for entry in self.entries:
             entry.start_pass()
             for gradient in entry.gradients:
                 gradient.reset()
+                for parameter in gradient.parameters:
+                    parameter.grad = None

@@ -184,7 +184,7 @@ def test_a_thousand_calls_and_twenty_worlds_leave_nothing(gloo: Gloo, shared_mem
         assert resident < 8 << 20
 
 
-def fork_and_end(rank: int, size: int) -> float:
+def fork_and_end(rank: int, size: int) -> list[float]:
     """A child that is forked while the world stands, and ends in good order."""
     comm = current_dp()
     comm.barrier(label="before")
@@ -193,8 +193,9 @@ def fork_and_end(rank: int, size: int) -> float:
         atexit._run_exitfuncs()
         os._exit(0)
     os.waitpid(pid, 0)
-    return float(comm.all_reduce(torch.ones(1), label="after").wait().item())
+    total = comm.all_reduce(torch.ones(1), label="after").wait().item()
+    return [total, float(any(inner_of(comm)._board.has_left(peer) for peer in range(size)))]
 
 
 def test_a_forked_child_that_ends_leaves_its_parents_world_alone(gloo: Gloo) -> None:
-    assert gloo(2, fork_and_end) == [2.0, 2.0]
+    assert gloo(2, fork_and_end) == [[2.0, 0.0], [2.0, 0.0]]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -141,6 +142,7 @@ class GlooCommunicator:
         self._sum = RankOrderedSum()
         self._number = 0
         self._sending: list[GlooWork] = []
+        self._landing: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -170,6 +172,7 @@ class GlooCommunicator:
 
         def reduce() -> None:
             self._sum(pieces, out, scale=scale, accumulate=accumulate)
+            self._keep_landing(pieces)
 
         work.finally_do(receives, reduce)
         return work
@@ -183,6 +186,7 @@ class GlooCommunicator:
 
         def reduce() -> None:
             self._sum(pieces, own, scale=scale)
+            self._keep_landing(pieces)
             for peer in self._peers:
                 self._send(work, own, peer, 2)
 
@@ -236,6 +240,7 @@ class GlooCommunicator:
         for work in [work for work in self.pending.works if work._comm is self]:
             del self.pending.works[work]
         self._sending = []
+        self._landing.clear()
         self._group = None
 
     def abandon(self) -> None:
@@ -287,14 +292,22 @@ class GlooCommunicator:
     def _exchange_ranges(self, work: GlooWork, full: torch.Tensor) -> tuple[list[Any], list[torch.Tensor]]:
         """Send each peer its range of ``full``, receive theirs of mine.
 
-        Memory: (size - 1) shards on the host, until the work has finished.
+        Memory: (size - 1) shards on the host; kept for the next call of this size until ``close()``, since fresh pages
+        would cost more time than the transfer.
         """
         own = own_range(full, self.rank, self.size)
-        pieces = [own if peer == self.rank else torch.empty_like(own) for peer in range(self.size)]
+        kept = self._landing[own.numel(), own.dtype]
+        pieces = [
+            own if peer == self.rank else kept.pop() if kept else torch.empty_like(own) for peer in range(self.size)
+        ]
         receives = [self._receive(work, pieces[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
             self._send(work, own_range(full, peer, self.size), peer, 1)
         return receives, pieces
+
+    def _keep_landing(self, pieces: list[torch.Tensor]) -> None:
+        own = pieces[self.rank]
+        self._landing[own.numel(), own.dtype] += [piece for piece in pieces if piece is not own]
 
     def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> None:
         if tensor.numel() and self._group is not None:

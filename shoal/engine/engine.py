@@ -562,7 +562,10 @@ class Engine(nn.Module):
             raise UsageError("this engine was destroyed.", do="call shoal.initialize() again.", code="engine-destroyed")
 
     def destroy(self) -> None:
-        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters, whole.
+        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters.
+
+        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as they were
+        then. Every rank calls.
 
         Idempotent.
         """

@@ -124,6 +124,9 @@ class ParameterBucket:
             self.shard.copy_(self.full[self.begin : self.end])
 
     def detach(self) -> None:
-        """Give the parameters tensors of their own (the bucket must be full)."""
+        """Give the parameters tensors of their own, and the bucket's memory back (the bucket must be full)."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view.clone()
+        nothing = self.full.new_empty(0)
+        self.full, self.shard, self.views, self._secondary = nothing, nothing, [], None
+        self._storage = nothing.untyped_storage()

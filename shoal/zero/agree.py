@@ -36,7 +36,8 @@ class Agreement:
 
     @property
     def is_finite(self) -> bool:
-        return math.isfinite(self.norm)
+        """Are all losses and gradients finite? A loss may be NaN though its gradient is not."""
+        return math.isfinite(self.norm) and not self.bad_loss_ranks
 
 
 def agree(

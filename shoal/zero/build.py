@@ -175,6 +175,7 @@ def build(
         device=device,
         on_backward=on_backward,
     )
+    sharded.born_sharded = frozenset(materializer.born_sharded)
     return sharded, states
 
 

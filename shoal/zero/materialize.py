@@ -29,6 +29,7 @@ class Materializer:
         self._comm = comm
         self._modules = list(model.named_modules())
         self._next = 0
+        self.born_sharded: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
         self._position: dict[str, int] = {}
         seen: set[int] = set()
         owner: dict[int, int] = {}
@@ -55,10 +56,12 @@ class Materializer:
         """
         early = EARLY.get(parameter)
         if early is not None:
+            self.born_sharded.add(id(parameter))
             target.copy_(early.whole())
             EARLY.pop(parameter)
             return
         if parameter.is_meta:
+            self.born_sharded.add(id(parameter))
             while self._next <= self._position[name]:
                 self._materialize(*self._modules[self._next])
                 self._next += 1

@@ -20,6 +20,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
+from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.external import ExternalUseMode, eagerly
 from shoal.zero.hooks import HookSet, tensors_in
 from shoal.zero.prefetch import UnitOrder
@@ -77,6 +78,7 @@ class ShardedModel:
         self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
         self.sharded = [unit for unit in self.units if unit.is_sharded]
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
+        self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
@@ -331,12 +333,19 @@ class ShardedModel:
         self._rest(is_recovering=True)
 
     def detach(self) -> None:
-        """Take every hook off and give the parameters memory of their own, whole."""
+        """Take every hook off and give the parameters memory of their own: whole, or sharded where they came sharded.
+
+        Communicates: an all_gather per sharded unit; a broadcast of each parameter that came sharded.
+        Memory: of a model that came sharded, the shards and one unit.
+        """
         self._hooks.detach()
         for unit in self.units:
             unit.gather()
             for bucket in unit.buckets:
                 bucket.detach()
+                for parameter in bucket.parameters:
+                    if id(parameter) in self.born_sharded:
+                        EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
         self.pool.clear()
 
 

@@ -92,6 +92,20 @@ def test_a_bad_loss_of_one_rank_is_raised_on_all_and_training_can_go_on(stage: i
         assert are_bit_equal(parameters, expected)
 
 
+def test_a_nan_loss_is_found_even_where_its_gradients_are_finite() -> None:
+    def job(stage: int) -> str:
+        engine = start(Plain, config(stage))
+        loss = engine(*batch(0, current_world().rank, 2))
+        engine.backward(loss + float("nan"))
+        with pytest.raises(NonFiniteError) as caught:
+            engine.step()
+        engine.destroy()
+        return caught.value.what
+
+    for stage in STAGES:
+        assert run_ranks(2, job, stage) == ["the loss of rank 0, 1 is not finite."] * 2
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_bad_steps_can_be_skipped_with_a_warning(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     def job() -> tuple[bool, int, int, bool]:

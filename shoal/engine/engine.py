@@ -14,15 +14,15 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
 from shoal.engine.guard import ModelGuard
-from shoal.engine.log import logger
+from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
-from shoal.errors import ConfigError, ModelError, NonFiniteError, OutOfMemoryError, UsageError
+from shoal.errors import ConfigError, OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.zero.access import Access
-from shoal.zero.agree import Agreement, agree, first_bad_parameter
+from shoal.zero.agree import Agreement, agree, refuse_unused
 from shoal.zero.build import Axes
 from shoal.zero.gradient import GradientState
 from shoal.zero.optimizer import ShardedOptimizer
@@ -74,7 +74,7 @@ class Engine(nn.Module):
         self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
         self._mean_loss: float | None = None  # of this rank's micro-batches in the last step
-        self._bad_steps = 0
+        self._nonfinite = NonFinite(plan, self._states, axes, loss_scale)
         self._is_destroyed = False
         self._was_step_applied = False
         self.global_steps = 0
@@ -379,25 +379,26 @@ class Engine(nn.Module):
                 if gradient.state is not GradientState.REDUCED:
                     gradient.complete()
         view = agree(
-            self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=self._are_losses_finite_cheaply()
+            self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=self._are_losses_finite()
         )
         unscale = self._unscale()
         self._norm = view.norm * unscale
         if not self.plan.ignores_unused:
-            self._refuse_unused(view)
-        is_applied = view.is_finite or self.plan.nonfinite == "warn"
-        self._was_step_applied = is_applied
-        if not view.is_finite:
-            self._skip(view, is_applied=is_applied)
-        else:
-            self._bad_steps = 0
+            refuse_unused(self._states, view, self.global_steps)
+        is_applied = False
+        try:
+            is_applied = self._nonfinite.judge(view, self.global_steps, is_loss_known=bool(self._losses))
+        finally:
+            self._was_step_applied = is_applied
+            self.skipped_steps += not is_applied
+            if self.optimizer is not None:
+                self.optimizer.overflow = not is_applied
         if is_applied:
             self._update(view, unscale)
         if self._loss_scale is not None:
-            event = self._loss_scale.update(not view.is_finite)
+            self._nonfinite.report_scale(self._loss_scale.update(not view.is_finite), self.global_steps)
             if self.optimizer is not None:
                 self.optimizer.loss_scale = self._loss_scale.scale
-            self._report_scale(event, view)
         if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
@@ -438,64 +439,7 @@ class Engine(nn.Module):
         for work in works:
             work.wait()
 
-    def _refuse_unused(self, view: Agreement) -> None:
-        unused = [
-            state.bucket.layout.slots[slot].name
-            for index, state in enumerate(self._states)
-            for slot, touched in enumerate(view.touched[index])
-            if not touched
-        ]
-        if unused:
-            self._finish_step()
-            raise ModelError(
-                f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
-                f"{' ...' if len(unused) > 8 else ''}.",
-                where=f"step {self.global_steps}, zero_optimization.ignore_unused_parameters = false",
-                do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
-                code="unused-parameters",
-            )
-
-    def _skip(self, view: Agreement, *, is_applied: bool) -> None:
-        """The gradients are not finite. Never silent: raises, or logs the rank, the step and the first parameter."""
-        self._bad_steps += 1
-        if not is_applied:
-            self.skipped_steps += 1
-            if self.optimizer is not None:
-                self.optimizer.overflow = True
-        where, what = self._describe(view)
-        policy = self.plan.nonfinite
-        is_loss_bad = bool(view.bad_loss_ranks)
-        is_scaled = self._loss_scale is not None
-        if (
-            policy == "raise"
-            or (policy is None and is_loss_bad and not is_scaled)
-            or self._bad_steps >= self.plan.max_bad_steps
-        ):
-            self._finish_step()
-            raise NonFiniteError(
-                what + (f" {self._bad_steps} steps in a row." if self._bad_steps > 1 else ""),
-                where=where,
-                do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
-                " such steps out and go on. The parameters are as they were before the step.",
-            )
-        message = f"step {self.global_steps} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
-        if not is_scaled or is_loss_bad:
-            logger.warning(message)
-        else:
-            logger.info(message)
-
-    def _describe(self, view: Agreement) -> tuple[str, str]:
-        mine = first_bad_parameter(self._states) if self.axes.all.rank in view.bad_gradient_ranks else None
-        names = self.axes.all.gather_objects(mine, label="first bad parameter") if self.axes.all.size > 1 else [mine]
-        first = next((name for name in names if name), None)
-        if view.bad_loss_ranks:
-            what = f"the loss of rank {', '.join(map(str, view.bad_loss_ranks))} is not finite."
-        else:
-            what = "the gradients are not finite though the loss is."
-        where = f"step {self.global_steps}, first parameter {first!r}" if first else f"step {self.global_steps}"
-        return f"rank {view.bad_loss_ranks[0]}, {where}" if view.bad_loss_ranks else where, what
-
-    def _are_losses_finite_cheaply(self) -> bool:
+    def _are_losses_finite(self) -> bool:
         """Are this step's losses finite? On an accelerator the answer waits for the gradients anyway."""
         if not self._losses:
             self._mean_loss = None
@@ -504,29 +448,12 @@ class Engine(nn.Module):
         self._mean_loss = read_scalar(mean, when_fake=0.0)
         return math.isfinite(self._mean_loss)
 
-    def _report_scale(self, event: Any, view: Agreement) -> None:
-        name = getattr(event, "name", str(event)).lower()
-        assert self._loss_scale is not None
-        if name == "halved":
-            logger.info("step %d: overflow, loss scale halved to %g", self.global_steps, self._loss_scale.scale)
-        elif name == "at_floor":
-            where, what = self._describe(view)
-            message = (
-                f"overflow at the lowest loss scale {self._loss_scale.scale:g}: {what}"
-                " Train in bf16, or look at the first parameter."
-            )
-            if self.plan.nonfinite in (None, "raise") and self._bad_steps >= self.plan.max_bad_steps:
-                raise NonFiniteError(message, where=where, do='set "bf16": {"enabled": true} in place of fp16.')
-            logger.warning("%s (%s)", message, where)
-
     def _finish_step(self) -> None:
         for state in self._states:
             state.gradient.reset()
         self._losses.clear()
         self._styles.clear()
         self._has_backward = False
-        if self.optimizer is not None and self._was_step_applied:
-            self.optimizer.overflow = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step under way. After ``step()`` there are none."""
@@ -564,7 +491,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters.
 
-        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as they were
+        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as
+        they were
         then. Every rank calls.
 
         Idempotent.

@@ -13,6 +13,7 @@ import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
+from shoal.errors import ModelError
 from shoal.zero.build import Axes
 from shoal.zero.reducer import Reducer
 from shoal.zero.step import BucketState
@@ -118,3 +119,21 @@ def first_bad_parameter(states: Sequence[BucketState]) -> str | None:
             if not bool(torch.isfinite(owned[segment.start : segment.stop]).all()):
                 return state.bucket.layout.slots[segment.slot].name
     return None
+
+
+def refuse_unused(states: Sequence[BucketState], view: Agreement, step: int) -> None:
+    """Raises: ModelError: some parameters got no gradient on any rank (``ignore_unused_parameters: false``)."""
+    unused = [
+        state.bucket.layout.slots[slot].name
+        for index, state in enumerate(states)
+        for slot, touched in enumerate(view.touched[index])
+        if not touched
+    ]
+    if unused:
+        raise ModelError(
+            f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
+            f"{' ...' if len(unused) > 8 else ''}.",
+            where=f"step {step}, zero_optimization.ignore_unused_parameters = false",
+            do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
+            code="unused-parameters",
+        )

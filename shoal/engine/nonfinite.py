@@ -1,0 +1,89 @@
+"""What is done about a step whose gradients are NaN or infinite.
+
+Never nothing: it raises, or says the rank, the step and the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.engine.log import logger
+from shoal.engine.settings import Plan
+from shoal.errors import NonFiniteError
+from shoal.optim.loss_scale import Event, LossScale
+from shoal.zero.agree import Agreement, first_bad_parameter
+from shoal.zero.build import Axes
+from shoal.zero.step import BucketState
+
+
+class NonFinite:
+    """Judges steps. Every rank judges alike, from what all agreed on.
+
+    ``precision.nonfinite`` is "raise", "skip" or "warn" (apply all the same). Without it, a loss that is NaN, or that
+    nobody saw, raises;
+    gradients that overflow though the loss is finite are skipped; under a loss scale all are skipped, since the scale
+    is what
+    gives. Too many in a row raise in any case.
+    """
+
+    def __init__(self, plan: Plan, states: Sequence[BucketState], axes: Axes, loss_scale: LossScale | None) -> None:
+        self._plan = plan
+        self._states = states
+        self._axes = axes
+        self._loss_scale = loss_scale
+        self._num_in_a_row = 0
+
+    def judge(self, view: Agreement, step: int, *, is_loss_known: bool) -> bool:
+        """Shall the step be applied?
+
+        Raises: NonFiniteError: on every rank; the parameters are untouched.
+        Communicates: a name per rank, when the gradients are not finite.
+        """
+        if view.is_finite:
+            self._num_in_a_row = 0
+            return True
+        self._num_in_a_row += 1
+        policy = self._plan.nonfinite
+        is_applied = policy == "warn"
+        what, where = self._describe(view, step, is_loss_known=is_loss_known)
+        is_loss_bad = bool(view.bad_loss_ranks)
+        is_scaled = self._loss_scale is not None
+        is_fatal = policy is None and not is_scaled and (is_loss_bad or not is_loss_known)
+        if policy == "raise" or is_fatal or self._num_in_a_row >= self._plan.max_bad_steps:
+            raise NonFiniteError(
+                what + (f" {self._num_in_a_row} steps in a row." if self._num_in_a_row > 1 else ""),
+                where=where,
+                do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
+                " such steps out and go on. The parameters are as they were before the step.",
+            )
+        message = f"step {step} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
+        if is_scaled and not is_loss_bad:
+            logger.info(message)
+        else:
+            logger.warning(message)
+        return is_applied
+
+    def report_scale(self, event: Event, step: int) -> None:
+        """Say what an overflow did to the loss scale."""
+        assert self._loss_scale is not None
+        if event is Event.HALVED:
+            logger.info("step %d: overflow, loss scale halved to %g", step, self._loss_scale.scale)
+        elif event is Event.AT_FLOOR:
+            logger.warning(
+                "step %d: overflow at the lowest loss scale %g. Train in bf16, or look at the parameter named above.",
+                step,
+                self._loss_scale.scale,
+            )
+
+    def _describe(self, view: Agreement, step: int, *, is_loss_known: bool) -> tuple[str, str]:
+        comm = self._axes.all
+        mine = first_bad_parameter(self._states) if comm.rank in view.bad_gradient_ranks else None
+        names = comm.gather_objects(mine, label="first bad parameter") if comm.size > 1 else [mine]
+        first = next((name for name in names if name), None)
+        where = f"step {step}" + (f", first parameter {first!r}" if first else "")
+        if view.bad_loss_ranks:
+            ranks = ", ".join(map(str, view.bad_loss_ranks))
+            return f"the loss of rank {ranks} is not finite.", f"rank {ranks}, {where}"
+        if is_loss_known:
+            return "the gradients are not finite though the loss is.", where
+        return "the gradients are not finite.", where

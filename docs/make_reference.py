@@ -1,0 +1,222 @@
+"""Writes docs/reference/api.md from the signatures and docstrings of the public face.
+
+python docs/make_reference.py
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent / "reference" / "api.md"
+SECTIONS = ("Args", "Returns", "Raises", "Communicates", "Memory", "Order", "Source")
+
+INTRODUCTION = """\
+# The Python face
+
+Made from the docstrings by `python docs/make_reference.py`; a test keeps it up to date. Errors are listed in
+[errors](errors.md), keys of the configuration in [configuration](config.md). *Every rank* means that all ranks call,
+in the same order. Ψ (Psi) is the number of parameters.
+"""
+
+# What the engine keeps as plain attributes. Those that are parts of the machinery are left out.
+ENGINE_ATTRIBUTES = {
+    "module": "the model that was handed in, with its parameters sharded",
+    "optimizer": "what `initialize` returned as the optimizer; None without one",
+    "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
+    "lr_scheduler": "the schedule; stepped by `step()` after each step that was applied",
+    "training_dataloader": "the loader of `training_data`; None without it",
+    "global_steps": "steps so far, skipped ones included",
+    "global_samples": "samples so far, over all ranks",
+    "micro_steps": "calls of `step()` so far, one for each micro-batch",
+    "skipped_steps": "steps left out because a loss or gradient was not finite",
+    "on_step": "callables that get the engine after each step",
+    "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
+    "plan": "what the config means, in Shoal's words",
+    "timers": "time by phase, with `wall_clock_breakdown`",
+}
+ENGINE_INSIDE = {"sharded", "axes", "progress", "access"}
+
+FACE = [
+    ("shoal", ["initialize", "init_distributed", "add_config_arguments"]),
+    ("shoal.comm.world", ["current_world", "World"]),
+]
+WORLD_ATTRIBUTES = {
+    "rank": "of this process, over all nodes",
+    "size": "ranks in all",
+    "local_rank": "of this process, on its node",
+    "device": "where this rank computes",
+    "backend": "`threads`, `gloo`, `nccl`, `fake`, or `none` for one rank without a process group",
+    "recorder": "what this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
+    "is_closed": "after `close()`",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    import shoal
+
+    parts = [INTRODUCTION, "## shoal\n", f"`shoal.__all__`: {', '.join(f'`{name}`' for name in shoal.__all__)}.\n"]
+    for module, names in FACE:
+        for name in names:
+            thing = getattr(importlib.import_module(module), name)
+            attributes = WORLD_ATTRIBUTES if name == "World" else {}
+            parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, set())]
+            if inspect.isclass(thing):
+                parts += methods(thing)
+    parts += ["## The engine\n", *entry("shoal.Engine", shoal.Engine, 3, signature=False)]
+    parts += table(shoal.Engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
+    parts += methods(shoal.Engine)
+    optimizer = importlib.import_module("shoal.zero.optimizer").ShardedOptimizer
+    parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
+    parts += ["## shoal.zero\n"]
+    for name in shoal.zero.__all__:
+        parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)
+    access = importlib.import_module("shoal.zero.access").Access
+    parts += [
+        "### What the safe accessors do\n",
+        "Each finds its parameter's engine and calls one of these methods.\n",
+        *(line for line in methods(access)),
+    ]
+    ledger = importlib.import_module("shoal.observe.ledger")
+    parts += ["## The ledger\n", "What `engine.memory_report()` returns.\n"]
+    for thing in (ledger.Ledger, ledger.Entry):
+        parts += [*entry(thing.__name__, thing, 3), *methods(thing)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def entry(title: str, thing: Any, level: int, *, signature: bool = True) -> list[str]:
+    """Heading, signature and docstring of one function or class."""
+    lines = [f"{'#' * level} {title}\n"]
+    text = signature_of(thing) if signature else ""
+    if text:
+        lines.append(f"```python\n{text}\n```\n")
+    return [*lines, said(thing)]
+
+
+def said(thing: Any) -> str:
+    """The docstring as Markdown."""
+    written = thing.__doc__
+    if not written:
+        return ""
+    text = inspect.cleandoc(written).replace("``", "`")
+    lines, arguments = [], False
+    for line in text.split("\n"):
+        match = re.match(rf"({'|'.join(SECTIONS)}):(?: (.*))?$", line)
+        if match:
+            arguments = not match[2]
+            lines += ["", f"**{match[1]}** {match[2] or ''}".rstrip(), *([""] if arguments else [])]
+        elif arguments and re.match(r" {4}\w[\w, ]*: ", line):
+            name, _, rest = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {rest}")
+        elif arguments and line.startswith(" " * 8):
+            lines.append(f"  {line.strip()}")
+        else:
+            lines.append(line)
+            arguments = arguments and bool(line)
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def definition(thing: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(thing))).body[0]
+
+
+def signature_of(thing: Any) -> str:
+    """The signature as it is written; of a class that of its constructor, or a dataclass's fields."""
+    node = definition(thing)
+    if isinstance(node, ast.ClassDef):
+        made = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+        if made is None:
+            fields = [ast.unparse(n) for n in node.body if isinstance(n, ast.AnnAssign)]
+            return f"{node.name}({', '.join(fields)})" if fields else ""
+        return written(node.name, made, returns=False)
+    assert isinstance(node, ast.FunctionDef)
+    return written(node.name, node)
+
+
+def written(name: str, node: ast.FunctionDef, *, returns: bool = True) -> str:
+    pieces = list(arguments_of(node.args))
+    end = f" -> {ast.unparse(node.returns)}" if returns and node.returns is not None else ""
+    line = f"{name}({', '.join(pieces)}){end}"
+    if len(line) <= 100:
+        return line
+    return f"{name}(\n" + "".join(f"    {piece},\n" for piece in pieces) + f"){end}"
+
+
+def arguments_of(node: ast.arguments) -> Iterator[str]:
+    """Each argument as it is written, `self` left out."""
+    plain = [*node.posonlyargs, *node.args]
+    defaults: list[ast.expr | None] = [None] * (len(plain) - len(node.defaults)) + list(node.defaults)
+    for argument, default in zip(plain, defaults, strict=True):
+        if argument.arg != "self":
+            yield one(argument, default)
+    if node.vararg:
+        yield f"*{one(node.vararg, None)}"
+    elif node.kwonlyargs:
+        yield "*"
+    for argument, default in zip(node.kwonlyargs, node.kw_defaults, strict=True):
+        yield one(argument, default)
+    if node.kwarg:
+        yield f"**{one(node.kwarg, None)}"
+
+
+def one(argument: ast.arg, default: ast.expr | None) -> str:
+    kind = f": {ast.unparse(argument.annotation)}" if argument.annotation else ""
+    return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default is not None else "")
+
+
+def attributes_of(cls: type) -> list[str]:
+    """Public attributes that the constructor sets."""
+    node = definition(cls)
+    assert isinstance(node, ast.ClassDef)
+    made = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+    found = []
+    for line in ast.walk(made):
+        one_target = [line.target] if isinstance(line, ast.AnnAssign) else []
+        targets = line.targets if isinstance(line, ast.Assign) else one_target
+        for target in targets:
+            if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+                found.append(target.attr)
+    return [name for name in dict.fromkeys(found) if not name.startswith("_")]
+
+
+def table(cls: Any, described: dict[str, str], inside: set[str]) -> list[str]:
+    """Attributes and what they are. An attribute that nobody has described stops the script."""
+    if not described:
+        return []
+    unknown = set(attributes_of(cls)) ^ (set(described) | inside)
+    if unknown:
+        raise SystemExit(
+            f"describe or strike in docs/make_reference.py: {', '.join(sorted(unknown))} of {cls.__name__}"
+        )
+    return ["| attribute | |\n| --- | --- |", *(f"| `{name}` | {text} |" for name, text in described.items()), ""]
+
+
+def methods(cls: type) -> Iterator[str]:
+    """Every public method and property, in the order of the source."""
+    for name, member in vars(cls).items():
+        if name.startswith("_") or name == "knows":
+            continue
+        if isinstance(member, property):
+            node = definition(member.fget)
+            assert isinstance(node, ast.FunctionDef)
+            kind = f": {ast.unparse(node.returns)}" if node.returns else ""
+            yield f"#### {cls.__name__}.{name}\n"
+            yield f"```python\n{name}{kind}\n```\n"
+            yield said(member) if member.__doc__ else ""
+        else:
+            function = getattr(member, "__wrapped__", member)
+            if inspect.isfunction(function):
+                yield f"#### {cls.__name__}.{name}\n"
+                yield f"```python\n{signature_of(function)}\n```\n"
+                yield said(function)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,92 @@
+"""The reference pages say what the source says: every error code has its anchor, and the API page is up to date."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SOURCES = sorted((ROOT / "shoal").rglob("*.py"))
+ERRORS = ROOT / "docs" / "reference" / "errors.md"
+
+
+def codes_in(tree: ast.AST) -> Iterator[str]:
+    """A pattern for each error code in a file: ``code="..."`` in a call, ``code = "..."`` in a class.
+
+    What an f-string fills in may be any word.
+    """
+    for node in ast.walk(tree):
+        values: list[ast.expr] = []
+        if isinstance(node, ast.Call):
+            values = [keyword.value for keyword in node.keywords if keyword.arg == "code"]
+        elif isinstance(node, ast.ClassDef):
+            for line in node.body:
+                if isinstance(line, ast.Assign) and any(
+                    isinstance(t, ast.Name) and t.id == "code" for t in line.targets
+                ):
+                    values.append(line.value)
+        for value in values:
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield re.escape(value.value)
+            elif isinstance(value, ast.JoinedStr):
+                yield "".join(
+                    re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"[a-z]+" for part in value.values
+                )
+
+
+def codes_of_the_source() -> set[str]:
+    return {code for path in SOURCES for code in codes_in(ast.parse(path.read_text(encoding="utf-8")))}
+
+
+def anchors() -> list[str]:
+    return re.findall(r"^### (\S+)$", ERRORS.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def make_reference() -> ModuleType:
+    path = ROOT / "docs" / "make_reference.py"
+    spec = importlib.util.spec_from_file_location("make_reference", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_search_for_codes_finds_constants_classes_and_patterns() -> None:
+    text = (
+        'class E(Exception):\n    code = "one"\nraise E(code="two")\nraise E(code=f"three-{key}")\nraise E(code=code)'
+    )
+    assert sorted(codes_in(ast.parse(text))) == ["one", r"three\-[a-z]+", "two"]
+
+
+def test_every_error_code_has_its_anchor() -> None:
+    written = anchors()
+    missing = [code for code in codes_of_the_source() if not any(re.fullmatch(code, anchor) for anchor in written)]
+    assert sorted(missing) == []
+
+
+def test_no_anchor_of_an_error_code_is_stale_or_stands_twice() -> None:
+    codes, written = codes_of_the_source(), anchors()
+    assert len(written) > 50
+    assert sorted(a for a in written if not any(re.fullmatch(code, a) for code in codes)) == []
+    assert len(written) == len(set(written))
+
+
+def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
+    """But the root and the defaults that nothing raises, which say so."""
+    parts = re.split(r"^### (\S+)$", ERRORS.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    silent = [
+        code
+        for code, text in zip(parts[::2], parts[1::2], strict=True)
+        if not ("**Raised**" in text and "**Do**" in text)
+    ]
+    assert silent == ["shoal", "optimizer", "placement"]
+
+
+def test_the_api_page_is_what_the_script_makes() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
+    assert make_reference().page() == page, "run: python docs/make_reference.py"

@@ -1,0 +1,56 @@
+"""Counts the bytes of the storages that one thread made and that are alive, whoever holds them (autograd included)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveStorages(TorchDispatchMode):
+    """While active, notes every storage that an operation of this thread allocates.
+
+    Attributes:
+        peak: the largest sum of living storages after any operation since ``reset_peak()``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        result = func(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            # A view, or a result that is an argument, may be of another thread's storage.
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta and (key := _key(tensor)) not in given:
+                held = self._seen.get(key)
+                if held is None or held.expired():
+                    self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """Bytes of the storages that are alive."""
+        total = 0
+        for key, reference in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._seen[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def reset_peak(self) -> None:
+        self.peak = self.now()
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -18,6 +18,7 @@ import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.memory.bucket import ParameterBucket
+from shoal.memory.layout import Segment
 from shoal.memory.placement import Kind
 from shoal.memory.pool import Pool
 from shoal.zero.table import Row
@@ -267,8 +268,8 @@ class BucketGradient:
         squared: torch.Tensor = norm * norm
         return squared
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
-        """Elements ``[start, stop)`` of the owned range."""
+    def part(self, start: int, stop: int, segments: Sequence[Segment]) -> torch.Tensor:
+        """Elements ``[start, stop)`` of the owned range, which hold ``segments``."""
         return self.owned()[start:stop]
 
     def reset(self) -> None:
@@ -314,13 +315,11 @@ class NativeGradient(BucketGradient):
         wide = torch.float64 if self.bucket.dtype == torch.float64 else torch.float32
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
 
-    def part(self, start: int, stop: int) -> torch.Tensor:
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            if slot.offset <= start and stop <= slot.offset + slot.numel:
-                if parameter.grad is None:
-                    raise AssertionError(f"no gradient for {slot.name}")
-                return parameter.grad.reshape(-1)[start - slot.offset : stop - slot.offset]
-        raise AssertionError(f"[{start}, {stop}) is not inside one parameter")
+    def part(self, start: int, stop: int, segments: Sequence[Segment]) -> torch.Tensor:
+        (segment,) = segments  # on one rank a piece lies in one parameter
+        gradient = self.parameters[segment.slot].grad
+        assert gradient is not None
+        return gradient.reshape(-1)[segment.offset : segment.offset + stop - start]
 
     def owned(self) -> torch.Tensor:
         """The gradients in one flat tensor, for the accessors; a copy."""

@@ -139,7 +139,7 @@ class Reducer:
         if self._completed is None:
             return
         completed, self._completed = self._completed, None
-        if self._comm.size == 1:
+        if self._comm.size == 1 or not self.entries:  # a frozen model has no reductions to put in order
             return
         index_of = {id(entry): index for index, entry in enumerate(self.entries)}
         order = [index_of[id(entry)] for entry in dict.fromkeys(completed)]

@@ -200,17 +200,17 @@ class ShardedStep:
             self._update(state, batch, coefficient)
 
     def _load_gradients(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
-        numel = sum(piece.stop - piece.start for piece in pieces)
-        dtype = state.master.dtype
-        offset = 0
-        for piece in pieces:
-            gradient = state.gradient.part(piece.start, piece.stop)
-            if gradient.dtype != dtype:
-                scratch = self._scratch_of(numel, dtype, gradient.device)[offset : offset + gradient.numel()]
-                gradient = scratch.copy_(gradient)
-                offset += gradient.numel()
-            if coefficient != 1.0:
-                gradient.mul_(coefficient)
+        """Give each piece its gradient, in the master dtype and scaled."""
+        gradients = [state.gradient.part(piece.start, piece.stop, piece.segments) for piece in pieces]
+        if gradients and gradients[0].dtype != state.master.dtype:
+            sizes = [gradient.numel() for gradient in gradients]
+            scratch = self._scratch_of(sum(sizes), state.master.dtype, gradients[0].device)
+            casts = list(scratch[: sum(sizes)].split(sizes))
+            torch._foreach_copy_(casts, gradients)
+            gradients = casts
+        if coefficient != 1.0 and gradients:
+            torch._foreach_mul_(gradients, coefficient)
+        for piece, gradient in zip(pieces, gradients, strict=True):
             piece.param.grad = gradient
 
     def _update(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
@@ -222,11 +222,12 @@ class ShardedStep:
         self._store(state, pieces)
 
     def _store(self, state: BucketState, pieces: Sequence[Piece]) -> None:
-        parameters = state.owned_parameters if state.has_own_master else None
+        """Round the updated master weights into the parameters."""
         for piece in pieces:
             piece.param.grad = None
-            if parameters is not None:
-                parameters[piece.start : piece.stop].copy_(piece.param.detach())
+        if state.has_own_master and pieces:
+            parameters = state.owned_parameters
+            torch._foreach_copy_([parameters[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
 
     def _step_whole(self, state: BucketState, coefficient: float, touched: bytes) -> None:
         optimizer = self.optimizer

@@ -188,7 +188,7 @@ def examine(
     wrong = wrong_values(Config, found.values, "", found)
     problems += wrong
     config = None
-    if not wrong and not found.problems:
+    if not wrong:  # unknown keys are out of the values by now, so the rest can be checked together
         config = Config.model_validate(found.values)
         config._raw, config._origins, config._judged = document.value, found.origins, tuple(judged)
         config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name

@@ -1,4 +1,4 @@
-"""Writes docs/reference/api.md from the signatures and docstrings of the public face.
+"""Writes what pages say of the source: docs/reference/api.md from signatures and docstrings, tables from verdicts.
 
 python docs/make_reference.py
 """
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parent / "reference" / "api.md"
+DEEPSPEED_PAGE = PAGE.parent.parent / "how-to" / "coming-from-deepspeed.md"
+BEGIN, END = "<!-- made by docs/make_reference.py: {} -->", "<!-- end -->"
 SECTIONS = ("Args", "Returns", "Raises", "Communicates", "Memory", "Order", "Source")
 
 INTRODUCTION = """\
@@ -89,6 +91,28 @@ def page() -> str:
     for thing in (ledger.Ledger, ledger.Entry):
         parts += [*entry(thing.__name__, thing, 3), *methods(thing)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
+
+
+def deepspeed_page(text: str) -> str:
+    """The page with its tables of keys made anew."""
+    from shoal.config.verdicts import PARAMS, VERDICTS
+
+    verdicts = {**VERDICTS, **{f"optimizer.params.{name}": verdict for name, verdict in PARAMS.items()}}
+    for kind in ("no effect", "refused", "not built"):
+        by_reason: dict[str, list[str]] = {}
+        for path, verdict in verdicts.items():
+            if verdict.kind == kind:
+                by_reason.setdefault(verdict.reason, []).append(f"`{path}`")
+        rows = [
+            (reason, paths) if kind == "not built" else (", ".join(paths), [reason])
+            for reason, paths in by_reason.items()
+        ]
+        heads = "| part | keys |" if kind == "not built" else "| key | |"
+        lines = [heads, "| --- | --- |", *(f"| {left} | {', '.join(right)} |" for left, right in rows)]
+        begin = BEGIN.format(kind)
+        start = text.index(begin) + len(begin)
+        text = text[:start] + "\n" + "\n".join(lines) + "\n" + text[text.index(END, start) :]
+    return text
 
 
 def entry(title: str, thing: Any, level: int, *, signature: bool = True) -> list[str]:
@@ -220,3 +244,4 @@ def methods(cls: type) -> Iterator[str]:
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    DEEPSPEED_PAGE.write_text(deepspeed_page(DEEPSPEED_PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -90,3 +90,8 @@ def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
 def test_the_api_page_is_what_the_script_makes() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     assert make_reference().page() == page, "run: python docs/make_reference.py"
+
+
+def test_the_tables_of_keys_on_the_page_for_deepspeed_users_are_what_the_script_makes() -> None:
+    text = (ROOT / "docs" / "how-to" / "coming-from-deepspeed.md").read_text(encoding="utf-8")
+    assert make_reference().deepspeed_page(text) == text, "run: python docs/make_reference.py"

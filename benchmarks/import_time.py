@@ -1,6 +1,8 @@
-"""How much longer ``import shoal`` takes than ``import torch``: medians of new processes, in turn.
+"""How much longer Shoal takes to import than ``import torch``: medians of new processes, in turn.
 
-python -m benchmarks.import_time --most-seconds 0.3
+``import shoal`` alone puts its parts off to their first use, so every public name of it is touched.
+
+    python -m benchmarks.import_time --most-seconds 0.3
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--most-seconds", type=float, default=0.3, help="fail above so many seconds more")
     arguments = parser.parse_args()
-    statements = ("import torch", "import shoal")
+    statements = ("import torch", "import torch, shoal; [getattr(shoal, name) for name in shoal.__all__]")
     for statement in statements:
         seconds_of(statement)  # bytecode and files are in memory from here on
     times: dict[str, list[float]] = {statement: [] for statement in statements}
@@ -32,11 +34,9 @@ def main() -> None:
             times[statement].append(seconds_of(statement))
     torch_seconds, shoal_seconds = (median(times[statement]) for statement in statements)
     more = shoal_seconds - torch_seconds
-    print(f"import torch {torch_seconds:.2f} s, import shoal {shoal_seconds:.2f} s: {more:.2f} s more")
+    print(f"torch {torch_seconds:.2f} s, torch and Shoal's whole face {shoal_seconds:.2f} s: {more:.2f} s more")
     if more > arguments.most_seconds:
-        sys.exit(
-            f"import shoal takes {more:.2f} s more than import torch; at most {arguments.most_seconds} s are meant"
-        )
+        sys.exit(f"Shoal takes {more:.2f} s more than torch alone; at most {arguments.most_seconds} s are meant")
 
 
 if __name__ == "__main__":

@@ -199,10 +199,11 @@ def in_a_new_process(program: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_import_shoal_loads_nothing_heavy() -> None:
+def test_the_whole_face_of_shoal_loads_nothing_heavy() -> None:
     """Time is measured by benchmarks/import_time.py; here only what would make it long is looked for."""
     program = (
         "import json, sys, torch\nbefore = set(sys.modules)\nimport shoal\n"
+        "assert all(getattr(shoal, name) is not None for name in shoal.__all__)\n"
         f"print(json.dumps(sorted(name for name in {HEAVY!r} if name in sys.modules and name not in before)))"
     )
     assert in_a_new_process(program) == []

@@ -6,6 +6,7 @@ from ordinary tensors, from the meta device, or from the shards that ``zero.Init
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ class Materializer:
         self._comm = comm
         self._modules = list(model.named_modules())
         self._next = 0
+        self._initialisers: dict[int, Callable[[nn.Module], Any]] = {
+            id(module): initialise
+            for _, module in self._modules
+            if callable(initialise := getattr(module, "_init_weights", None))
+        }
         self.born_sharded: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
         self._position: dict[str, int] = {}
         seen: set[int] = set()
@@ -62,51 +68,92 @@ class Materializer:
             return
         if parameter.is_meta:
             self.born_sharded.add(id(parameter))
-            while self._next <= self._position[name]:
-                self._materialize(*self._modules[self._next])
-                self._next += 1
+            self._materialize_up_to(self._position[name])
         target.copy_(parameter.data)
 
-    def _materialize(self, name: str, module: nn.Module) -> None:
+    def _materialize_up_to(self, position: int) -> None:
+        if self._initialisers and not self._next:
+            self._materialize_with_initialisers()
+            self._next = len(self._modules)
+        while self._next <= position:
+            name, module = self._modules[self._next]
+            self._check_filled(name, module, self._make(name, module))
+            self._next += 1
+
+    def _materialize_with_initialisers(self) -> None:
+        """Initialise a model in which some module has ``_init_weights``, as Hugging Face does: every module by
+        itself, then, children first, by the nearest module around it that has one.
+
+        Memory: the whole model, since an initialiser may set parameters of the modules below (a residual projection
+        by depth, say). Build such a model under ``zero.Init`` where it does not fit.
+        """
+        came_as_meta = {id(parameter) for parameter in self._model.parameters() if parameter.is_meta}
+        unfilled = [(name, module, self._make(name, module)) for name, module in self._modules]
+        is_made = {id(module): bool(missing) for _, module, missing in unfilled}
+        seen: set[int] = set()
+
+        def visit(module: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
+            if id(module) in seen:
+                return
+            seen.add(id(module))
+            initialise = self._initialisers.get(id(module), initialise)
+            for child in module.children():
+                visit(child, initialise)
+            below = [id(parameter) in came_as_meta for parameter in module.parameters()]
+            if initialise is not None and (is_made[id(module)] or (below and all(below))):
+                initialise(module)
+
+        with torch.no_grad():
+            visit(self._model, None)
+        for name, module, missing in unfilled:
+            self._check_filled(name, module, missing)
+
+    def _make(self, name: str, module: nn.Module) -> dict[str, int]:
+        """Give the module's own tensors memory, and let it initialise itself.
+
+        Returns: the tensors that were on the meta device, each with its version before anything was written to it.
+        """
         tensors = itertools.chain(module._parameters.items(), module._buffers.items())
         missing = [key for key, tensor in tensors if tensor is not None and tensor.is_meta]
         if not missing:
-            return
+            return {}
         for key in missing:
             parameter = module._parameters.get(key)
             if parameter is not None:
                 # The same Parameter object goes on, so that optimizer groups and tied modules still hold it. Tensors
-                # of the
-                # meta device refuse `.data = ...`.
+                # of the meta device refuse `.data = ...`.
                 made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
             else:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=self._device)  # type: ignore[arg-type]
+        before = {}
+        for key in missing:
+            tensor = _tensor_of(module, key)
+            if tensor.is_floating_point():
+                tensor.detach().fill_(float("nan"))  # to find what nobody fills
+            before[key] = tensor._version
         initialise = getattr(module, "reset_parameters", None)
-        if initialise is None and hasattr(self._model, "_init_weights"):
-            hint: Any = self._model._init_weights
-            if not any(module._buffers.get(key) is not None for key in missing):
+        if initialise is not None:
+            with torch.no_grad():
+                initialise()
+        return before
 
-                def initialise() -> None:
-                    hint(module)
-
-        if initialise is None:
+    def _check_filled(self, name: str, module: nn.Module, before: dict[str, int]) -> None:
+        empty = [key for key, version in before.items() if _is_unfilled(_tensor_of(module, key), version)]
+        if empty:
             raise ModelError(
-                f"module {name or type(self._model).__name__!r} ({type(module).__name__}) is on the meta device"
-                f" and has no reset_parameters(), so {', '.join(repr(key) for key in missing)} cannot be given values.",
-                do="add reset_parameters() to it, or build the model under shoal.zero.Init() in place of"
+                f"module {name or type(self._model).__name__!r} ({type(module).__name__}) is on the meta device and"
+                f" neither its reset_parameters() nor an _init_weights() of a module around it gives a value to"
+                f" {', '.join(map(repr, empty))}.",
+                do="give it a reset_parameters() that does, or build the model under shoal.zero.Init() in place of"
                 " torch.device('meta').",
                 code="model-meta",
             )
-        with torch.no_grad():
-            initialise()
 
     def finish(self, buffer_dtype: torch.dtype | None) -> None:
         """Materialize what no parameter asked for, move buffers to the device, cast and broadcast them."""
         if any(t.is_meta for t in itertools.chain(self._model.parameters(), self._model.buffers())):
-            while self._next < len(self._modules):
-                self._materialize(*self._modules[self._next])
-                self._next += 1
+            self._materialize_up_to(len(self._modules) - 1)
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is None:
@@ -119,3 +166,16 @@ class Materializer:
                     self._comm.broadcast(sent, 0, label="buffers").drain()
                     moved = flat.view(buffer.shape)
                 module._buffers[key] = moved
+
+
+def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:
+    tensor = module._parameters.get(key) if key in module._parameters else module._buffers[key]
+    assert tensor is not None
+    return tensor
+
+
+def _is_unfilled(tensor: torch.Tensor, version: int) -> bool:
+    """Did nothing write to the tensor since ``version``? Writes through ``.data`` leave the version as it was."""
+    if tensor._version != version or not tensor.numel():
+        return False
+    return not tensor.is_floating_point() or bool(tensor.detach().isnan().any())

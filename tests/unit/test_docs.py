@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -95,3 +97,27 @@ def test_the_api_page_is_what_the_script_makes() -> None:
 def test_the_tables_of_keys_on_the_page_for_deepspeed_users_are_what_the_script_makes() -> None:
     text = (ROOT / "docs" / "how-to" / "coming-from-deepspeed.md").read_text(encoding="utf-8")
     assert make_reference().deepspeed_page(text) == text, "run: python docs/make_reference.py"
+
+
+def snippets(page: str) -> list[str]:
+    text = (ROOT / "docs" / "how-to" / page).read_text(encoding="utf-8")
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+
+
+def test_the_snippets_of_the_how_to_pages_run() -> None:
+    (precision,) = snippets("precision.md")
+    (units,) = snippets("units.md")
+    (memory,) = snippets("memory.md")
+    timeout, record = snippets("debugging.md")
+    micro_batch = "loss = engine(torch.randint(0, 1024, (2, 16))).square().mean()\nengine.backward(loss)\n"
+    program = "\n".join(
+        [timeout, precision, "engine.destroy()", units, micro_batch, record, micro_batch, "engine.step()", memory]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.bfloat16" in done.stdout
+    assert "('blocks.3', 526080)" in done.stdout
+    assert "0 bytes received" in done.stdout
+    assert "'optimizer state': 21037056" in done.stdout

@@ -341,7 +341,7 @@ def test_the_message_names_the_file_and_the_line(tmp_path: pathlib.Path) -> None
 @pytest.mark.parametrize(
     "value",
     [[], {}, "text", -1, None, [1], {"enabled": True}, 1e400, float("nan"), True, {"a": {"b": []}}, [[{}]], object()],
-    ids=repr,
+    ids=lambda value: repr(value) if type(value) is not object else "an object",
 )
 def test_no_value_anywhere_lets_an_error_of_pydantic_out(value: object) -> None:
     for path in load({}).effective():

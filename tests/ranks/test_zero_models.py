@@ -65,7 +65,7 @@ def test_every_stage_trains_the_model_as_one_process_does(model: type[nn.Module]
     alone = train_alone(model, world=world)
     # Shoal keeps an fp32 master of a bf16 parameter, plain PyTorch does not: they differ by a bit or two of 8.
     atol = 2e-3 if model is models.SeveralDtypes else 1e-5
-    for stage in STAGES:
+    for stage in STAGES if world > 1 else (0, 3):  # on one rank the stages are one
         results = train_ranks(world, model, config(stage))
         assert_like_alone(results, alone, atol=atol)
 

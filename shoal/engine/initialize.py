@@ -26,6 +26,7 @@ from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.zero.build import Axes, build
+from shoal.zero.registry import OWNERS
 from shoal.zero.step import ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -72,6 +73,7 @@ def initialize(
             do="hand over the module that holds the parameters (after they were made).",
             code="model-empty",
         )
+    _check_free(model)
     world = _world(dist_init_required, distributed_port)
     source = config if config is not None else config_params
     if source is None and getattr(args, "deepspeed_config", None) is None:
@@ -125,6 +127,19 @@ def initialize(
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_free(model: nn.Module) -> None:
+    """Raises: ModelError: another engine holds a parameter. Each engine would move it into buckets of its own."""
+    held = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    if held:
+        raise ModelError(
+            f"{len(held)} parameters of {type(model).__name__} belong to a live engine already: {', '.join(held[:4])}"
+            f"{' ...' if len(held) > 4 else ''}.",
+            do="destroy() that engine first; or hand over a copy.deepcopy() of the model that was made before it was"
+            " initialized.",
+            code="model-held",
+        )
 
 
 def _world(dist_init_required: bool | None, port: int) -> World:

@@ -54,7 +54,7 @@ class NonFinite:
                 what + (f" {self._num_in_a_row} steps in a row." if self._num_in_a_row > 1 else ""),
                 where=where,
                 do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
-                " such steps out and go on. The parameters are as they were before the step.",
+                " such steps out and go on. The parameters are as they were before the step." + self._hint(),
             )
         message = f"step {step} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
         if is_scaled and not is_loss_bad:
@@ -74,6 +74,14 @@ class NonFinite:
                 step,
                 self._loss_scale.scale,
             )
+
+    def _hint(self) -> str:
+        if self._plan.zero.stage < 3:
+            return ""
+        return (
+            " At stage 3 a parameter reads as NaN outside the model's forward (a weight penalty in the loss, say): read"
+            " it, and call backward(), inside `with shoal.zero.GatheredParameters(model.parameters())`."
+        )
 
     def _describe(self, view: Agreement, step: int, *, is_loss_known: bool) -> tuple[str, str]:
         comm = self._axes.all

@@ -1,0 +1,277 @@
+"""Precisions, scalings of gradients, and the optimizers of the config, at every stage against plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from tests.ranks.models import Plain
+from tests.ranks.training import (
+    STAGES,
+    Trained,
+    adamw,
+    are_bit_equal,
+    assert_ranks_agree,
+    batch,
+    config,
+    finish,
+    largest_difference,
+    make,
+    run_steps,
+    sgd,
+    start,
+    train_alone,
+    train_ranks,
+)
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def at_all_stages(world: int, optimizer: Any = sgd, *, steps: int = 3, **sections: Any) -> list[list[Trained]]:
+    found = []
+    for stage in STAGES:
+        results = train_ranks(world, Plain, config(stage, **sections), optimizer, steps=steps)
+        assert_ranks_agree(results)
+        found.append(results)
+    return found
+
+
+@WORLDS
+def test_torch_autocast_is_plain_pytorchs(world: int) -> None:
+    model = make(Plain)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        for rank in range(world):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(*batch(step, rank, world)) / world
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    found = at_all_stages(world, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    for results in found:
+        assert {p.dtype for p in results[0].parameters.values()} == {torch.float32}
+        assert largest_difference(results[0].parameters, expected) <= 2e-4  # a rounding to 8 bits may fall otherwise
+        assert are_bit_equal(results[0].parameters, found[0][0].parameters)
+
+
+@WORLDS
+def test_bf16_without_master_weights_is_an_optimizer_on_bf16_parameters(world: int) -> None:
+    model = make(Plain).to(torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    for step in range(3):
+        gradients: dict[str, list[torch.Tensor]] = {}
+        for rank in range(world):
+            model(*batch(step, rank, world)).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradients.setdefault(name, []).append(parameter.grad.float())
+                    parameter.grad = None
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                parameter.grad = (sum(gradients[name]) / world).to(torch.bfloat16)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    found = at_all_stages(world, adamw, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+    for results in found:
+        assert are_bit_equal(results[0].parameters, expected)
+
+
+def test_bf16_without_master_weights_holds_no_master_weights() -> None:
+    def job() -> tuple[dict[str, int], set[torch.dtype]]:
+        settings = config(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+        engine = start(Plain, settings, adamw)
+        run_steps(engine, 1)
+        kinds = engine.memory_report().by_kind()
+        held = engine.optimizer.state
+        dtypes = {held[parameter]["exp_avg"].dtype for parameter in held}
+        engine.destroy()
+        return kinds, dtypes
+
+    for kinds, dtypes in run_ranks(2, job):
+        assert kinds["master"] == 0
+        assert dtypes == {torch.bfloat16}
+
+
+def scaled_by_hand(world: int, factor: float) -> dict[str, torch.Tensor]:
+    model = make(Plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(3):
+        for rank in range(world):
+            (model(*batch(step, rank, world)) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def slow(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("sections", "factor"),
+    [
+        ({"gradient_allreduce_op": "sum"}, 1.0),
+        ({"prescale_gradients": True}, 1 / 3),
+        ({"gradient_predivide_factor": 2.0}, 1 / 3),
+    ],
+    ids=["sum", "prescaled", "factor without prescaling"],
+)
+def test_gradients_are_a_mean_unless_the_file_asks_for_a_sum(sections: dict[str, Any], factor: float) -> None:
+    expected = scaled_by_hand(3, factor)
+    for results in at_all_stages(3, slow, **sections):
+        assert largest_difference(results[0].parameters, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_travel_in_16_bits_are_near_those_that_do_not(wire: str, accumulation: int) -> None:
+    alone = train_alone(Plain, slow, world=2, accumulation=accumulation)
+    found = at_all_stages(2, slow, communication_data_type=wire, gradient_accumulation_steps=accumulation)
+    # Gradients below 4, three steps at 0.01, 8 or 11 bits.
+    bound = {"bf16": 1e-3, "fp16": 1e-4, "fp32": 1e-5}[wire]
+    for results in found:
+        assert largest_difference(results[0].parameters, alone.parameters) <= bound
+
+
+def test_bf16_gradients_accumulate_in_fp32_unless_the_file_says_otherwise() -> None:
+    def job(dtype: str | None) -> set[torch.dtype]:
+        sections: dict[str, Any] = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4}
+        if dtype is not None:
+            sections["data_types"] = {"grad_accum_dtype": dtype}
+        engine = start(Plain, config(2, **sections), adamw)
+        run_steps(engine, 1)
+        found = {state.gradient.accumulator().dtype for state in engine.bucket_states}
+        engine.destroy()
+        return found
+
+    assert run_ranks(2, job, None) == [{torch.float32}] * 2
+    assert run_ranks(2, job, "bf16") == [{torch.bfloat16}] * 2
+
+
+def test_many_tiny_gradients_are_not_lost_in_bf16() -> None:
+    """1 + 256 x 2^-9: in bf16 each addition rounds back to 1."""
+
+    class One(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(64))
+
+        def forward(self, factor: torch.Tensor) -> torch.Tensor:
+            return (self.weight * factor).sum()
+
+    def job(stage: int) -> float:
+        model = One()
+        settings = config(
+            stage, bf16={"enabled": True}, gradient_accumulation_steps=257, units={"names": []}, gradient_clipping=0.0
+        )
+        engine = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=settings)[
+            0
+        ]
+        for index in range(257):
+            engine.backward(engine(torch.tensor(257.0 if index == 0 else 257.0 / 512, dtype=torch.bfloat16)))
+            engine.step()
+        value = float(engine.access.full_parameter(model.weight)[0])
+        engine.destroy()
+        return value
+
+    for world in (1, 2):
+        for stage in STAGES:
+            for value in run_ranks(world, job, stage):
+                assert abs(value + 1.5) < 0.02  # not 1.0
+
+
+# Optimizers of the config
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adam": {"lr": 1e-2, "weight_decay": 0.1},
+    "AdamW": {"lr": 1e-2, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adagrad": {"lr": 1e-2},
+    "Lion": {"lr": 1e-3, "weight_decay": 0.1},
+    "Lamb": {"lr": 1e-2, "weight_decay": 0.1},
+    "Muon": {"lr": 1e-2},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_the_config_gives_the_same_at_every_stage_and_on_any_number_of_ranks(name: str) -> None:
+    sections = {"optimizer": {"type": name, "params": OPTIMIZERS[name]}, "gradient_clipping": 0.5}
+    # Of all ranks' data, so that every number of ranks sees the same batches.
+    one = train_ranks(1, WholeBatch, config(0, **sections), None, steps=3)[0]
+    # Lion's update is a sign: where a gradient is zero but for rounding it may differ.
+    bound = {"Lion": 7e-3, "Muon": 2e-3}.get(name, 5e-5)
+    first = None
+    for stage in STAGES:
+        results = train_ranks(3, WholeBatch, config(stage, **sections), None, steps=3)
+        assert_ranks_agree(results)
+        assert largest_difference(results[0].parameters, one.parameters) <= bound
+        first = first or results[0]
+        if name not in ("Lamb", "Muon"):
+            assert are_bit_equal(results[0].parameters, first.parameters)
+
+
+class WholeBatch(Plain):
+    """Ignores what it is given and takes one fixed batch, the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.step += 1
+        return super().forward(*batch(self.step, 0, 1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_optimizers_state_dict_goes_on_where_it_stopped(world: int, stage: int) -> None:
+    def job(stops: bool) -> dict[str, torch.Tensor]:
+        engine = start(Plain, config(stage, bf16={"enabled": True}), adamw)
+        run_steps(engine, 2)
+        if stops:
+            saved = engine.optimizer.state_dict()
+            assert sorted(saved) == ["param_groups", "state"]
+            assert saved["param_groups"][0]["params"] == list(range(23))
+            copied = {
+                key: {k: (v.clone() if isinstance(v, torch.Tensor) else v) for k, v in value.items()}
+                for key, value in saved["state"].items()
+            }
+            masters = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters()}
+            engine.destroy()
+            engine = start(Plain, config(stage, bf16={"enabled": True}), adamw)
+            for name, parameter in engine.module.named_parameters():
+                engine.access.set_full_parameter(parameter, masters[name])
+            engine.optimizer.load_state_dict({"state": copied, "param_groups": saved["param_groups"]})
+        run_steps(engine, 2, first=2)
+        return finish(engine, []).masters
+
+    for expected, found in zip(run_ranks(world, job, False), run_ranks(world, job, True), strict=True):
+        assert are_bit_equal(found, expected)
+
+
+def test_ranks_see_their_own_data_and_the_norm_of_all() -> None:
+    alone = train_alone(Plain, sgd, world=3, steps=1)
+
+    def job(stage: int) -> tuple[float, float]:
+        engine = start(Plain, config(stage))
+        loss = run_steps(engine, 1)[0]
+        norm = engine.get_global_grad_norm()
+        engine.destroy()
+        assert norm is not None
+        return loss, norm
+
+    for stage in STAGES:
+        results = run_ranks(3, job, stage)
+        assert len({loss for loss, _ in results}) == 3
+        assert len({norm for _, norm in results}) == 1
+        assert abs(results[0][1] - alone.norms[0]) <= 1e-5
+    assert current_world().size == 1

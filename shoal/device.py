@@ -87,7 +87,7 @@ class Device:
             )
         with open("/proc/self/statm", encoding="ascii") as statm:
             resident = int(statm.read().split()[1]) * resource.getpagesize()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 
     def total_memory(self) -> int:

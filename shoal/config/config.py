@@ -198,6 +198,7 @@ def examine(
                 config = config.with_world_size(world_size, reason)
             except ConfigProblems as error:
                 problems += [Problem(each.path, each.what, each.do, found.line(each.path)) for each in error.problems]
+    problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
     return Examined(name, found, judged, problems, config)
 

@@ -51,10 +51,14 @@ class DataTypes(Section):
     """Number formats of single kinds of state."""
 
     grad_accum_dtype: Dtype | None = key(
-        None, "format in which gradients of several micro-batches are summed; null is fp32 (DeepSpeed: the model's)"
+        None,
+        "format in which gradients of several micro-batches are summed; null is fp32 where there are fp32 master"
+        " weights and more than one micro-batch, else that of the parameters (DeepSpeed: always that)",
     )
     param_dtype: Dtype | None = key(None, "format of the parameters; must agree with fp16 or bf16")
-    buffer_dtype: Dtype | None = key(None, "format of floating-point buffers of the model; null leaves them")
+    buffer_dtype: Dtype | None = key(
+        None, "format of floating-point buffers of the model; null: that of the parameters"
+    )
 
 
 class Precision(Section):

@@ -141,6 +141,7 @@ VERDICTS: dict[str, Verdict] = {
     # precision
     "fp16.**": OBEYED,
     "bf16.**": OBEYED,
+    "bf16.bf16_optimizer_states": unused("optimizer state has the format of the master weights"),
     "bf16.immediate_grad_update": later("updates inside the backward pass", switch="bf16.enabled"),
     "amp.**": refused("apex is no longer developed; use torch_autocast, bf16 or fp16"),
     "torch_autocast.**": OBEYED,
@@ -239,7 +240,7 @@ TYPES_NOT_BUILT: dict[str, str] = {
 # Parameters of the optimizers whose verdict is not "obeyed".
 PARAMS: dict[str, Verdict] = {
     "torch_adam": unused("the implementation is chosen by speed; all give the same numbers"),
-    "fp32_optimizer_states": unused("state is in fp32 unless bf16.bf16_optimizer_states says otherwise"),
+    "fp32_optimizer_states": unused("optimizer state has the format of the master weights"),
     "set_grad_none": unused("gradients are always released after the step"),
     "comm_backend_name": unused("the mesh's own communicator is used"),
     "cuda_aware": unused("the mesh's own communicator is used"),

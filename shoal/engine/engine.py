@@ -243,6 +243,7 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale."""
+        self._forget_plain_without_gradient()
         self._styles.add("scaled")
         return self._scaled(loss, by_accumulation=True)
 
@@ -287,6 +288,7 @@ class Engine(nn.Module):
             )
         with self._failing("backward"), self.timers.phase("backward"):
             scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
+            self._forget_plain_without_gradient()
             self._styles.add("engine")
             self._is_engine_backward = True
             try:
@@ -296,6 +298,17 @@ class Engine(nn.Module):
             finally:
                 self._is_engine_backward = False
         return loss
+
+    def _forget_plain_without_gradient(self) -> None:
+        """A ``torch.autograd.grad`` through the model (a gradient penalty) is no ``loss.backward()``."""
+        if "plain" not in self._styles:
+            return
+        has_gradient = any(
+            any(state.gradient.touched) or any(parameter.grad is not None for parameter in state.bucket.parameters)
+            for state in self._states
+        )
+        if not has_gradient:
+            self._styles.discard("plain")
 
     def _on_backward(self) -> None:
         """A backward pass begins, by ``backward()`` or by ``loss.backward()``."""

@@ -95,6 +95,7 @@ def initialize(
     axes = make_axes(world, plan)
     _check_same_everywhere(axes, settings, model)
     client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
+    schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
     device = Device(world.device)
     engine_box: list[Engine] = []
     with device.use():
@@ -121,7 +122,7 @@ def initialize(
         )
     engine_box.append(engine)
     engine.client_optimizer = client_optimizer
-    engine.lr_scheduler = _make_schedule(lr_scheduler, settings, engine)
+    engine.lr_scheduler = schedule
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
@@ -284,15 +285,15 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
     return groups
 
 
-def _make_schedule(given: Any, settings: Config, engine: Engine) -> Any:
+def _make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:
     if hasattr(given, "get_last_lr") or (given is not None and not callable(given)):
         return given
-    if engine.client_optimizer is None:
+    if optimizer is None:
         return None
     if callable(given):
-        return given(engine.client_optimizer)
+        return given(optimizer)
     if settings.scheduler is not None and settings.scheduler.type:
-        return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), engine.client_optimizer)
+        return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), optimizer)
     return None
 
 

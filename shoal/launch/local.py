@@ -150,7 +150,7 @@ def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
     def key(rank: int) -> tuple[bool, bool, float, int]:
         log = _stderr_of(rank, log_dir)
         text = log.read_text(errors="replace") if log is not None else ""
-        ended_by_launcher = codes[rank] in (-signal.SIGTERM, -signal.SIGKILL) and "Traceback" not in text
+        ended_by_launcher = codes[rank] == -signal.SIGTERM and "Traceback" not in text
         is_witness = any(mark in text for mark in _WITNESS_MARKS)
         return ended_by_launcher, is_witness, log.stat().st_mtime if log is not None else float("inf"), rank
 

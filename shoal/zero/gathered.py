@@ -149,12 +149,9 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
     owner = OWNERS.get(parameter)
     if owner is None:
         return
-    sharded = owner.sharded
-    reader = next((sharded.unit_of[id(p)] for p in module.parameters() if id(p) in sharded.unit_of), None)
-    root = next((unit for unit in sharded.units if unit.name == "root"), None)
-    target = reader or root
-    if target is not None:
-        sharded.add_external(target, sharded.unit_of[id(parameter)])
+    reader = owner.sharded.reader_of(module)
+    if reader is not None:
+        owner.sharded.add_external(reader, owner.sharded.unit_of[id(parameter)])
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
@@ -162,7 +159,6 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
     owner = OWNERS.get(parameter)
     if owner is None:
         return
-    unit = owner.sharded.unit_of[id(parameter)]
-    for reader in owner.sharded.units:
-        if unit in reader.externals and any(owner.sharded.unit_of.get(id(p)) is reader for p in module.parameters()):
-            reader.externals.remove(unit)
+    unit, reader = owner.sharded.unit_of[id(parameter)], owner.sharded.reader_of(module)
+    if reader is not None and unit in reader.externals:
+        reader.externals.remove(unit)

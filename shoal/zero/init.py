@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.world import current_world
-from shoal.errors import UsageError
+from shoal.errors import NotBuiltError, UsageError
 from shoal.mesh import Mesh
 from shoal.zero.early import EARLY, EarlyShard
 
@@ -55,8 +55,6 @@ class Init:
         **_unused: Any,
     ) -> None:
         if remote_device not in (None, "none") and enabled:
-            from shoal.errors import NotBuiltError
-
             raise NotBuiltError(
                 f"zero.Init(remote_device={remote_device!r}): offload is not built yet.", do="leave remote_device out."
             )

@@ -165,7 +165,7 @@ def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]
         if short not in classes:
             raise ModelError(
                 f"no module of class {name!r} in the model, but the config names it as a unit"
-                f"{did_you_mean(name, classes)}.",
+                f"{did_you_mean(name, classes) or '.'}",
                 where="units.classes",
                 do="name a class of the model: " + ", ".join(sorted(classes)),
                 code="unit-class-unknown",
@@ -176,7 +176,8 @@ def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]
         matching = fnmatch.filter(modules, pattern)
         if not matching:
             raise ModelError(
-                f"no module is called {pattern!r}, but the config names it as a unit{did_you_mean(pattern, modules)}.",
+                f"no module is called {pattern!r}, but the config names it as a unit"
+                f"{did_you_mean(pattern, modules) or '.'}",
                 where="units.names",
                 do="name a module as model.named_modules() does, or a pattern such as 'layers.*'.",
                 code="unit-name-unknown",

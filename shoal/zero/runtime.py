@@ -23,9 +23,10 @@ from shoal.memory.pool import Pool
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.external import ExternalUseMode, eagerly
 from shoal.zero.hooks import HookSet, tensors_in
+from shoal.zero.partition import ROOT
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import Reducer, UnitGradient
-from shoal.zero.table import Table
+from shoal.zero.table import Table, row_of_stage
 from shoal.zero.unit import Unit, UnitState
 
 
@@ -77,6 +78,12 @@ class ShardedModel:
         self.comm = comm
         self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
         self.sharded = [unit for unit in self.units if unit.is_sharded]
+        # Who reads parameters: the sharded units, and the model itself where nothing sharded is its own.
+        self._readers = list(self.sharded)
+        if self.sharded and all(model not in modules.get(unit.name, ()) for unit in self.sharded):
+            root = Unit(ROOT, len(self.units), row_of_stage(3, ROOT), [])
+            modules = {**modules, ROOT: [model]}
+            self._readers.append(root)
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
         self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
@@ -87,17 +94,17 @@ class ShardedModel:
         self._is_all_trained = {
             unit.name: unit.name in self._entry_of
             and self._entry_of[unit.name].num_parameters == sum(len(bucket.parameters) for bucket in unit.buckets)
-            for unit in self.units
+            for unit in (*self.units, *self._readers)
         }
-        self._calls: dict[str, list[_Call]] = {unit.name: [] for unit in self.units}
+        self._calls: dict[str, list[_Call]] = {unit.name: [] for unit in (*self.units, *self._readers)}
         self._running: list[Unit] = []
         self._searched: set[str] = set()
         self._is_searching = False
         self._modules = modules
-        self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self.units}
+        self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
         self._hooks.on_model(model, self)
-        for unit in self.sharded:
+        for unit in self._readers:
             for module in modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)
         for entry in self.entries:
@@ -135,6 +142,16 @@ class ShardedModel:
         """From now on the forward of ``reader`` gathers ``read`` too."""
         if read is not reader and read not in reader.externals and read.is_sharded:
             reader.externals.append(read)
+
+    def reader_of(self, module: nn.Module) -> Unit | None:
+        """The unit that runs when ``module`` runs: the innermost whose forward contains it."""
+        found: tuple[int, Unit] | None = None
+        for unit in self._readers:
+            for outer in self._modules.get(unit.name, ()):
+                parts = list(outer.modules())
+                if any(part is module for part in parts) and (found is None or len(parts) < found[0]):
+                    found = len(parts), unit
+        return found[1] if found is not None else None
 
     def _pass_key(self) -> str:
         return "training" if torch.is_grad_enabled() else "evaluation"
@@ -210,8 +227,9 @@ class ShardedModel:
         outputs = [tensor for tensor in tensors_in((output, kept)) if tensor.requires_grad]
         if not outputs:
             if unit.buckets and any(p.requires_grad for bucket in unit.buckets for p in bucket.parameters):
-                unit.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
-                self._calls[unit.name].append(_HELD)
+                for held in (unit, *unit.externals):
+                    held.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
+                    self._calls[held.name].append(_HELD)
             return
         is_input_needed = not self._is_all_trained[unit.name]
         received = [t for t in tensors_in(inputs) if t.requires_grad] if is_input_needed else []
@@ -278,7 +296,7 @@ class ShardedModel:
             return
         if not self._is_all_trained[unit.name]:
             calls = self._calls[unit.name]
-            is_read_elsewhere = any(unit in other.externals for other in self.sharded)
+            is_read_elsewhere = any(unit in other.externals for other in self._readers)
             if is_read_elsewhere or any(not (call.is_done and call.num_inputs) for call in calls):
                 return
         unit.release()
@@ -293,7 +311,7 @@ class ShardedModel:
         self.order.end()
 
     def _rest(self, *, is_recovering: bool = False) -> None:
-        for unit in self.sharded:
+        for unit in self._readers:
             calls = self._calls[unit.name]
             unit.holds -= sum(call is _HELD for call in calls)
             for call in calls:

@@ -1,4 +1,4 @@
-"""Profiles of the property tests: few fixed examples by default, many random ones with ``--hypothesis-profile=thorough``."""
+"""What the ranks tests share."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -541,3 +542,43 @@ def test_a_read_that_begins_later_is_never_silent_and_works_once_registered() ->
     assert all(loss == loss for loss in run_ranks(2, job, True))
     with pytest.raises(shoal.errors.NonFiniteError):
         run_ranks(2, job, False)
+
+
+class OwnHead(torch.nn.Module):
+    """Reads the embedding in its own forward; everything that is its own alone is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(512, 300)
+        self.norm = torch.nn.LayerNorm(300)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (self.norm(self.embedding(tokens)) @ self.embedding.weight.T).square().mean()
+
+
+def test_a_model_without_a_root_unit_may_read_another_units_parameter_in_every_step() -> None:
+    torch.manual_seed(0)
+    values = OwnHead().state_dict()
+
+    def train(stage: int) -> list[float]:
+        model = OwnHead()
+        model.load_state_dict(values)
+        engine, *_ = shoal.initialize(
+            model=model,
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+                "zero_optimization": {"stage": stage},
+            },
+        )
+        losses = []
+        for step in range(4):
+            loss = engine(torch.arange(4).view(2, 2) + step)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    whole, sharded = run_ranks(2, train, 0)[0], run_ranks(2, train, 3)[0]
+    assert sharded == whole
+    assert all(math.isfinite(loss) for loss in sharded)

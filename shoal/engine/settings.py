@@ -169,7 +169,8 @@ def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
             code="mesh",
         )
     secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
-    return (shard if shard is not None and shard < dp_size else None), secondary
+    # Stage 0 shards nothing.
+    return (shard if shard is not None and shard < dp_size and zero.stage > 0 else None), secondary
 
 
 def _degree(value: object) -> int | None:

@@ -117,7 +117,7 @@ def test_a_key_of_the_config_changes_speed_and_memory_but_no_number(zero: dict[s
 )
 def test_hybrid_sharding_trains_as_one_process_does(world: int, zero: dict[str, int], accumulation: int) -> None:
     alone = train_alone(models.Twice, world=world, accumulation=accumulation, clip=0.5)
-    for stage in (1, 2, 3) if "mics_shard_size" in zero else (3,):
+    for stage in STAGES if "mics_shard_size" in zero else (3,):
         settings = config(
             stage, gradient_accumulation_steps=accumulation, gradient_clipping=0.5, zero_optimization=zero
         )

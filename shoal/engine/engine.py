@@ -105,22 +105,27 @@ class Engine(nn.Module):
 
     @property
     def local_rank(self) -> int:
+        """This rank's number on its node."""
         return self.world.local_rank
 
     @property
     def global_rank(self) -> int:
+        """This rank's number among all."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
+        """Ranks in all."""
         return self.world.size
 
     @property
     def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
         return self.axes.all.size
 
     @property
     def device(self) -> torch.device:
+        """Where this rank computes: inputs go there."""
         return self._device.torch_device
 
     def __getattr__(self, name: str) -> Any:
@@ -137,9 +142,11 @@ class Engine(nn.Module):
         return self._micro_batch * self._accumulation_steps * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one rank."""
         return self._micro_batch
 
     def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step."""
         return self._accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -170,9 +177,11 @@ class Engine(nn.Module):
         self._micro_batch = micro_batch_size
 
     def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
         return self.plan.zero.stage
 
     def gradient_clipping(self) -> float:
+        """The largest norm that gradients keep; 0: any."""
         return self.plan.clip_norm
 
     def get_lr(self) -> list[float]:
@@ -189,12 +198,17 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
+        """What losses are multiplied by under fp16; 1 otherwise."""
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     # forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, its output untouched."""
+        """The model's forward, its output untouched.
+
+        Raises: UsageError: it was destroyed. ModelError: the model was changed. OutOfMemoryError: with the ledger.
+        Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
+        """
         self._check_alive()
         self._guard.check()
         if self.plan.input_dtype is not None:

@@ -42,21 +42,25 @@ class Ledger:
 
     @property
     def held(self) -> int:
+        """Bytes that Shoal holds on this rank."""
         return sum(entry.nbytes for entry in self.entries)
 
     def by_kind(self) -> dict[str, int]:
+        """Bytes of each kind."""
         found = dict.fromkeys(KINDS, 0)
         for entry in self.entries:
             found[entry.kind] += entry.nbytes
         return found
 
     def by_unit(self) -> dict[str, int]:
+        """Bytes of each unit."""
         found: dict[str, int] = {}
         for entry in self.entries:
             found[entry.unit] = found.get(entry.unit, 0) + entry.nbytes
         return found
 
     def as_dict(self) -> dict[str, object]:
+        """The ledger as plain data, in bytes."""
         return {
             "by_kind": self.by_kind(),
             "by_unit": self.by_unit(),

@@ -80,6 +80,7 @@ class Access:
         return self._full(state, slot, segment, owned)
 
     def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the master weight, 1-D, not a copy; None where it owns nothing of it."""
         state, _, segment = self._find(parameter)
         return state.master[segment.start : segment.stop] if segment else None
 
@@ -130,6 +131,7 @@ class Access:
         return state.gradient.state.value != "NONE"
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of the reduced gradient, 1-D, fp32; None before backward or where it owns nothing."""
         state, _, segment = self._find(parameter)
         if segment is None or not self._has_gradient(state):
             return None
@@ -187,6 +189,7 @@ class Access:
         return bool(comm.exchange(torch.tensor([float(flag)], device=state.master.device), label="state").wait().any())
 
     def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
+        """This rank's part of one per-element state, 1-D; None before the first step or where it owns nothing."""
         if key in ("fp32_param", "master"):
             return self.local_parameter(parameter)
         return self._state_parts(parameter, key)[3]

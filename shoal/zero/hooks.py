@@ -48,10 +48,9 @@ class HookSet:
         def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             runtime.after_forward(unit, (args, kwargs), output)
 
-        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before)))
-        self._handles.append(
-            module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True, prepend=True)
-        )
+        # The user's own hooks find the module as its forward does: whole.
+        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
+        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True))
 
     def on_gradient(self, parameter: nn.Parameter, entry: UnitGradient, index: int, runtime: Runtime) -> None:
         def ready(_parameter: torch.Tensor) -> None:

@@ -70,6 +70,11 @@ class Reducer:
         self._next = 0
         self._under_way: UnitGradient | None = None
 
+    @property
+    def is_untouched(self) -> bool:
+        """Has no parameter got a gradient in this pass?"""
+        return all(entry.left == entry.num_parameters for entry in self.entries)
+
     def _is_reduced_now(self, entry: UnitGradient) -> bool:
         """Partial accumulators wait for the last micro-batch; sharded ones are reduced each time."""
         return self.is_syncing and (self.at_step or entry.unit.row.gradient_between.inner.value == "Shard")

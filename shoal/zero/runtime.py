@@ -87,6 +87,8 @@ class ShardedModel:
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
         self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
+        self._creates_graph = False  # this pass can itself be differentiated
+        self._is_kept = False  # a later pass reads what this one, or an earlier one, has gathered
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
         self._max_live_numel = max_live_numel
@@ -103,10 +105,10 @@ class ShardedModel:
         self._modules = modules
         self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
-        self._hooks.on_model(model, self)
         for unit in self._readers:
             for module in modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)
+        self._hooks.on_model(model, self)  # the model's first, and last, where the model itself is a unit
         for entry in self.entries:
             parameters = [p for gradient in entry.gradients for p in gradient.parameters]
             if any(not gradient.is_native for gradient in entry.gradients):
@@ -268,6 +270,8 @@ class ShardedModel:
         if self.in_pass:
             return
         self.in_pass = True
+        self._creates_graph = is_in_graph and torch.is_grad_enabled()
+        self._is_kept |= self._creates_graph
         self._on_backward()
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
@@ -289,7 +293,7 @@ class ShardedModel:
         where no input is
         differentiable, or another unit reads it, only the end of backward is sure.
         """
-        if not self.in_pass:
+        if not self.in_pass or self._is_kept:
             return
         entry = self._entry_of.get(unit.name)
         if entry is not None and not entry.is_complete:
@@ -302,12 +306,19 @@ class ShardedModel:
         unit.release()
 
     def finish_backward(self) -> None:
-        """A backward pass has ended: reduce what is open, bring every unit to rest. Idempotent."""
+        """A backward pass has ended: reduce what is open, bring every unit to rest. Idempotent.
+
+        After one with ``create_graph`` (a gradient penalty) units stay gathered until the pass through that graph ends.
+        """
         if not self.in_pass:
             return
         self.in_pass = False
+        if self._creates_graph and self.reducer.is_untouched:
+            return
         self.reducer.finish()
-        self._rest()
+        if not self._creates_graph:
+            self._is_kept = False
+            self._rest()
         self.order.end()
 
     def _rest(self, *, is_recovering: bool = False) -> None:
@@ -345,7 +356,7 @@ class ShardedModel:
 
         every unit at rest unless a caller holds it, no gradient, no pass. Raises nothing about peers that are gone.
         """
-        self.in_pass = False
+        self.in_pass = self._is_kept = False
         self._running.clear()
         self.reducer.reset()
         self._rest(is_recovering=True)

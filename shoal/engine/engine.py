@@ -68,8 +68,7 @@ class Engine(nn.Module):
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._forced_boundary: bool | None = None
         self._is_managed = config.managed_gradient_accumulation
-        self._styles: set[str] = set()  # how this step's losses were scaled: "engine", "scaled" or "plain"
-        self._is_engine_backward = False
+        self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "scaled"
         self._has_backward = False
         self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
@@ -240,9 +239,7 @@ class Engine(nn.Module):
     def _after_failure(self) -> None:
         self.sharded.recover()
         self._has_backward = False
-        self._is_engine_backward = False
-        self._losses.clear()
-        self._styles.clear()
+        self._forget_losses()
 
     def _out_of_memory(self, error: BaseException, phase: str) -> OutOfMemoryError:
         ledger = self.memory_report()
@@ -257,7 +254,6 @@ class Engine(nn.Module):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale."""
-        self._forget_plain_without_gradient()
         self._styles.add("scaled")
         return self._scaled(loss, by_accumulation=True)
 
@@ -302,34 +298,21 @@ class Engine(nn.Module):
             )
         with self._failing("backward"), self.timers.phase("backward"):
             scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
-            self._forget_plain_without_gradient()
             self._styles.add("engine")
-            self._is_engine_backward = True
-            try:
-                self.sharded.begin_backward()
-                scaled.backward(retain_graph=retain_graph, **kwargs)
-                self.sharded.finish_backward()
-            finally:
-                self._is_engine_backward = False
+            self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
+            scaled.backward(retain_graph=retain_graph, **kwargs)
+            self.sharded.finish_backward()
         return loss
 
-    def _forget_plain_without_gradient(self) -> None:
-        """A ``torch.autograd.grad`` through the model (a gradient penalty) is no ``loss.backward()``."""
-        if "plain" not in self._styles:
-            return
-        has_gradient = any(
-            any(state.gradient.touched) or any(parameter.grad is not None for parameter in state.bucket.parameters)
-            for state in self._states
-        )
-        if not has_gradient:
-            self._styles.discard("plain")
-
     def _on_backward(self) -> None:
-        """A backward pass begins, by ``backward()`` or by ``loss.backward()``."""
-        if not self._is_engine_backward and "scaled" not in self._styles:
-            self._styles.add("plain")
+        """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``."""
         self._has_backward = True
         self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
+
+    def _forget_losses(self) -> None:
+        self._losses.clear()
+        self._styles.clear()
+        self.sharded.num_plain_passes = 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Does the optimizer step after the micro-batch that is under way?"""
@@ -395,7 +378,7 @@ class Engine(nn.Module):
                 do="call engine.backward(loss) first.",
                 code="step-without-backward",
             )
-        if "plain" in self._styles and len(self._styles) > 1:
+        if self.sharded.num_plain_passes and self._styles == {"engine"}:
             raise UsageError(
                 "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
                 do="use one of them, or loss.backward() on engine.scale(loss).",
@@ -439,7 +422,7 @@ class Engine(nn.Module):
     def _unscale(self) -> float:
         """What the gradients in memory must be multiplied by to be the step's gradients."""
         factor = 1.0
-        if self._styles == {"plain"}:
+        if not self._styles:  # loss.backward()
             factor /= self._accumulation_steps if self._is_managed else 1
         elif self._loss_scale is not None:
             factor /= self._loss_scale.scale
@@ -478,8 +461,7 @@ class Engine(nn.Module):
     def _finish_step(self) -> None:
         for state in self._states:
             state.gradient.reset()
-        self._losses.clear()
-        self._styles.clear()
+        self._forget_losses()
         self._has_backward = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -490,8 +472,7 @@ class Engine(nn.Module):
             state.gradient.reset()
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._losses.clear()
-        self._styles.clear()
+        self._forget_losses()
         self._has_backward = False
 
     # the rest

@@ -4,6 +4,7 @@ issued.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -14,6 +15,9 @@ from shoal.device import read_vector
 from shoal.errors import CommError
 from shoal.zero.gradient import BucketGradient
 from shoal.zero.unit import Unit
+
+
+MAX_UNDER_WAY = 2  # a rank may be this many units ahead of the slowest before it waits
 
 
 class UnitGradient:
@@ -68,12 +72,7 @@ class Reducer:
         self._has_overlap = has_overlap
         self._completed: list[UnitGradient] | None = []
         self._next = 0
-        self._under_way: UnitGradient | None = None
-
-    @property
-    def is_untouched(self) -> bool:
-        """Has no parameter got a gradient in this pass?"""
-        return all(entry.left == entry.num_parameters for entry in self.entries)
+        self._under_way: deque[UnitGradient] = deque()
 
     def _is_reduced_now(self, entry: UnitGradient) -> bool:
         """Partial accumulators wait for the last micro-batch; sharded ones are reduced each time."""
@@ -100,19 +99,18 @@ class Reducer:
             gradient.accumulate()
 
     def _issue(self, entry: UnitGradient) -> None:
-        if self._under_way is not None:
-            self._settle()
+        self._settle(MAX_UNDER_WAY - 1)
         for gradient in entry.gradients:
             gradient.start_reduce(at_step=self.at_step)
         entry.is_issued = True
-        self._under_way = entry
+        self._under_way.append(entry)
         if not self._has_overlap:
             self._settle()
 
-    def _settle(self) -> None:
-        entry, self._under_way = self._under_way, None
-        if entry is not None:
-            for gradient in entry.gradients:
+    def _settle(self, num_left: int = 0) -> None:
+        """Wait for the oldest reductions under way, until ``num_left`` are."""
+        while len(self._under_way) > num_left:
+            for gradient in self._under_way.popleft().gradients:
                 gradient.settle(at_step=self.at_step)
 
     def finish(self) -> None:
@@ -159,7 +157,7 @@ class Reducer:
         """Drop what is under way, after an error. The gradients that this backward pass left are dropped too."""
         with suppress(CommError):  # a peer is gone; the error that came first counts
             self._settle()  # what still writes into an accumulator must not do so in a later step
-        self._under_way = None
+        self._under_way.clear()
         self._next = 0
         for entry in self.entries:
             entry.start_pass()

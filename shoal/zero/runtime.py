@@ -87,8 +87,13 @@ class ShardedModel:
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
         self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
+        self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back
+        self._is_in_graph = False  # this pass was noticed by a hook, not started by the engine
+        self._has_gradient = False  # this pass gave a parameter one
+        self._versions: list[int] = []  # of gradients that no hook watches, before the pass
         self._creates_graph = False  # this pass can itself be differentiated
         self._is_kept = False  # a later pass reads what this one, or an earlier one, has gathered
+        self._interrupted: list[Unit] = []  # whose forward goes on after this pass (``autograd.grad`` in a forward)
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
         self._max_live_numel = max_live_numel
@@ -196,7 +201,7 @@ class ShardedModel:
                 bucket.keep_secondary()
         for candidate in (unit, *unit.externals):
             is_needed = any(candidate is running or candidate in running.externals for running in self._running)
-            if not is_needed and not self._is_worth_keeping(candidate):
+            if not is_needed and not self._is_kept and not self._is_worth_keeping(candidate):
                 candidate.release()
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
@@ -265,20 +270,35 @@ class ShardedModel:
         elif unit.is_at_rest:
             self._gather(unit)
 
-    def begin_backward(self, *, is_in_graph: bool = False) -> None:
-        """A backward pass begins. Idempotent within a pass."""
+    def begin_backward(self, *, is_in_graph: bool = False, creates_graph: bool = False) -> None:
+        """A backward pass begins. Idempotent within a pass.
+
+        Args:
+            is_in_graph: a hook noticed it; the engine did not start it.
+            creates_graph: it can itself be differentiated.
+        """
         if self.in_pass:
             return
         self.in_pass = True
-        self._creates_graph = is_in_graph and torch.is_grad_enabled()
+        self._is_in_graph = is_in_graph
+        self._has_gradient = False
+        self._versions = self._unwatched_versions() if is_in_graph else []
+        self._creates_graph = creates_graph or (is_in_graph and torch.is_grad_enabled())
         self._is_kept |= self._creates_graph
+        self._interrupted = [unit for running in self._running for unit in (running, *running.externals)]
         self._on_backward()
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
 
+    def _unwatched_versions(self) -> list[int]:
+        """What changes when autograd adds to a gradient on one rank, where no hook tells."""
+        gradients = [p.grad for entry in self.entries for g in entry.gradients if g.is_native for p in g.parameters]
+        return [-1 if gradient is None else gradient._version for gradient in gradients]
+
     def gradient_ready(self, entry: UnitGradient, index: int) -> None:
         if not self.in_pass:
             self.begin_backward(is_in_graph=in_backward())
+        self._has_gradient = True
         if entry.mark(index):
             self.reducer.complete(entry)
             unit = entry.unit
@@ -293,7 +313,7 @@ class ShardedModel:
         where no input is
         differentiable, or another unit reads it, only the end of backward is sure.
         """
-        if not self.in_pass or self._is_kept:
+        if not self.in_pass or self._is_kept or unit in self._interrupted:
             return
         entry = self._entry_of.get(unit.name)
         if entry is not None and not entry.is_complete:
@@ -313,8 +333,11 @@ class ShardedModel:
         if not self.in_pass:
             return
         self.in_pass = False
-        if self._creates_graph and self.reducer.is_untouched:
-            return
+        if self._is_in_graph:
+            has_gradient = self._has_gradient or self._versions != self._unwatched_versions()
+            self.num_plain_passes += has_gradient
+            if self._creates_graph and not has_gradient:
+                return
         self.reducer.finish()
         if not self._creates_graph:
             self._is_kept = False
@@ -329,6 +352,8 @@ class ShardedModel:
                 if call is not _HELD:
                     call.is_done, call.is_started = True, False
             calls.clear()
+            if unit in self._interrupted:
+                continue
             try:
                 unit.release()
             except CommError:
@@ -358,6 +383,7 @@ class ShardedModel:
         """
         self.in_pass = self._is_kept = False
         self._running.clear()
+        self._interrupted.clear()
         self.reducer.reset()
         self._rest(is_recovering=True)
 

@@ -364,3 +364,85 @@ class WithBuffers(Plain):
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
         return super().body(x + self.shift * self.mask)
+
+
+class PenalisesGradient(Plain):
+    """The loss holds a gradient, so backward reads every weight twice. The blocks run once more after that gradient."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        loss = cross_entropy(self.head(self.norm(self.body(x))), targets)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum() + self.body(x).square().mean()
+
+
+class Chunked(Plain):
+    """Recomputes two blocks at once."""
+
+    is_reentrant = False
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        def both(x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+        return self.blocks[2](checkpoint(both, x, use_reentrant=self.is_reentrant))
+
+
+class ChunkedReentrant(Chunked):
+    is_reentrant = True
+
+
+class FrozenIntegers(Plain):
+    """Frozen int8 and boolean parameters, as quantized models have."""
+
+    class Quantized(Block):
+        def __init__(self, hidden: int = HIDDEN) -> None:
+            super().__init__(hidden)
+            self.codes = nn.Parameter(torch.randint(-5, 5, (hidden, hidden), dtype=torch.int8), requires_grad=False)
+            self.mask = nn.Parameter(torch.ones(hidden, dtype=torch.bool), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + x @ (self.codes.to(x.dtype) / 50) * self.mask
+
+    block = Quantized
+
+
+class Recurrent(Plain):
+    """An LSTM keeps a list of its own of its parameters."""
+
+    def __init__(self, num_blocks: int = 3, hidden: int = HIDDEN) -> None:
+        super().__init__(num_blocks, hidden)
+        self.lstm = nn.LSTM(hidden, hidden, batch_first=True)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(self.lstm(x)[0])
+
+
+class NotContiguous(Plain):
+    """Weights that are views of a transposed tensor."""
+
+    def __init__(self, num_blocks: int = 3, hidden: int = HIDDEN) -> None:
+        super().__init__(num_blocks, hidden)
+        for block in self.blocks:
+            block.up.weight = nn.Parameter(torch.randn(hidden, 2 * hidden).t() * 0.1)
+
+
+class Normalised(Plain):
+    """Batch norm: buffers of floats and of an integer, that forward changes."""
+
+    def __init__(self, num_blocks: int = 3, hidden: int = HIDDEN) -> None:
+        super().__init__(num_blocks, hidden)
+        self.batch_norm = nn.BatchNorm1d(hidden)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Attacks(Plain):
+    """Takes a gradient of its input by the way (an adversarial example) and goes on with the disturbed input."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        y = x.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(cross_entropy(self.head(self.norm(self.body(y))), targets), y)
+        return cross_entropy(self.head(self.norm(self.body(x + 0.1 * gradient.tanh()))), targets)

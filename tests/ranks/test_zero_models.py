@@ -56,6 +56,14 @@ ZOO = [
     models.SeveralDtypes,
     models.OddParameters,
     models.WithBuffers,
+    models.PenalisesGradient,
+    models.Attacks,
+    models.Chunked,
+    models.ChunkedReentrant,
+    models.FrozenIntegers,
+    models.Recurrent,
+    models.NotContiguous,
+    models.Normalised,
 ]
 
 
@@ -155,6 +163,58 @@ def test_each_parameter_group_keeps_its_own_settings() -> None:
     for stage in STAGES:
         for found in run_ranks(2, job, stage):
             assert largest_difference(found, alone) <= 1e-5
+
+
+def test_hooks_of_the_user_find_every_module_whole() -> None:
+    seen: list[bool] = []
+
+    class Hooked(models.Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            for module, weight in ((self, self.norm.weight), (self.blocks[0], self.blocks[0].up.weight)):
+                module.register_forward_pre_hook(lambda m, args, w=weight: seen.append(bool(w.isnan().any())))
+                module.register_forward_hook(lambda m, args, out, w=weight: seen.append(bool(w.isnan().any())))
+
+    train_ranks(2, Hooked, config(3), steps=3)
+    assert seen == [False] * 2 * 3 * 4
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_penalty_taken_outside_the_model_trains_as_in_one_process(world: int) -> None:
+    class Outside(models.Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.head(self.norm(self.body(x)))
+
+    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        x = torch.randn(2, 3, models.HIDDEN, generator=generator).requires_grad_()
+        out = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
+        return out + (gradient.norm(dim=-1) - 1).square().mean()
+
+    model = make(Outside)
+    optimizer = sgd(model.parameters())
+    for step in range(3):
+        for rank in range(world):
+            for micro in range(2):
+                (loss_of(model, 2 * step + micro, rank) / world / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = {name: p.detach() for name, p in model.named_parameters()}
+
+    def job(stage: int, style: str) -> dict[str, torch.Tensor]:
+        engine = start(Outside, config(stage, gradient_accumulation_steps=2))
+        for index in range(6):
+            loss = loss_of(engine, index, current_world().rank)
+            engine.backward(loss) if style == "engine" else loss.backward()
+            engine.step()
+            assert all(unit.is_at_rest for unit in engine.sharded.sharded)
+        return finish(engine, []).parameters
+
+    for stage in STAGES:
+        for style in ("engine", "plain"):
+            for found in run_ranks(world, job, stage, style):
+                assert largest_difference(found, alone) <= 1e-5
 
 
 # Steps counted as torch counts them

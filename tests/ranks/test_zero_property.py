@@ -10,10 +10,12 @@ import torch
 from hypothesis import example, given, note
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.ranks.models import VOCABULARY, cross_entropy
 from tests.ranks.training import (
     assert_ranks_agree,
+    batch,
     config,
     largest_difference,
     train_alone,
@@ -41,6 +43,7 @@ class Spec:
     has_one: bool
     has_scalar: bool
     has_empty: bool
+    recompute: Literal["nothing", "blocks", "blocks, reentrant"] = "nothing"
 
 
 class Piece(nn.Module):
@@ -83,7 +86,10 @@ class Drawn(nn.Module):
         x = self.embedding(tokens)
         for kind, block in zip(self.spec.blocks, self.blocks, strict=True):
             for _ in range({"unused": 0, "twice": 2}.get(kind, 1)):
-                x = block(x)
+                if self.spec.recompute == "nothing" or not torch.is_grad_enabled():
+                    x = block(x)
+                else:
+                    x = checkpoint(block, x, use_reentrant="reentrant" in self.spec.recompute)
         if self.one is not None:
             x = x * self.one
         if self.scalar is not None:
@@ -110,6 +116,7 @@ SPECS = st.builds(
     has_one=st.booleans(),
     has_scalar=st.booleans(),
     has_empty=st.booleans(),
+    recompute=st.sampled_from(["nothing", "blocks", "blocks, reentrant"]),
 )
 
 EVERYTHING = Spec(7, ("plain", "twice", "unused", "frozen", "tied", "again", "reads"), True, True, True, True)
@@ -128,11 +135,13 @@ EVERYTHING = Spec(7, ("plain", "twice", "unused", "frozen", "tied", "again", "re
     prefetch=st.sampled_from([0, 100, 50_000_000]),
     reuse=st.sampled_from([0, 1_000_000_000]),
     units=st.sampled_from([["blocks.*"], ["blocks"], ["blocks.0", "embedding"], []]),
+    hybrid=st.sampled_from([{}, {}, {"mics_shard_size": 2}, {"zero_hpz_partition_size": 2}]),
+    evaluates=st.booleans(),
 )
-@example(EVERYTHING, 3, 3, "fp32", 2, 0.1, sgd, 500_000_000, 0, 50_000_000, 0, ["blocks.*"])
-@example(EVERYTHING, 2, 3, "fp32", 2, 0.1, adamw, 40, 0, 50_000_000, 0, ["blocks.*"])
-@example(EVERYTHING, 3, 2, "bf16", 1, 0.0, adamw, 500_000_000, 5, 100, 1_000_000_000, ["blocks.*"])
-@example(EVERYTHING, 1, 4, "fp16", 3, 0.1, sgd, 1, 0, 0, 0, ["blocks"])
+@example(EVERYTHING, 3, 3, "fp32", 2, 0.1, sgd, 500_000_000, 0, 50_000_000, 0, ["blocks.*"], {}, True)
+@example(EVERYTHING, 2, 3, "fp32", 2, 0.1, adamw, 40, 0, 50_000_000, 0, ["blocks.*"], {}, True)
+@example(EVERYTHING, 3, 2, "bf16", 1, 0.0, adamw, 500_000_000, 5, 100, 1_000_000_000, ["blocks.*"], {}, True)
+@example(EVERYTHING, 1, 4, "fp16", 3, 0.1, sgd, 1, 0, 0, 0, ["blocks"], {}, True)
 def test_any_model_ends_where_one_process_ends(
     spec: Spec,
     stage: int,
@@ -146,6 +155,8 @@ def test_any_model_ends_where_one_process_ends(
     prefetch: int,
     reuse: int,
     units: list[str],
+    hybrid: dict[str, int],
+    evaluates: bool,
 ) -> None:
     def factory() -> Drawn:
         return Drawn(spec)
@@ -172,10 +183,12 @@ def test_any_model_ends_where_one_process_ends(
             "stage3_param_persistence_threshold": persistence,
             "stage3_prefetch_bucket_size": prefetch,
             "stage3_max_reuse_distance": reuse,
+            **(hybrid if world % 2 == 0 else {}),
         },
         **section,
     )
-    results = train_ranks(world, factory, settings, optimizer, steps=STEPS)
+    evaluate = (lambda engine: engine(*batch(99, 0, 1))) if evaluates else None
+    results = train_ranks(world, factory, settings, optimizer, steps=STEPS, between=evaluate)
     assert_ranks_agree(results)
     found = results[0].parameters if precision == "fp32" else results[0].masters
     difference = largest_difference(found, expected)

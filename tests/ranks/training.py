@@ -117,14 +117,18 @@ def train(
     *,
     steps: int = 3,
     style: str = "engine",
+    between: Callable[[shoal.Engine], Any] | None = None,
 ) -> Trained:
-    """Train on this rank."""
+    """Train on this rank; ``between``: called after each step, without gradients."""
     engine = start(factory, settings, optimizer)
     losses, norms = [], []
     for step in range(steps):
         first = step * engine.gradient_accumulation_steps()
         losses += run_steps(engine, 1, first=first, style=style)
         norms.append(engine.get_global_grad_norm() or 0.0)
+        if between is not None:
+            with torch.no_grad():
+                between(engine)
     trained = finish(engine, losses)
     trained.norms = norms
     return trained

@@ -107,7 +107,13 @@ class Device:
 
 def in_backward() -> bool:
     """Is autograd running a backward pass in this thread?"""
-    return torch._C._current_graph_task_id() != -1
+    return backward_pass() is not None
+
+
+def backward_pass() -> int | None:
+    """The backward pass that runs in this thread, by number; one that runs inside another has its own."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else int(number)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

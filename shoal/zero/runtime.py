@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.device import at_end_of_backward, in_backward
+from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
 from shoal.zero.early import EARLY, EarlyShard
@@ -93,6 +93,8 @@ class ShardedModel:
         self._versions: list[int] = []  # of gradients that no hook watches, before the pass
         self._creates_graph = False  # this pass can itself be differentiated
         self._is_kept = False  # a later pass reads what this one, or an earlier one, has gathered
+        self._outermost: int | None = None  # the backward pass in which this one began; inside it others may run
+        self._recomputed: set[str] = set()  # units whose forward ran in this pass
         self._interrupted: list[Unit] = []  # whose forward goes on after this pass (``autograd.grad`` in a forward)
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
@@ -195,6 +197,7 @@ class ShardedModel:
         if torch.is_grad_enabled() and not (is_recomputing and self._is_open(unit)):
             self._watch(unit, inputs, output)
         if is_recomputing:
+            self._recomputed.add(unit.name)
             return
         if torch.is_grad_enabled() and unit.row.secondary and unit.state is UnitState.FULL:
             for bucket in unit.buckets:
@@ -278,8 +281,12 @@ class ShardedModel:
             creates_graph: it can itself be differentiated.
         """
         if self.in_pass:
+            if self._outermost is None:
+                self._outermost = backward_pass()
             return
         self.in_pass = True
+        self._outermost = backward_pass()
+        self._recomputed.clear()
         self._is_in_graph = is_in_graph
         self._has_gradient = False
         self._versions = self._unwatched_versions() if is_in_graph else []
@@ -296,7 +303,7 @@ class ShardedModel:
         return [-1 if gradient is None else gradient._version for gradient in gradients]
 
     def gradient_ready(self, entry: UnitGradient, index: int) -> None:
-        if not self.in_pass:
+        if not self.in_pass or self._outermost is None:
             self.begin_backward(is_in_graph=in_backward())
         self._has_gradient = True
         if entry.mark(index):
@@ -318,6 +325,8 @@ class ShardedModel:
         entry = self._entry_of.get(unit.name)
         if entry is not None and not entry.is_complete:
             return
+        if unit.name not in self._recomputed and backward_pass() != self._outermost:
+            return  # reentrant checkpointing: a later recomputation may read it, and nothing gathers it for that
         if not self._is_all_trained[unit.name]:
             calls = self._calls[unit.name]
             is_read_elsewhere = any(unit in other.externals for other in self._readers)

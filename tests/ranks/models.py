@@ -446,3 +446,18 @@ class Attacks(Plain):
         y = x.detach().requires_grad_()
         (gradient,) = torch.autograd.grad(cross_entropy(self.head(self.norm(self.body(y))), targets), y)
         return cross_entropy(self.head(self.norm(self.body(x + 0.1 * gradient.tanh()))), targets)
+
+
+class TwiceCheckpointed(Plain):
+    """One block at two places, recomputed at each: its gradient is complete twice."""
+
+    is_reentrant = False
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for index in (0, 1, 0, 2, 1):
+            x = checkpoint(self.blocks[index], x, use_reentrant=self.is_reentrant)
+        return x
+
+
+class TwiceCheckpointedReentrant(TwiceCheckpointed):
+    is_reentrant = True

@@ -58,6 +58,8 @@ ZOO = [
     models.WithBuffers,
     models.PenalisesGradient,
     models.Attacks,
+    models.TwiceCheckpointed,
+    models.TwiceCheckpointedReentrant,
     models.Chunked,
     models.ChunkedReentrant,
     models.FrozenIntegers,
@@ -163,6 +165,15 @@ def test_each_parameter_group_keeps_its_own_settings() -> None:
     for stage in STAGES:
         for found in run_ranks(2, job, stage):
             assert largest_difference(found, alone) <= 1e-5
+
+
+@pytest.mark.parametrize("names", [["blocks"], [], ["blocks.0"]], ids=["one unit without a forward", "root", "some"])
+@pytest.mark.parametrize("model", [models.TwiceCheckpointed, models.TwiceCheckpointedReentrant])
+def test_what_is_recomputed_twice_is_whole_each_time_however_the_model_is_cut(
+    model: type[nn.Module], names: list[str]
+) -> None:
+    alone = train_alone(model, world=2)
+    assert_like_alone(train_ranks(2, model, config(3, units={"names": names})), alone, atol=1e-5)
 
 
 def test_hooks_of_the_user_find_every_module_whole() -> None:

@@ -73,6 +73,13 @@ def initialize(
             do="hand over the module that holds the parameters (after they were made).",
             code="model-empty",
         )
+    lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ModelError(
+            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy[:5])}{' ...' if len(lazy) > 5 else ''}.",
+            do="run the model on one batch first, so that its lazy modules know their sizes.",
+            code="model-lazy",
+        )
     _check_free(model)
     world = _world(dist_init_required, distributed_port)
     source = config if config is not None else config_params

@@ -7,13 +7,15 @@ is not handed out again before that collective is drained.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.memory.layout import BucketLayout
+
+RING = 4  # slabs of one layout that are made before a rank waits for a slower one to have read the oldest
 
 
 @dataclass
@@ -36,11 +38,14 @@ class Pool:
         self._device = device
         self._free: dict[object, list[Slab]] = defaultdict(list)
         self._all: list[Slab] = []
+        self._num_made: Counter[object] = Counter()
 
     def take(self, layout: BucketLayout, dtype: torch.dtype) -> Slab:
         """A slab of this layout; its parameters' values are whatever the last user left."""
-        free = self._free[layout.signature, dtype]
-        if free:
+        key = (layout.signature, dtype)
+        free = self._free[key]
+        is_idle = bool(free) and free[0].reader is None
+        if is_idle or (free and self._num_made[key] >= RING):
             slab = free.pop(0)  # the one given back longest ago: its reader is the likeliest to be done
             if slab.reader is not None:
                 slab.reader.drain()
@@ -51,6 +56,7 @@ class Pool:
         views = [flat[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         slab = Slab(flat, views)
         self._all.append(slab)
+        self._num_made[key] += 1
         return slab
 
     def give_back(self, layout: BucketLayout, slab: Slab, reader: Work | None = None) -> None:
@@ -66,3 +72,4 @@ class Pool:
         """Forget every slab."""
         self._free.clear()
         self._all.clear()
+        self._num_made.clear()

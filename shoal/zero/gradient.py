@@ -23,6 +23,8 @@ from shoal.memory.placement import Kind
 from shoal.memory.pool import Pool
 from shoal.zero.table import Row
 
+NORM_BLOCK_NUMEL = 1 << 17  # 512 KiB of fp32
+
 
 class GradientState(Enum):
     NONE = "NONE"  # no memory beyond the accumulator
@@ -45,6 +47,20 @@ class GradientPolicy:
     wire_dtype: torch.dtype | None = None
     pre_scale: float = 1.0
     post_scale: float = 1.0
+
+
+def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
+    """Sum of squares of a 1-D tensor, in fp32 (fp64 for fp64). Shape: [].
+
+    A 16-bit tensor on CPU is converted block by block, in cache: a norm that converts as it reads takes twice as long.
+    """
+    if flat.device.type != "cpu" or flat.dtype not in (torch.float16, torch.bfloat16):
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
+    else:
+        parts = [torch.linalg.vector_norm(block.float()) for block in flat.split(NORM_BLOCK_NUMEL)]
+        norm = torch.linalg.vector_norm(torch.stack(parts))
+    return norm * norm
 
 
 class BucketGradient:
@@ -264,9 +280,7 @@ class BucketGradient:
         if self._is_whole_at_step and self._inner.size > 1:
             begin, end = self.layout.owned(self._inner.rank)
             owned = owned[begin:end]
-        norm = torch.linalg.vector_norm(owned, dtype=torch.float64 if owned.dtype == torch.float64 else torch.float32)
-        squared: torch.Tensor = norm * norm
-        return squared
+        return sum_of_squares(owned)
 
     def part(self, start: int, stop: int, segments: Sequence[Segment]) -> torch.Tensor:
         """Elements ``[start, stop)`` of the owned range, which hold ``segments``."""

@@ -16,7 +16,6 @@ from shoal.errors import CommError
 from shoal.zero.gradient import BucketGradient
 from shoal.zero.unit import Unit
 
-
 MAX_UNDER_WAY = 2  # a rank may be this many units ahead of the slowest before it waits
 
 

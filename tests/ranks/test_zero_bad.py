@@ -344,6 +344,12 @@ def test_an_empty_model_is_an_error(settings: dict[str, Any]) -> None:
         alone(lambda: initialize(nn.Sequential(), settings))
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_parameters_are_an_error_that_names_them() -> None:
+    with pytest.raises(ModelError, match=r"2 parameters have no shape yet: 0\.weight, 0\.bias"):
+        alone(lambda: initialize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
+
+
 def test_what_is_no_model_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"must be a torch\.nn\.Module, got int"):
         alone(lambda: initialize(3))

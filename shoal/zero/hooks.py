@@ -32,21 +32,25 @@ class HookSet:
         self._handles: list[RemovableHandle] = []
 
     def on_model(self, model: nn.Module, runtime: Runtime) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            runtime.before_model()
+        def before(called: nn.Module, _args: Any) -> None:
+            if called is model:  # a copy of the model carries its hooks
+                runtime.before_model()
 
-        def after(_module: nn.Module, _args: Any, output: Any) -> None:
-            runtime.after_model(output)
+        def after(called: nn.Module, _args: Any, output: Any) -> None:
+            if called is model:
+                runtime.after_model(output)
 
         self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
         self._handles.append(model.register_forward_hook(torch.compiler.disable(after)))
 
     def on_unit(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
-        def before(_module: nn.Module, _args: Any) -> None:
-            runtime.before_forward(unit)
+        def before(called: nn.Module, _args: Any) -> None:
+            if called is module:
+                runtime.before_forward(unit)
 
-        def after(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            runtime.after_forward(unit, (args, kwargs), output)
+        def after(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if called is module:
+                runtime.after_forward(unit, (args, kwargs), output)
 
         # The user's own hooks find the module as its forward does: whole.
         self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))

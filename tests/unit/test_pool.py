@@ -58,15 +58,23 @@ def test_another_dtype_or_another_layout_gets_another_slab() -> None:
     assert pool.take(layout_of("a", (5, 3)), torch.float32) is not slab
 
 
-def test_a_slab_is_handed_out_only_after_its_reader_is_drained_and_oldest_first() -> None:
+def test_once_the_ring_is_made_a_slab_is_handed_out_only_after_its_reader_is_drained_and_oldest_first() -> None:
     pool = Pool(SingleCommunicator("dp"), CPU)
-    slabs = [pool.take(layout_of("a"), torch.float32) for _ in range(2)]
-    readers = [Reader(), Reader()]
+    slabs = [pool.take(layout_of("a"), torch.float32) for _ in range(4)]
+    readers = [Reader() for _ in slabs]
     for slab, reader in zip(slabs, readers, strict=True):
         pool.give_back(layout_of("a"), slab, reader)
-    assert [reader.num_drained for reader in readers] == [0, 0]
+    assert [reader.num_drained for reader in readers] == [0, 0, 0, 0]
     assert pool.take(layout_of("a"), torch.float32) is slabs[0]
-    assert [reader.num_drained for reader in readers] == [1, 0]
+    assert [reader.num_drained for reader in readers] == [1, 0, 0, 0]
+
+
+def test_until_the_ring_is_made_a_rank_does_not_wait_for_a_reader_but_takes_a_new_slab() -> None:
+    pool = Pool(SingleCommunicator("dp"), CPU)
+    slab, reader = pool.take(layout_of("a"), torch.float32), Reader()
+    pool.give_back(layout_of("a"), slab, reader)
+    assert pool.take(layout_of("a"), torch.float32) is not slab
+    assert reader.num_drained == 0
 
 
 def test_clear_forgets_everything() -> None:

@@ -1,8 +1,7 @@
 """Buffers that are taken for a moment and given back, so that a step allocates nothing after the first.
 
 A buffer is shared by all buckets that lie alike, together with its views and its zeroed gaps. A buffer that a
-collective still reads
-is not handed out again before that collective is drained.
+collective still reads is not handed out again before that collective is drained.
 """
 
 from __future__ import annotations
@@ -30,7 +29,8 @@ class Slab:
 class Pool:
     """Slabs by layout and dtype.
 
-    Memory: as many slabs as were ever out at once, until ``clear()``.
+    Memory: until ``clear()``, of each layout as many slabs as were ever out at once, and up to ``RING`` where as many
+    buckets lie alike.
     """
 
     def __init__(self, comm: Communicator, device: torch.device) -> None:
@@ -39,13 +39,18 @@ class Pool:
         self._free: dict[object, list[Slab]] = defaultdict(list)
         self._all: list[Slab] = []
         self._num_made: Counter[object] = Counter()
+        self._num_buckets: Counter[object] = Counter()
+
+    def expect(self, layout: BucketLayout) -> None:
+        """One more bucket of this layout will take slabs, one at a time and once in a backward pass."""
+        self._num_buckets[layout.signature] += 1
 
     def take(self, layout: BucketLayout, dtype: torch.dtype) -> Slab:
         """A slab of this layout; its parameters' values are whatever the last user left."""
         key = (layout.signature, dtype)
         free = self._free[key]
         is_idle = bool(free) and free[0].reader is None
-        if is_idle or (free and self._num_made[key] >= RING):
+        if is_idle or (free and self._num_made[key] >= min(RING, self._num_buckets[layout.signature])):
             slab = free.pop(0)  # the one given back longest ago: its reader is the likeliest to be done
             if slab.reader is not None:
                 slab.reader.drain()

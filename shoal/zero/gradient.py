@@ -92,6 +92,7 @@ class BucketGradient:
         self._inner = inner
         self._outer = outer if outer is not None and outer.size > 1 else None
         self._pool = pool
+        pool.expect(bucket.layout)
         self._is_whole_between = row.gradient_between.inner is not Kind.SHARD
         self._is_whole_at_step = row.gradient_at_step.inner is Kind.REPLICATE
         self._accumulator: torch.Tensor | None = None

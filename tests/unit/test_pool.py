@@ -71,10 +71,23 @@ def test_once_the_ring_is_made_a_slab_is_handed_out_only_after_its_reader_is_dra
 
 def test_until_the_ring_is_made_a_rank_does_not_wait_for_a_reader_but_takes_a_new_slab() -> None:
     pool = Pool(SingleCommunicator("dp"), CPU)
-    slab, reader = pool.take(layout_of("a"), torch.float32), Reader()
-    pool.give_back(layout_of("a"), slab, reader)
-    assert pool.take(layout_of("a"), torch.float32) is not slab
-    assert reader.num_drained == 0
+    for name in "abcdef":
+        pool.expect(layout_of(name))
+    slabs, readers = [], [Reader() for _ in range(6)]
+    for name, reader in zip("abcdef", readers, strict=True):
+        slabs.append(pool.take(layout_of(name), torch.float32))
+        pool.give_back(layout_of(name), slabs[-1], reader)
+    assert len({id(slab) for slab in slabs}) == 4
+    assert slabs[4] is slabs[0]
+    assert [reader.num_drained for reader in readers] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_bucket_whose_layout_is_its_own_has_one_slab() -> None:
+    pool = Pool(SingleCommunicator("dp"), CPU)
+    pool.expect(layout_of("a"))
+    for _ in range(5):
+        pool.give_back(layout_of("a"), pool.take(layout_of("a"), torch.float32), Reader())
+    assert pool.nbytes == 128 * 4
 
 
 def test_clear_forgets_everything() -> None:

@@ -73,11 +73,6 @@ class Device:
         """Make this the current device inside the block."""
         return torch.cuda.device(self.torch_device) if self.is_cuda else nullcontext()
 
-    def keep_for_stream(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that the current stream uses ``tensor``, so that its memory is not reused too early."""
-        if self.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
-
     def memory(self) -> MemoryReading:
         if self.is_cuda:
             return MemoryReading(
@@ -89,13 +84,6 @@ class Device:
             resident = int(statm.read().split()[1]) * resource.getpagesize()
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
-
-    def total_memory(self) -> int:
-        """Bytes that this device has."""
-        if self.is_cuda:
-            return int(torch.cuda.get_device_properties(self.torch_device).total_memory)
-        with open("/proc/meminfo", encoding="ascii") as info:
-            return int(info.readline().split()[1]) * 1024
 
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:

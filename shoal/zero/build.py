@@ -196,7 +196,7 @@ def _build_unit(
     outer = axes.outer if row.state.inner is Kind.SHARD else None
     is_native = settings.can_be_native and axes.all.size == 1
     buckets: list[ParameterBucket] = []
-    states: list[BucketState] = []
+    trained: list[tuple[ParameterBucket, BucketGradient, torch.Tensor, bool]] = []
     for number, members in enumerate(_split(spec, parameters, group_of, settings, precision)):
         dtype = _target_dtype(parameters[members[0]], precision)
         is_trained = id(parameters[members[0]]) in group_of and parameters[members[0]].requires_grad
@@ -230,18 +230,10 @@ def _build_unit(
         )
         native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
         gradient_class = NativeGradient if native else BucketGradient
-        states.append(
-            BucketState(
-                unit=None,  # type: ignore[arg-type]
-                bucket=bucket,
-                gradient=gradient_class(bucket, row, precision.gradient, comm, outer, pool),
-                master=master,
-                has_own_master=has_own_master,
-            )
-        )
+        gradient = gradient_class(bucket, row, precision.gradient, comm, outer, pool)
+        trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
-    for state in states:
-        state.unit = unit
+    states = [BucketState(unit, *parts) for parts in trained]
     if unit.is_sharded:
         unit.release()
     return unit, states
@@ -281,7 +273,7 @@ def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicato
 
     Returns: the whole bucket in the widest dtype that a parameter came in, for the master weights.
     """
-    dtypes = {materializer.dtype_of(parameter) for parameter in bucket.parameters}
+    dtypes = {parameter.dtype for parameter in bucket.parameters}
     widest = bucket.dtype
     for dtype in dtypes:
         widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest

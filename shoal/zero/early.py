@@ -30,7 +30,6 @@ class EarlyShard:
             comm.broadcast(full, 0, label="zero.Init").drain()
         length = padded // comm.size
         self.shard = full[comm.rank * length : (comm.rank + 1) * length].clone()
-        self._gathered: torch.Tensor | None = None
         parameter.data = stand_in(tuple(self.shape), dtype, device)
 
     def whole(self) -> torch.Tensor:

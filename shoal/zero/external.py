@@ -1,26 +1,24 @@
-"""Finds parameters that are read outside their own unit's forward, in the first passes, and remembers who reads them.
+"""Finds parameters that are read outside their own unit's forward, in the first passes.
 
 A tied head that computes ``x @ embedding.weight.T`` reads another unit's parameter. At rest that parameter is a
-stand-in; this mode sees it
-enter a torch function, gathers its unit, and notes it as an external of the unit that is running, so later passes
+stand-in: it
+is seen as it enters a torch function, its unit is gathered, and whoever runs then remembers it, so later passes
 gather both.
 Source: the same need is met by ``register_external_parameter`` in DeepSpeed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
+from shoal.zero.touch import DATA_ACCESS, TouchMode
 from shoal.zero.unit import Unit
 
 
-class ExternalUseMode(TorchFunctionMode):
+def external_use(unit_of: dict[int, Unit], on_use: Callable[[Unit], None]) -> TouchMode:
     """While active, a parameter at rest that enters a torch function is gathered first.
 
     Args:
@@ -28,23 +26,12 @@ class ExternalUseMode(TorchFunctionMode):
         on_use: called with a unit that is at rest and about to be read.
     """
 
-    def __init__(self, unit_of: dict[int, Unit], on_use: Callable[[Unit], None]) -> None:
-        super().__init__()
-        self._unit_of = unit_of
-        self._on_use = on_use
+    def touched(parameter: nn.Parameter) -> None:
+        unit = unit_of.get(id(parameter))
+        if unit is not None and unit.is_at_rest:
+            on_use(unit)
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and func not in _READS_NO_VALUE:
-            for value in (*args, *kwargs.values()):
-                for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, torch.nn.Parameter):
-                        unit = self._unit_of.get(id(item))
-                        if unit is not None and unit.is_at_rest:
-                            self._on_use(unit)
-        return func(*args, **kwargs)
+    return TouchMode(touched, leave_out=DATA_ACCESS)
 
 
 @contextmanager
@@ -69,20 +56,3 @@ def eagerly(model: nn.Module) -> Iterator[None]:
             module.forward = forward
         for module, call in zip(in_place, calls, strict=True):
             module._compiled_call_impl = call
-
-
-_READS_NO_VALUE = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.register_hook,
-    vars(torch._C.TensorBase)["data"].__get__,
-    vars(torch._C.TensorBase)["data"].__set__,
-    vars(torch._C.TensorBase)["shape"].__get__,
-    vars(torch._C.TensorBase)["dtype"].__get__,
-    vars(torch._C.TensorBase)["device"].__get__,
-    vars(torch._C.TensorBase)["grad"].__get__,
-    vars(torch._C.TensorBase)["requires_grad"].__get__,
-}

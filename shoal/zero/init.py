@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from shoal.comm.world import current_world
 from shoal.errors import NotBuiltError, UsageError
 from shoal.mesh import Mesh
 from shoal.zero.early import EARLY, EarlyShard
+from shoal.zero.touch import TouchMode
 
 _MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
 _MAX_WHOLE = 32
@@ -66,7 +66,7 @@ class Init:
             )
         self._enabled = enabled
         self._dtype = dtype
-        self._mode: _TouchMode | None = None
+        self._mode: TouchMode | None = None
         self._building: set[int] = set()
         if module is not None and enabled:
             self._prepare()
@@ -83,7 +83,7 @@ class Init:
         if self._enabled:
             self._prepare()
             _PATCH.enter(self)
-            self._mode = _TouchMode(self)
+            self._mode = TouchMode(self.touch)
             self._mode.__enter__()
         return self
 
@@ -136,42 +136,6 @@ class Init:
                 if early is not None:
                     early.scatter(parameter, source=0)
         self._whole.clear()
-
-
-class _TouchMode(TorchFunctionMode):
-    def __init__(self, init: Init) -> None:
-        super().__init__()
-        self._init = init
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _METADATA:
-            for value in (*args, *kwargs.values()):
-                for item in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(item, nn.Parameter):
-                        self._init.touch(item)
-        return func(*args, **kwargs)
-
-
-_METADATA = {
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    vars(torch._C.TensorBase)["shape"].__get__,
-    vars(torch._C.TensorBase)["dtype"].__get__,
-    vars(torch._C.TensorBase)["device"].__get__,
-    vars(torch._C.TensorBase)["requires_grad"].__get__,
-    vars(torch._C.TensorBase)["requires_grad"].__set__,
-    torch.Tensor.requires_grad_,
-    vars(torch._C.TensorBase)["is_meta"].__get__,
-    vars(torch._C.TensorBase)["is_leaf"].__get__,
-    vars(torch._C.TensorBase)["grad"].__get__,
-    vars(torch._C.TensorBase)["ndim"].__get__,
-}
 
 
 class _ConstructorPatch:

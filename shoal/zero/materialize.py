@@ -51,9 +51,6 @@ class Materializer:
         """For each parameter the position of its module: units are filled in the order of their last one."""
         return self._position
 
-    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        return parameter.dtype
-
     def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> None:
         """Write the parameter's value into ``target``.
 

@@ -21,7 +21,7 @@ from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
 from shoal.zero.early import EARLY, EarlyShard
-from shoal.zero.external import ExternalUseMode, eagerly
+from shoal.zero.external import eagerly, external_use
 from shoal.zero.hooks import HookSet, tensors_in
 from shoal.zero.partition import ROOT
 from shoal.zero.prefetch import UnitOrder
@@ -135,7 +135,7 @@ class ShardedModel:
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True
         try:
-            with ExternalUseMode(self.unit_of, self._read_outside), eagerly(self.model):
+            with external_use(self.unit_of, self._read_outside), eagerly(self.model):
                 yield
         finally:
             self._is_searching = False

@@ -272,30 +272,12 @@ class ShardedStep:
 
     # state, by parameter
 
-    def state_keys(self) -> tuple[str, ...]:
-        """Names of the optimizer's per-element state."""
-        for state in self.states:
-            for piece in state.pieces:
-                held = self.optimizer.state.get(piece.param)
-                if held:
-                    return tuple(k for k, v in held.items() if _is_elementwise(v, piece.param.numel()))
-        return ()
-
     def pieces_of_slot(self, state: BucketState, slot: int) -> Iterator[tuple[Piece, Segment]]:
         """The pieces that hold a part of one parameter, with that part."""
         for piece in state.pieces:
             for segment in piece.segments:
                 if segment.slot == slot:
                     yield piece, segment
-
-    def nbytes_of_state(self) -> int:
-        """Bytes of the optimizer's state tensors."""
-        total = 0
-        for held in self.optimizer.state.values():
-            for value in held.values():
-                if isinstance(value, torch.Tensor):
-                    total += value.numel() * value.element_size()
-        return total
 
     def free(self) -> None:
         for state in self.states:

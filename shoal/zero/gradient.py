@@ -98,6 +98,7 @@ class BucketGradient:
         self._accumulator: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
         self._work: Work | None = None
+        self._reader: Work | None = None  # the last collective that peers read the accumulator for
         self._after: Callable[[], None] | None = None
 
     # memory
@@ -155,8 +156,10 @@ class BucketGradient:
     def accumulate(self) -> None:
         """Add the parameters' gradients to the whole accumulator, without communication."""
         self.accumulator()
-        if self.state is GradientState.NONE:
-            self._inner.drain()
+        if self._reader is not None:
+            # Only this one: draining the whole axis would hold every unit up for the slowest rank.
+            self._reader.drain()
+            self._reader = None
         self._take(self._views, add=self.state is GradientState.ACCUMULATING)
         self.state = GradientState.ACCUMULATING
 
@@ -190,6 +193,7 @@ class BucketGradient:
                 self._work = self._inner.all_reduce(flat, scale=policy.post_scale, label=label)
             else:
                 self._work = self._inner.reduce_scatter(flat, owned, scale=policy.post_scale, label=label)
+            self._reader = self._work
             self._after = self._sum_outer(owned)
             return
         slab = self._pool.take(self.layout, wire)

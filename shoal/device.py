@@ -85,12 +85,30 @@ class Device:
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        """Host memory that copies from this device reach fast (pinned). Shape: [nbytes], uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
+
+    def generator_states(self) -> dict[str, torch.Tensor]:
+        """The states of this device's generators, beside the CPU's. Each 1-D, uint8."""
+        return {"cuda": torch.cuda.get_rng_state(self.torch_device)} if self.is_cuda else {}
+
+    def set_generator_states(self, states: dict[str, torch.Tensor]) -> None:
+        if self.is_cuda and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.torch_device)
+
     @staticmethod
     def is_out_of_memory(error: BaseException) -> bool:
         """Did this error come from an allocator that has no more?"""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def finish_copies() -> None:
+    """Block until copies between host and device that were started have ended."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def in_backward() -> bool:

@@ -7,6 +7,7 @@ ShoalError
 ├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
 ├── CommError              a collective: mismatch, timeout, closed connection
 │   └── RankFailedError    another rank failed; carries that rank's traceback
+├── CheckpointError        a checkpoint: missing, damaged, of another model, or one that cannot be written
 ├── NonFiniteError         a loss or gradient that is NaN or infinite
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
@@ -75,6 +76,10 @@ class RankFailedError(CommError):
             where=where,
             do=f"mend the cause on rank {rank}; this rank is only a witness.",
         )
+
+
+class CheckpointError(ShoalError, RuntimeError):
+    code = "checkpoint"
 
 
 class NonFiniteError(ShoalError, FloatingPointError):

@@ -34,10 +34,10 @@ class Checkpoint(Section):
     parallel_write: ParallelWrite = section(ParallelWrite, "who writes at the same time")
     checkpoint_serialization: bool = key(True, "torch.save's zip format")
     writer: Writer | None = key(None, "how the bytes reach the disk")
-    async_save: bool = key(True, "write while training goes on (Shoal's own key)", alias=("async",))
+    async_save: bool = key(False, "write while training goes on (Shoal's own key)", alias=("async",))
     keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
-    format: Literal["dcp", "safetensors"] = key("dcp", "file format (Shoal's own key)")
+    on_save_error: Literal["raise", "warn"] = key("raise", "what a save that fails does to training (Shoal's own key)")
     verify: bool = key(True, "check sums when loading (Shoal's own key)")
     save_on_signal: bool = key(False, "save when the job is told to stop (Shoal's own key)")
 

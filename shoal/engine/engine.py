@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
+from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.guard import ModelGuard
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
@@ -91,6 +93,7 @@ class Engine(nn.Module):
         self.on_step: list[Callable[[Engine], None]] = []
         self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
         self.progress: Progress | None = None
+        self.checkpoints = Checkpoints(self)
         self.access = Access(sharded, self._states, optimizer_step, self._unscale)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
@@ -414,6 +417,7 @@ class Engine(nn.Module):
         self.global_steps += 1
         loss = self._mean_loss
         self._finish_step()
+        self.checkpoints.poll()
         for callback in self.on_step:
             callback(self)
         if self.progress is not None:
@@ -475,6 +479,107 @@ class Engine(nn.Module):
         self._forget_losses()
         self._has_backward = False
 
+    # checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a run needs to go on. Every rank calls.
+
+        Args:
+            save_dir: a folder that all ranks see, or an fsspec URL.
+            tag: the checkpoint's name; None: ``global_step`` and the number of steps. A checkpoint of that name is
+                replaced once the new one is whole.
+            client_state: what ``load_checkpoint`` will give back: numbers, text, lists, dicts and tensors.
+            save_latest: ``load_checkpoint`` without a tag may choose this one.
+
+        Returns: was it saved? (With ``checkpoint.async_save``: was it begun?)
+        Raises: CheckpointError: on every rank; older checkpoints and the running state are as they were.
+        Communicates: what each rank wrote, as JSON; no parameter.
+        Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
+        """
+        self._check_alive()
+        return self.checkpoints.save(
+            save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str, Any]:
+        """Load a checkpoint that any layout saved. Every rank calls.
+
+        Args:
+            tag: its name; None: the newest that is whole.
+            load_module_strict: False: parameters that only one side has are left out, and named.
+            load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
+            custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` while the module is whole.
+
+        Returns: the checkpoint's path, and the client state.
+        Raises: CheckpointError: on every rank; nothing was changed.
+        Communicates: one all_gather of the parameters where they rest whole; short messages.
+        Memory: one block of 4 MiB on the host.
+        """
+        self._check_alive()
+        return self.checkpoints.load(
+            load_dir,
+            tag,
+            is_strict=load_module_strict,
+            has_optimizer=load_optimizer_states,
+            has_schedule=load_lr_scheduler_states,
+            is_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights alone, in the parameters' own dtype, as a safetensors file. Every rank calls.
+
+        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
+        """
+        self._check_alive()
+        return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's whole values by name, on the host, on every rank. Every rank calls.
+
+        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
+        """
+        self._check_alive()
+        return self.checkpoints.module_state_dict(exclude_frozen=exclude_frozen_parameters)
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Set the model's values, and the master weights, from whole ones. Every rank calls with the same.
+
+        Args:
+            fetch_z3_params: DeepSpeed's; sharded parameters are set at any stage without it.
+
+        Raises: CheckpointError: missing, unexpected or of another shape; all of them.
+        """
+        self._check_alive()
+        self.checkpoints.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
+
     # the rest
 
     def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
@@ -499,6 +604,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters.
 
+        A checkpoint that is being written is waited for.
+
         They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as
         they were
         then. Every rank calls.
@@ -507,6 +614,7 @@ class Engine(nn.Module):
         """
         if self._is_destroyed:
             return
+        self.checkpoints.close()
         self._is_destroyed = True
         self.sharded.recover()
         self.sharded.detach()

@@ -10,7 +10,8 @@ with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,11 @@ class ShardedStep:
     @property
     def scratch_nbytes(self) -> int:
         return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
+
+    @property
+    def is_whole_tensor(self) -> bool:
+        """Does the optimizer need whole parameters (LAMB, Muon)?"""
+        return self._is_whole_tensor
 
     # pieces
 
@@ -278,6 +284,74 @@ class ShardedStep:
             for segment in piece.segments:
                 if segment.slot == slot:
                     yield piece, segment
+
+    def make_room(
+        self, state: BucketState, scalars: Sequence[Mapping[str, Any]], dtypes: Sequence[Mapping[str, torch.dtype]]
+    ) -> None:
+        """Drop one bucket's optimizer state and make room for a loaded one, its elements zero.
+
+        Args:
+            scalars: by slot, state that is one value for the whole parameter.
+            dtypes: by slot, the keys of state of one element per element.
+
+        A piece is cut where its parameters' scalars or keys differ (they did not take the same steps).
+        """
+        for piece in state.pieces:
+            self.optimizer.state.pop(piece.param, None)
+        state.pieces = list(self._pieces_of(state))
+        if self._is_whole_tensor:
+            for piece in state.pieces:
+                self._fill_whole(state, piece, scalars, dtypes)
+            return
+        labels = [repr((sorted(s.items(), key=str), sorted(d))) for s, d in zip(scalars, dtypes, strict=True)]
+        for piece in list(state.pieces):
+            runs: list[list[int]] = []  # [start, stop, slot]
+            for segment in piece.segments:
+                if runs and labels[runs[-1][2]] == labels[segment.slot]:
+                    runs[-1][1] = piece.start + segment.stop
+                else:
+                    runs.append([piece.start + segment.start, piece.start + segment.stop, segment.slot])
+            if len(runs) == 1:
+                self._fill_piece(piece, scalars[runs[0][2]], dtypes[runs[0][2]])
+            elif runs:
+                parts = [self._piece(state, piece.group, start, stop) for start, stop, _ in runs]
+                for part, (_, _, slot) in zip(parts, runs, strict=True):
+                    self._fill_piece(part, scalars[slot], dtypes[slot])
+                index = state.pieces.index(piece)
+                state.pieces[index : index + 1] = parts
+
+    def _fill_whole(
+        self,
+        state: BucketState,
+        piece: Piece,
+        scalars: Sequence[Mapping[str, Any]],
+        dtypes: Sequence[Mapping[str, torch.dtype]],
+    ) -> None:
+        """One piece holds several whole parameters, which count their steps one by one."""
+        own = [segment.slot for segment in piece.segments if scalars[segment.slot]]
+        if not own:
+            return
+        members = [index for index, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
+        steps = [float(scalars[index].get("step", 0)) for index in members]
+        step = max(float(scalars[index].get("step", 0)) for index in own)
+        keys = {key: dtype for index in own for key, dtype in dtypes[index].items()}
+        self._fill_piece(piece, {**scalars[own[0]], "step": torch.tensor(step)}, keys)
+        self.optimizer.state[piece.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
+
+    def _fill_piece(self, piece: Piece, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
+        if not scalars and not dtypes:
+            return
+        group = self.optimizer.param_groups[piece.group]
+        is_on_device = bool(group.get("fused") or group.get("capturable"))
+        held: dict[str, Any] = {}
+        for key, value in scalars.items():
+            is_moved = isinstance(value, torch.Tensor) and is_on_device
+            held[key] = value.to(piece.param.device, copy=True) if is_moved else copy.copy(value)
+            if isinstance(value, torch.Tensor) and not is_moved:
+                held[key] = value.clone()
+        for key, dtype in dtypes.items():
+            held[key] = torch.zeros_like(piece.param.detach(), dtype=dtype)
+        self.optimizer.state[piece.param] = held
 
     def free(self) -> None:
         for state in self.states:

@@ -1,0 +1,1 @@
+"""Checkpoints: one format for every layout, committed at once or not at all."""

@@ -1,0 +1,282 @@
+"""Files of tensors, written and read in blocks, each with its sum: what is read was written, or it is an error.
+
+A file is a safetensors file (a header in JSON, then the tensors' bytes), so any reader of that format opens it. It is
+written in one pass; the sums of its blocks are known at the end and go into the manifest. A block is read whole and
+checked before any of its bytes are used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from shoal.checkpoint.manifest import MAX_SMALL_BLOCK, FileRecord, checksum
+from shoal.checkpoint.storage import Reader, Sink, Storage
+from shoal.checkpoint.tree import name_of
+from shoal.device import finish_copies
+from shoal.errors import CheckpointError
+
+MAX_BLOCKS = 1024  # of one file: blocks of a larger one are larger
+_GATHER_NBYTES = 1 << 20  # smaller tensors are gathered into one write
+_SAFETENSORS_DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "complex64": "C64",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: 1-D pieces, one after the other, that together have ``shape``.
+
+    Args:
+        read: gives the pieces; called when their turn comes, so that they need not all be there at once.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], Sequence[torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A file before it is written: its header, and where each entry will lie."""
+
+    header: bytes
+    entries: tuple[Entry, ...]
+    offsets: tuple[int, ...]  # from the file's beginning
+    nbytes: int
+    block_nbytes: int
+
+
+def plan_file(entries: Sequence[Entry]) -> Plan:
+    """Lay entries out, the widest dtypes first, so that all are aligned."""
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    table: dict[str, object] = {}
+    offset = 0
+    offsets = []
+    for entry in ordered:
+        name = name_of(entry.dtype)
+        if name not in _SAFETENSORS_DTYPES:
+            raise CheckpointError(f"{entry.key!r} has dtype {name}, which safetensors does not know.")
+        table[entry.key] = {
+            "dtype": _SAFETENSORS_DTYPES[name],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
+        offsets.append(offset)
+        offset += entry.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    nbytes = len(header) + offset
+    block = MAX_SMALL_BLOCK
+    while nbytes > block * MAX_BLOCKS:
+        block *= 2
+    return Plan(header, tuple(ordered), tuple(len(header) + o for o in offsets), nbytes, block)
+
+
+def write_file(
+    storage: Storage, folder: str, name: str, plan: Plan, before_flush: Callable[[], None] = lambda: None
+) -> FileRecord:
+    """Write a planned file and flush it.
+
+    Returns: its record, with the sum of each block.
+    Raises: OSError: no space, no permission, a broken disk.
+    Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
+    """
+    with storage.create(f"{folder}/{name}") as sink:
+        writer = _BlockWriter(sink, plan.block_nbytes)
+        writer.add(memoryview(plan.header))
+        for entry in plan.entries:
+            for piece in entry.read():
+                for data in _bytes_of(piece):
+                    writer.add(data)
+        writer.finish()
+        before_flush()
+        sink.flush()
+    assert writer.nbytes == plan.nbytes, f"{writer.nbytes} bytes were written of {plan.nbytes}"
+    return FileRecord(name=name, nbytes=writer.nbytes, block_nbytes=plan.block_nbytes, blocks=writer.sums)
+
+
+def image_of(plan: Plan, host_memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """A planned file's bytes, in host memory, as they are now. Shape: [plan.nbytes], uint8.
+
+    Order: complete when it returns; blocks the host until copies from an accelerator have ended.
+    """
+    image = host_memory(plan.nbytes)[: plan.nbytes]
+    image[: len(plan.header)].copy_(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
+    for entry, offset in zip(plan.entries, plan.offsets, strict=True):
+        at = offset
+        for piece in entry.read():
+            nbytes = piece.numel() * piece.element_size()
+            image[at : at + nbytes].view(entry.dtype).copy_(piece.detach().reshape(-1), non_blocking=True)
+            at += nbytes
+    finish_copies()
+    return image
+
+
+def write_image(
+    storage: Storage,
+    folder: str,
+    name: str,
+    plan: Plan,
+    image: torch.Tensor,
+    before_flush: Callable[[], None] = lambda: None,
+) -> FileRecord:
+    """Write a file that ``image_of`` took. Returns, raises: as ``write_file``."""
+    with storage.create(f"{folder}/{name}") as sink:
+        writer = _BlockWriter(sink, plan.block_nbytes)
+        writer.add(_view_of(image))
+        writer.finish()
+        before_flush()
+        sink.flush()
+    return FileRecord(name=name, nbytes=writer.nbytes, block_nbytes=plan.block_nbytes, blocks=writer.sums)
+
+
+class _BlockWriter:
+    """Sums blocks while they pass, and gathers small pieces into larger writes."""
+
+    def __init__(self, sink: Sink, block_nbytes: int) -> None:
+        self._sink = sink
+        self._block = block_nbytes
+        self._sum = xxhash.xxh3_64()
+        self._in_block = 0
+        self._small = bytearray()
+        self.sums: list[str] = []
+        self.nbytes = 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part = data[: self._block - self._in_block]
+            self._sum.update(part)
+            if len(part) < _GATHER_NBYTES:
+                self._small += part
+                if len(self._small) >= _GATHER_NBYTES:
+                    self._pass_on()
+            else:
+                self._pass_on()
+                self._sink.write(part)
+            self.nbytes += len(part)
+            self._in_block += len(part)
+            if self._in_block == self._block:
+                self._end_block()
+            data = data[len(part) :]
+
+    def _pass_on(self) -> None:
+        if self._small:
+            self._sink.write(memoryview(self._small))
+            self._small = bytearray()
+
+    def _end_block(self) -> None:
+        self.sums.append(self._sum.hexdigest())
+        self._sum = xxhash.xxh3_64()
+        self._in_block = 0
+
+    def finish(self) -> None:
+        self._pass_on()
+        if self._in_block:
+            self._end_block()
+
+
+def _bytes_of(piece: torch.Tensor) -> Iterator[memoryview]:
+    """A 1-D tensor's bytes; of one on an accelerator, copied to the host block by block."""
+    flat = piece.detach().reshape(-1)
+    if not flat.numel():
+        return
+    if flat.device.type == "cpu":
+        yield _view_of(flat.contiguous())
+        return
+    for part in flat.split(max(MAX_SMALL_BLOCK // flat.element_size(), 1)):
+        yield _view_of(part.cpu())
+
+
+def _view_of(flat: torch.Tensor) -> memoryview:
+    array: Any = flat.view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class BlockReader:
+    """Reads ranges of one recorded file, block by block, in ascending order, each block checked.
+
+    Memory: one block.
+    """
+
+    def __init__(self, file: Reader, record: FileRecord, where: str, *, is_checked: bool = True) -> None:
+        self._file = file
+        self._record = record
+        self._where = where
+        self._is_checked = is_checked
+        self._held = -1
+        if file.nbytes != record.nbytes:
+            raise CheckpointError(
+                f"{record.name} has {file.nbytes} bytes, and {record.nbytes} were written.",
+                where=where,
+                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+                code="checkpoint-damaged",
+            )
+        self._buffer = bytearray(min(record.block_nbytes, record.nbytes))
+
+    def block(self, number: int) -> memoryview:
+        """One block's bytes, valid until the next call.
+
+        Raises: CheckpointError: they are not what was written, or cannot be read.
+        """
+        record = self._record
+        begin = number * record.block_nbytes
+        length = min(record.block_nbytes, record.nbytes - begin)
+        view = memoryview(self._buffer)[:length]
+        if self._held == number:
+            return view
+        self._held = -1
+        try:
+            self._file.read_into(begin, view)
+        except OSError as error:
+            raise CheckpointError(
+                f"bytes {begin} to {begin + length} of {record.name} cannot be read: {error}.",
+                where=self._where,
+                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+                code="checkpoint-damaged",
+            ) from error
+        if self._is_checked and (actual := checksum(view)) != record.blocks[number]:
+            raise CheckpointError(
+                f"bytes {begin} to {begin + length} of {record.name} were changed after they were written:"
+                f" their xxh3 sum is {actual}, and {record.blocks[number]} was written.",
+                where=self._where,
+                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+                code="checkpoint-damaged",
+            )
+        self._held = number
+        return view
+
+    def pieces(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """The bytes ``[offset, offset + nbytes)`` in pieces, each valid until the next is asked for."""
+        end = offset + nbytes
+        while offset < end:
+            number, inside = divmod(offset, self._record.block_nbytes)
+            view = self.block(number)[inside : inside + end - offset]
+            yield view
+            offset += len(view)

@@ -1,0 +1,170 @@
+"""Which checkpoints lie in a folder, and which of them are whole.
+
+A checkpoint is a folder with a manifest. ``latest`` only names one: the newest whole checkpoint is what counts, so a
+run that died between the commit and the hint loses nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.reader import CheckpointReader
+from shoal.checkpoint.storage import Storage
+from shoal.errors import CheckpointError
+
+LATEST = "latest"
+STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
+_OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
+_MAX_HINT_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Found:
+    """One checkpoint of a folder."""
+
+    folder: str
+    manifest: Manifest | None
+    problem: CheckpointError | None = None
+
+    @property
+    def order(self) -> tuple[str, int]:
+        """Sorts by age."""
+        return ("", 0) if self.manifest is None else (self.manifest.created, self.manifest.step)
+
+
+def look(storage: Storage) -> list[Found]:
+    """The checkpoints of a folder, the newest first, those that cannot be read last.
+
+    Only manifests and sizes are looked at.
+    """
+    found = []
+    for name in storage.names():
+        staging = STAGING.fullmatch(name)
+        if (staging is not None and staging["what"] == "tmp") or not storage.is_folder(name):
+            continue
+        if not storage.exists(f"{name}/{manifests.NAME}"):
+            if is_ours(storage, name):
+                problem = _missing_manifest(storage, name)
+                found.append(Found(name, None, problem))
+            continue
+        try:
+            found.append(Found(name, inspect(storage, name)))
+        except CheckpointError as error:
+            found.append(Found(name, None, error))
+    return sorted(found, key=lambda entry: entry.order, reverse=True)
+
+
+def inspect(storage: Storage, folder: str) -> Manifest:
+    """Read a manifest, and compare the files that lie there with it, by name and size.
+
+    Raises: CheckpointError: it is damaged, or a file is missing, or has another size.
+    """
+    where = f"checkpoint {folder or '.'} in {storage.url}"
+    prefix = f"{folder}/" if folder else ""
+    try:
+        names = storage.names(folder)
+        present = sum(storage.size(prefix + name) for name in names if name.endswith(".safetensors"))
+        data = storage.read(prefix + manifests.NAME, manifests.most_bytes(present))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint cannot be read: {error}.",
+            where=where,
+            do="see who may read the folder, and whether the disk works; or load another checkpoint.",
+            code="checkpoint-damaged",
+        ) from error
+    manifest = manifests.parse(data, f"{where}, {manifests.NAME}")
+    problems = []
+    for file in manifest.files:
+        if file.name not in names:
+            problems.append(f"{file.name} is missing")
+            continue
+        try:
+            size = storage.size(prefix + file.name)
+        except OSError as error:
+            problems.append(f"{file.name}: {error}")
+            continue
+        if size != file.nbytes:
+            problems.append(f"{file.name} has {size} bytes, and {file.nbytes} were written")
+    if problems:
+        raise CheckpointError(
+            f"the checkpoint is not whole: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}.",
+            where=where,
+            do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+            code="checkpoint-damaged",
+        )
+    return manifest
+
+
+def verify(
+    storage: Storage, folder: str, on_file: Callable[[str, int], None] = lambda name, nbytes: None
+) -> list[CheckpointError]:
+    """Read all of a checkpoint and compare every sum.
+
+    Args:
+        on_file: called with each file's name and size when it has been read.
+
+    Returns: what is damaged; nothing if it is whole.
+    """
+    try:
+        manifest = inspect(storage, folder)
+    except CheckpointError as error:
+        return [error]
+    reader = CheckpointReader(storage, folder, manifest)
+    problems = []
+    for index, file in enumerate(manifest.files):
+        try:
+            reader.check_file(index)
+        except CheckpointError as error:
+            problems.append(error)
+        on_file(file.name, file.nbytes)
+    return problems
+
+
+def hint(storage: Storage) -> str | None:
+    """What ``latest`` names, if it can be read."""
+    try:
+        return storage.read(LATEST, _MAX_HINT_BYTES).decode().strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def find_tag(storage: Storage, tag: str) -> str:
+    """The folder of a tag.
+
+    Raises: CheckpointError: there is none; it names those that there are.
+    """
+    if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
+        return tag
+    others = look(storage)
+    for found in others:  # one that was being replaced when its run died
+        if found.manifest is not None and found.manifest.tag == tag:
+            return found.folder
+    if storage.is_folder(tag) and is_ours(storage, tag):
+        raise _missing_manifest(storage, tag)
+    whole = [found.folder for found in others if found.manifest is not None]
+    raise CheckpointError(
+        f"there is no checkpoint {tag!r} in {storage.url}.",
+        do=f"load one of: {', '.join(whole[:8])}."
+        if whole
+        else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+        code="checkpoint-missing",
+    )
+
+
+def is_ours(storage: Storage, folder: str) -> bool:
+    """Does the folder hold nothing but files that a save of Shoal's writes, and at least one?"""
+    names = storage.names(folder)
+    return bool(names) and all(_OUR_FILE.fullmatch(name) for name in names)
+
+
+def _missing_manifest(storage: Storage, folder: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was never committed: it has no {manifests.NAME}.",
+        where=f"checkpoint {folder} in {storage.url}",
+        do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+        code="checkpoint-damaged",
+    )

@@ -1,0 +1,213 @@
+"""What this rank holds of a sharded model, by parameter: the one list that saving and loading both go through.
+
+A holding is a contiguous range of one flattened tensor, in one or more pieces of memory. Where several ranks hold the
+same range, each writes its share of it; each loads the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.blocks import Entry
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.rectangles import rectangles
+from shoal.errors import CheckpointError
+from shoal.memory.bucket import ParameterBucket
+from shoal.zero.build import Axes
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState, ShardedStep
+
+OPTIMIZER = "optimizer/"
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The elements ``[begin, end)`` of a flattened tensor, in this rank's memory."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    begin: int
+    pieces: tuple[torch.Tensor, ...]  # 1-D, one after the other
+    num_copies: int = 1  # ranks that hold this very range
+    copy: int = 0  # which of them this one is
+
+    @property
+    def numel(self) -> int:
+        return sum(piece.numel() for piece in self.pieces)
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.numel
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pieces[0].dtype
+
+    def share(self) -> tuple[int, int]:
+        """The part of ``[begin, end)`` that this rank writes."""
+        numel = self.numel
+        return (
+            self.begin + numel * self.copy // self.num_copies,
+            self.begin + numel * (self.copy + 1) // self.num_copies,
+        )
+
+    def part(self, begin: int, end: int) -> list[torch.Tensor]:
+        """The memory of ``[begin, end)``, which lies inside."""
+        found = []
+        at = self.begin
+        for piece in self.pieces:
+            low, high = max(begin, at), min(end, at + piece.numel())
+            if low < high:
+                found.append(piece[low - at : high - at])
+            at += piece.numel()
+        return found
+
+    def entries(self) -> Iterator[tuple[Entry, tuple[int, ...]]]:
+        """What this rank writes: an entry, and where it begins in the tensor, for each rectangle of its share."""
+        begin, end = self.share()
+        at = begin
+        for rectangle in rectangles(self.shape, begin, end):
+            low, at = at, at + rectangle.numel
+            place = ",".join(f"{s}:{s + n}" for s, n in zip(rectangle.start, rectangle.shape, strict=True))
+            is_whole = rectangle.shape == self.shape
+            key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{place}]")
+            yield (
+                Entry(key, self.dtype, rectangle.shape, _reading(self, low, low + rectangle.numel)),
+                rectangle.start,
+            )
+
+
+def _reading(holding: Holding, begin: int, end: int) -> Any:
+    return lambda: holding.part(begin, end)
+
+
+class Holdings:
+    """The holdings of one engine's model and optimizer.
+
+    Args:
+        step: None: the engine has no optimizer.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, axes: Axes
+    ) -> None:
+        self.sharded = sharded
+        self.states = list(states)
+        self.step = step
+        self.axes = axes
+        self._state_of = {id(state.bucket): state for state in states}
+
+    def buckets(self) -> Iterator[tuple[ParameterBucket, BucketState | None]]:
+        for unit in self.sharded.units:
+            for bucket in unit.buckets:
+                yield bucket, self._state_of.get(id(bucket))
+
+    def is_frozen(self, bucket: ParameterBucket) -> bool:
+        return id(bucket) not in self._state_of
+
+    def _copies(self, bucket: ParameterBucket) -> tuple[int, int]:
+        """How many ranks hold this rank's range of a bucket, and which of them this rank is."""
+        everyone = self.axes.all
+        if bucket.end - bucket.begin == bucket.layout.numel:
+            return everyone.size, everyone.rank
+        outer = self.axes.outer
+        return (outer.size, outer.rank) if outer is not None and bucket.comm.size < everyone.size else (1, 0)
+
+    def model(self, *, exclude_frozen: bool = False) -> Iterator[Holding]:
+        """Values of parameters: master weights where there are any."""
+        for bucket, state in self.buckets():
+            if state is None and exclude_frozen:
+                continue
+            flat = state.master if state is not None else owned_range(bucket)
+            num_copies, copy = self._copies(bucket)
+            for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
+                slot = bucket.layout.slots[segment.slot]
+                piece = flat[segment.start : segment.stop]
+                yield Holding(MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy)
+
+    def optimizer(self) -> Iterator[Holding]:
+        """Optimizer state of one element per element of the parameter, as far as it exists."""
+        if self.step is None:
+            return
+        for state in self.states:
+            num_copies, copy = self._copies(state.bucket)
+            for index, slot in enumerate(state.bucket.layout.slots):
+                parts: dict[str, list[torch.Tensor]] = {}
+                begin = None
+                for piece, segment in self.step.pieces_of_slot(state, index):
+                    begin = segment.offset if begin is None else begin
+                    for key, value in self.step.optimizer.state.get(piece.param, {}).items():
+                        if is_elementwise(value, piece.param):
+                            parts.setdefault(key, []).append(value[segment.start : segment.stop])
+                for key, pieces in parts.items():
+                    assert begin is not None
+                    yield Holding(OPTIMIZER + key, slot.name, slot.shape, begin, tuple(pieces), num_copies, copy)
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Optimizer state that is one value for a whole parameter, as far as this rank has a part of it.
+
+        Raises: CheckpointError: state that is neither one value nor one element per element.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        if self.step is None:
+            return found
+        for state in self.states:
+            for index, slot in enumerate(state.bucket.layout.slots):
+                for piece, _ in self.step.pieces_of_slot(state, index):
+                    for key, value in self.step.optimizer.state.get(piece.param, {}).items():
+                        if is_elementwise(value, piece.param):
+                            continue
+                        if self.step.is_whole_tensor and key == "steps":
+                            members = [i for i, s in enumerate(state.bucket.layout.slots) if s.group == piece.group]
+                            found.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
+                            continue
+                        if self.step.is_whole_tensor and key == "step" and "step" in found.get(slot.name, {}):
+                            continue  # the parameter's own count is known
+                        if isinstance(value, torch.Tensor) and value.numel() != 1:
+                            raise CheckpointError(
+                                f"optimizer state {key!r} of shape {tuple(value.shape)} belongs to"
+                                f" {piece.param.numel()} elements of several parameters and cannot be told apart.",
+                                where=f"parameter {slot.name!r}, {type(self.step.optimizer).__name__}",
+                                do="use an optimizer whose state is one value per element, or one per parameter.",
+                                code="checkpoint-state",
+                            )
+                        found.setdefault(slot.name, {})[key] = value
+        return found
+
+
+def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
+    """Is it one element per element of the piece?"""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
+
+
+def owned_range(bucket: ParameterBucket) -> torch.Tensor:
+    """This rank's range of the parameters themselves. Shape: [owned numel]."""
+    return bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
+
+
+def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
+    """Each parameter's first name by its ``id``, and the other names of tied ones by that name."""
+    first: dict[int, str] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in first:
+            aliases[first[id(parameter)]] = (*aliases.get(first[id(parameter)], ()), name)
+        else:
+            first[id(parameter)] = name
+    return first, aliases
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The persistent buffers, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found

@@ -1,0 +1,331 @@
+"""Loading: any layout's checkpoint into this one. Nothing of the running state changes until all know it is whole.
+
+choose    rank 0 looks which checkpoint is meant; all ranks read its manifest
+compare   with the model and the optimizer: every difference is listed; nothing is read yet
+check     every rank reads the blocks that it needs and compares their sums
+apply     every rank copies its ranges; parameters that rest whole are made whole again
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shoal.checkpoint import catalogue, tree
+from shoal.checkpoint.holdings import OPTIMIZER, Holding, Holdings, owned_range
+from shoal.checkpoint.manifest import MODEL, Manifest
+from shoal.checkpoint.reader import CheckpointReader
+from shoal.checkpoint.storage import Storage
+from shoal.comm.protocol import Communicator
+from shoal.errors import CheckpointError
+
+logger = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be loaded.
+
+    Args:
+        is_strict: the model's and the checkpoint's parameters must be the same.
+        has_optimizer: optimizer state and the groups' hyperparameters too.
+        is_checked: compare sums before anything is changed.
+    """
+
+    is_strict: bool = True
+    has_optimizer: bool = True
+    is_checked: bool = True
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A checkpoint that all ranks have agreed on."""
+
+    storage: Storage
+    folder: str
+    manifest: Manifest
+
+    @property
+    def where(self) -> str:
+        return f"checkpoint {self.folder} in {self.storage.url}"
+
+
+def agree(comm: Communicator, problem: Exception | None, value: Any, label: str) -> list[Any]:
+    """Every rank's value. Raises: CheckpointError: on every rank, if some rank has a problem."""
+    if comm.size == 1:
+        if problem is not None:
+            raise problem
+        return [value]
+    words = None
+    if problem is not None:
+        is_ours = isinstance(problem, CheckpointError)
+        words = [
+            problem.code if is_ours else "checkpoint",  # type: ignore[attr-defined]
+            problem.what if is_ours else f"{type(problem).__name__}: {problem}",  # type: ignore[attr-defined]
+            getattr(problem, "where", ""),
+            getattr(problem, "do", ""),
+        ]
+    theirs = list(comm.gather_objects({"problem": words, "value": value}, label=label))
+    failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
+    if failed:
+        code, what, where, do = failed[0][1]
+        ranks = ", ".join(str(rank) for rank, _ in failed[:8]) + (" ..." if len(failed) > 8 else "")
+        found_by = f"found by rank {ranks}" if len(failed) < comm.size else ""
+        raise CheckpointError(
+            what, where="; ".join(text for text in (where, found_by) if text), do=do, code=code
+        ) from problem
+    return [entry["value"] for entry in theirs]
+
+
+def candidates(comm: Communicator, storage: Storage, tag: str | None) -> list[str]:
+    """The folders that may be loaded, the best first. Raises: CheckpointError: there is none.
+
+    Communicates: rank 0's answer.
+    """
+    problem: Exception | None = None
+    folders: list[str] = []
+    if comm.rank == 0:
+        try:
+            folders = [catalogue.find_tag(storage, tag)] if tag is not None else _resumable(storage)
+        except (CheckpointError, OSError) as error:
+            problem = error
+    return list(agree(comm, problem, folders, "checkpoint: choice")[0])
+
+
+def _resumable(storage: Storage) -> list[str]:
+    found = catalogue.look(storage)
+    for entry in found:
+        if entry.problem is not None:
+            logger.warning("%s is passed over: %s", entry.folder, entry.problem.what)
+    whole = [entry for entry in found if entry.manifest is not None]
+    meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
+    if not meant:
+        damaged = [entry.folder for entry in found]
+        raise CheckpointError(
+            f"no whole checkpoint in {storage.url}"
+            + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
+            do="see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+            code="checkpoint-missing",
+        )
+    hinted = catalogue.hint(storage)
+    if hinted is not None and hinted not in (meant[0].folder, meant[0].manifest and meant[0].manifest.tag):
+        logger.warning(
+            "%s names %r, but %s is newer and whole: it is loaded. Pass tag=%r to load the other.",
+            catalogue.LATEST,
+            hinted,
+            meant[0].folder,
+            hinted,
+        )
+    return [entry.folder for entry in meant]
+
+
+class Load:
+    """One load into one engine's model and optimizer, on one rank."""
+
+    def __init__(
+        self, comm: Communicator, holdings: Holdings, buffers: dict[str, torch.Tensor], wanted: Wanted
+    ) -> None:
+        self._comm = comm
+        self._holdings = holdings
+        self._buffers = buffers
+        self._wanted = wanted
+
+    def open(self, storage: Storage, folder: str) -> tuple[Chosen, CheckpointReader]:
+        """Read the manifest on every rank. Raises: CheckpointError: damaged, or not the same everywhere."""
+        problem: Exception | None = None
+        manifest = None
+        try:
+            manifest = catalogue.inspect(storage, folder)
+        except (CheckpointError, OSError) as error:
+            problem = error
+        stamps = agree(self._comm, problem, manifest.created if manifest else None, "checkpoint: manifest")
+        if len(set(stamps)) > 1:
+            raise CheckpointError(
+                f"the ranks see different checkpoints under {folder!r} (written at {', '.join(sorted(set(stamps)))}).",
+                where=storage.url,
+                do="load from a folder that all nodes share.",
+                code="checkpoint-storage",
+            )
+        assert manifest is not None
+        chosen = Chosen(storage, folder, manifest)
+        return chosen, CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
+
+    # compare
+
+    def compare(self, chosen: Chosen, groups: Sequence[Sequence[str]], optimizer: str | None) -> list[str]:
+        """The differences between a checkpoint and what is to take it.
+
+        Args:
+            groups: names of the parameters of each of the optimizer's groups.
+
+        Returns: notes on differences that do not matter, or that the caller allowed.
+        Raises: CheckpointError: differences that do; all of them.
+        """
+        manifest, strict = chosen.manifest, self._wanted.is_strict
+        notes: list[str] = []
+        problems: list[str] = []
+        saved = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == MODEL}
+        held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
+        frozen: set[str] = set()
+        for bucket, state in self._holdings.buckets():
+            for slot in bucket.layout.slots:
+                held[slot.name] = slot.shape
+                if state is None:
+                    frozen.add(slot.name)
+        missing = [name for name in held if name not in saved]
+        left_out = [name for name in missing if name in frozen]
+        if left_out and manifest.engine.get("excludes_frozen"):
+            notes.append(f"{len(left_out)} frozen parameters were left out of the checkpoint and stay as they are.")
+            missing = [name for name in missing if name not in frozen]
+        unexpected = [name for name in saved if name not in held]
+        for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
+            if names:
+                text = f"{kind} {len(names)}: {_some(names)}"
+                (problems if strict else notes).append(text)
+        shapes = [
+            f"{name} {list(saved[name].shape)} in the checkpoint, {list(shape)} in the model"
+            for name, shape in held.items()
+            if name in saved and tuple(saved[name].shape) != tuple(shape)
+        ]
+        if shapes:
+            problems.append(f"{len(shapes)} of another shape: {_some(shapes)}")
+        if self._wanted.has_optimizer and self._holdings.step is not None:
+            problems += self._compare_optimizer(manifest, groups, optimizer, notes)
+        if problems:
+            lines = "".join(f"\n    {problem}" for problem in problems)
+            raise CheckpointError(
+                f"the checkpoint is not one of this model and optimizer:{lines}",
+                where=chosen.where,
+                do="build the model and optimizer that were saved; load_module_strict=False takes what fits,"
+                " load_optimizer_states=False leaves the optimizer out.",
+                code="checkpoint-mismatch",
+            )
+        return notes
+
+    def _compare_optimizer(
+        self, manifest: Manifest, groups: Sequence[Sequence[str]], optimizer: str | None, notes: list[str]
+    ) -> list[str]:
+        if manifest.optimizer is None:
+            notes.append("the checkpoint has no optimizer state; the optimizer starts afresh.")
+            return []
+        problems = []
+        if optimizer is not None and manifest.optimizer != optimizer:
+            problems.append(f"its optimizer is {manifest.optimizer}, this one is {optimizer}")
+        saved_groups: dict[int, set[str]] = {index: set() for index in range(len(manifest.groups))}
+        for parameter in manifest.parameters:
+            if parameter.group is not None:
+                saved_groups.setdefault(parameter.group, set()).add(parameter.name)
+        if len(saved_groups) != len(groups):
+            problems.append(f"its optimizer has {len(saved_groups)} parameter groups, this one {len(groups)}")
+        else:
+            for index, names in enumerate(groups):
+                only_here, only_there = set(names) - saved_groups[index], saved_groups[index] - set(names)
+                if only_here or only_there:
+                    problems.append(
+                        f"group {index}: {_some(sorted(only_there)) or 'none'} only in the checkpoint's,"
+                        f" {_some(sorted(only_here)) or 'none'} only in this optimizer's"
+                    )
+        wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
+        narrowed = [
+            slot.name
+            for bucket, state in self._holdings.buckets()
+            if state is not None
+            for slot in bucket.layout.slots
+            if slot.name in wide and wide[slot.name].itemsize > state.master.dtype.itemsize
+        ]
+        if narrowed:
+            problems.append(f"its master weights are wider than this run's, which would lose digits: {_some(narrowed)}")
+        return problems
+
+    # read
+
+    def _targets(self, chosen: Chosen, *, is_real: bool) -> list[Holding]:
+        targets = list(self._holdings.model())
+        for name, buffer in self._buffers.items():
+            targets.append(Holding(MODEL, name, tuple(buffer.shape), 0, (_flat_target(buffer),)))
+        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
+            targets += list(self._holdings.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
+        return [target for target in targets if target.numel]
+
+    def _expected_state(self, manifest: Manifest) -> Any:
+        """The optimizer state that will be held, without memory."""
+        kinds = sorted({tensor.kind for tensor in manifest.tensors if tensor.kind.startswith(OPTIMIZER)})
+        for holding in self._holdings.model():
+            for kind in kinds:
+                if manifest.find(kind, holding.name) is not None:
+                    nothing = torch.empty(holding.numel, device="meta")
+                    yield Holding(kind, holding.name, holding.shape, holding.begin, (nothing,))
+
+    def check(self, chosen: Chosen, reader: CheckpointReader) -> None:
+        """Read and compare, on every rank. Raises: CheckpointError: on every rank, the damage that was found."""
+        problem: Exception | None = None
+        try:
+            reader.check(reader.plan(self._targets(chosen, is_real=False)))
+        except (CheckpointError, OSError) as error:
+            problem = error
+        agree(self._comm, problem, None, "checkpoint: check")
+
+    @torch.no_grad()
+    def apply(self, chosen: Chosen, reader: CheckpointReader) -> None:
+        """Take the values over.
+
+        Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.
+        """
+        axes = self._holdings.axes
+        for comm in (axes.all, axes.inner):
+            comm.drain()  # peers may still read what is about to change
+        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
+            self._make_room(chosen.manifest)
+        problem: Exception | None = None
+        try:
+            reader.run(reader.plan(self._targets(chosen, is_real=True)))
+        except (CheckpointError, OSError) as error:
+            problem = error
+        agree(self._comm, problem, None, "checkpoint: applied")
+        self.publish()
+
+    def _make_room(self, manifest: Manifest) -> None:
+        step = self._holdings.step
+        assert step is not None
+        scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
+        dtypes: dict[str, dict[str, torch.dtype]] = {}
+        for tensor in manifest.tensors:
+            if tensor.kind.startswith(OPTIMIZER):
+                dtypes.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tree.dtype_of(tensor.dtype)
+        for state in self._holdings.states:
+            slots = state.bucket.layout.slots
+            step.make_room(
+                state, [scalars.get(slot.name, {}) for slot in slots], [dtypes.get(slot.name, {}) for slot in slots]
+            )
+
+    def publish(self) -> None:
+        """From the master weights to the parameters, and from the owners to all ranks."""
+        works = []
+        for bucket, state in self._holdings.buckets():
+            if state is not None and state.has_own_master:
+                owned_range(bucket).copy_(state.master)
+            if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
+                works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))
+        for work in works:
+            work.wait()
+
+
+def _flat_target(buffer: torch.Tensor) -> torch.Tensor:
+    if not buffer.is_contiguous():
+        raise CheckpointError(
+            f"a buffer of shape {tuple(buffer.shape)} is not contiguous, so it cannot be loaded in place.",
+            do="register buffers as contiguous tensors.",
+        )
+    return buffer.detach().view(-1)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _no_tensor(name: str) -> torch.Tensor:
+    raise CheckpointError(f"tensor {name!r} where a number was expected.", code="checkpoint-damaged")

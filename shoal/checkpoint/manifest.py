@@ -1,0 +1,254 @@
+"""The manifest: the one JSON file that says what a checkpoint holds and where every byte of it lies.
+
+    {"checksum": "xxh3:0123456789abcdef",          over all bytes after this line
+    "format": 1, "tag": "global_step10", ...
+     "parameters": [{"name": "layers.0.w", "dtype": "bfloat16", "shape": [4, 5], "group": 0, ...}],
+     "tensors":    [{"kind": "model", "name": "layers.0.w", "dtype": "float32", "shape": [4, 5],
+                     "chunks": [[0, 4096, [0, 0], [2, 5]], [1, 4096, [2, 0], [2, 5]]]}],
+     "files":      [{"name": "rank-00000.safetensors", "nbytes": 8192, "block_nbytes": 4194304, "blocks": ["..."]}]}
+
+A chunk is (file, offset in bytes, start, shape): a rectangle of the tensor, contiguous in one file. The kinds are
+
+    model              a parameter's value (the fp32 master weight where there is one) or a buffer's
+    optimizer/KEY      optimizer state of one element per element of the parameter
+    rank/R             what only rank R has: its generators' states, buffers that differ from rank 0's, open gradients
+    extra              tensors inside the schedule's and the client's state
+
+Nothing in a manifest is trusted: names stay inside the folder, and every length is checked before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import pairwise
+from typing import Annotated, Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.tree import dtype_of
+from shoal.errors import CheckpointError
+
+FORMAT = 1
+NAME = "manifest.json"
+MODEL = "model"
+EXTRA = "extra"
+MAX_SMALL_BLOCK = 4 << 20  # bytes of a block whatever its file's size
+_MAX_FREE_BYTES = 4 << 20  # a manifest may be this large whatever it describes, and then
+_MAX_SHARE = 32  # one byte for so many bytes of tensors
+
+Count = Annotated[int, Field(ge=0, le=2**62)]
+Text = Annotated[str, Field(max_length=4096)]
+Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
+Chunk = tuple[Count, Count, Shape, Shape]
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class FileRecord(_Model):
+    """One file of tensors, and the sums of its blocks."""
+
+    name: Text
+    nbytes: Count
+    block_nbytes: Annotated[int, Field(ge=1)]
+    blocks: list[Text]  # xxh3, 64 bits, hexadecimal; one per block of ``block_nbytes``
+
+
+class TensorRecord(_Model):
+    """One logical tensor and the chunks that hold it."""
+
+    kind: Text
+    name: Text
+    dtype: Text
+    shape: Shape
+    chunks: list[Chunk]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def rectangles(self) -> list[Rectangle]:
+        return [Rectangle(start, shape) for _, _, start, shape in self.chunks]
+
+
+class ParameterRecord(_Model):
+    """One parameter as the model has it."""
+
+    name: Text
+    aliases: list[Text] = []  # other names of the same parameter (tied weights)
+    dtype: Text
+    shape: Shape
+    group: int | None = None  # of the optimizer; None: not trained
+    scalars: dict[str, Any] = {}  # optimizer state that is one number for the whole parameter: {"step": tree}
+
+
+class Manifest(_Model):
+    """What one checkpoint holds."""
+
+    format: int = FORMAT
+    tag: Text
+    step: Count
+    created: Text  # ISO 8601, UTC
+    is_for_resuming: bool = True  # False: loaded only where its tag is asked for (``save_latest=False``)
+    versions: dict[str, str]
+    world: dict[str, Any] = {}  # ranks and axes that saved it
+    table: list[dict[str, str]] = []
+    config: dict[str, Any] = {}  # the effective one
+    groups: list[Any] = []  # the optimizer's hyperparameters by group, as trees
+    optimizer: Text | None = None  # its class
+    parameters: list[ParameterRecord]
+    tensors: list[TensorRecord]
+    files: list[FileRecord]
+    engine: dict[str, Any] = {}  # counters, schedule, loss scale, data position: trees
+    client_state: Any = None
+
+    def find(self, kind: str, name: str) -> TensorRecord | None:
+        return self.by_key.get((kind, name))
+
+    @property
+    def by_key(self) -> dict[tuple[str, str], TensorRecord]:
+        found = self.__dict__.get("_by_key")
+        if found is None:
+            found = {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
+            self.__dict__["_by_key"] = found
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of tensors."""
+        return sum(file.nbytes for file in self.files)
+
+
+def checksum(data: bytes | memoryview) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def dump(manifest: Manifest) -> bytes:
+    """The file's bytes, its checksum in the first line."""
+    body = json.dumps(manifest.model_dump(mode="json"), allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    rest = body[1:].encode()
+    return f'{{"checksum":"xxh3:{checksum(rest)}",\n'.encode() + rest
+
+
+def parse(data: bytes, where: str) -> Manifest:
+    """Check and read a manifest's bytes.
+
+    Raises: CheckpointError: it is damaged, of a newer format, or says something that cannot be.
+    """
+    head, newline, rest = data.partition(b"\n")
+    found = re.fullmatch(rb'\{"checksum":"xxh3:([0-9a-f]{16})",', head)
+    if not newline or found is None:
+        raise _damaged(where, "it does not begin with its checksum")
+    expected, actual = found.group(1).decode(), checksum(rest)
+    if actual != expected:
+        raise _damaged(where, f"its checksum is {actual}, and {expected} was written")
+    try:
+        raw = json.loads(b"{" + rest, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(where, f"it is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise _damaged(where, "it is not a JSON object")
+    _check_format(raw.get("format"), raw.get("versions"), where)
+    try:
+        manifest = Manifest.model_validate_json(b"{" + rest)
+    except (ValidationError, RecursionError) as error:
+        raise _damaged(where, _first_problems(error)) from error
+    _check(manifest, where)
+    return manifest
+
+
+def most_bytes(tensor_bytes: int) -> int:
+    """How long a manifest may be that describes files of ``tensor_bytes`` in all."""
+    return _MAX_FREE_BYTES + tensor_bytes // _MAX_SHARE
+
+
+def _check_format(number: Any, versions: Any, where: str) -> None:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise _damaged(where, f"its format is {number!r}")
+    if number > FORMAT:
+        writer = versions.get("shoal", "of an unknown version") if isinstance(versions, dict) else "of unknown version"
+        raise CheckpointError(
+            f"the checkpoint has format {number} and was written by Shoal {writer}; this one reads up to {FORMAT}.",
+            where=where,
+            do="load it with that version, or a newer one.",
+            code="checkpoint-version",
+        )
+
+
+def _check(manifest: Manifest, where: str) -> None:
+    """Raises: CheckpointError: names, places or sizes that cannot be right."""
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        raise _unsafe(where, "a file is named twice")
+    for file in manifest.files:
+        if not _FILE_NAME.fullmatch(file.name) or ".." in file.name or file.name == NAME:
+            raise _unsafe(where, f"file name {file.name[:100]!r} is not a plain name inside the folder")
+        if file.block_nbytes % 64 or file.block_nbytes > max(MAX_SMALL_BLOCK, file.nbytes // 128):
+            raise _unsafe(where, f"{file.name} has blocks of {file.block_nbytes} bytes")
+        if len(file.blocks) != -(-file.nbytes // file.block_nbytes):
+            raise _unsafe(where, f"{file.name} has {len(file.blocks)} block sums for {file.nbytes} bytes")
+    seen: set[tuple[str, str]] = set()
+    spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
+    for tensor in manifest.tensors:
+        label = f"{tensor.kind} {tensor.name!r}"
+        if (tensor.kind, tensor.name) in seen:
+            raise _unsafe(where, f"{label} is there twice")
+        seen.add((tensor.kind, tensor.name))
+        itemsize = dtype_of(tensor.dtype).itemsize
+        for file_index, offset, _, shape in tensor.chunks:
+            nbytes = math.prod(shape) * itemsize
+            if file_index >= len(manifest.files):
+                raise _unsafe(where, f"{label} lies in file {file_index} of {len(manifest.files)}")
+            if offset % itemsize or offset + nbytes > manifest.files[file_index].nbytes:
+                raise _unsafe(
+                    where,
+                    f"{label} lies at {offset} with {nbytes} bytes in {names[file_index]}"
+                    f" of {manifest.files[file_index].nbytes}",
+                )
+            spans[file_index].append((offset, offset + nbytes))
+        problem = cover_problem(tensor.shape, tensor.rectangles())
+        if problem is not None:
+            raise _unsafe(where, f"{label} is not whole: {problem}")
+    for file, ranges in zip(manifest.files, spans, strict=True):
+        ranges.sort()
+        for (_, end), (begin, _) in pairwise(ranges):
+            if begin < end:
+                raise _unsafe(where, f"two chunks overlap at byte {begin} of {file.name}")
+    known = {parameter.name for parameter in manifest.parameters}
+    if len(known) != len(manifest.parameters):
+        raise _unsafe(where, "a parameter is named twice")
+
+
+def _first_problems(error: ValidationError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deep"
+    shown = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:3]]
+    return "; ".join(shown)
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _damaged(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest cannot be read: {what}.",
+        where=where,
+        do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+        code="checkpoint-damaged",
+    )
+
+
+def _unsafe(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the manifest says what cannot be: {what}.",
+        where=where,
+        do="do not trust this checkpoint; it was not written by Shoal, or was changed since.",
+        code="checkpoint-unsafe",
+    )

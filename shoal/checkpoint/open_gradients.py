@@ -1,0 +1,83 @@
+"""Gradients of a step that is not finished: a run that stops in the middle of an accumulation goes on there.
+
+They are sums in the making, of one rank's micro-batches or of all ranks', as the row says; they mean something only in
+the layout that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.zero.gradient import GradientState
+from shoal.zero.step import BucketState
+
+
+def layout_of(states: Sequence[BucketState]) -> list[list[Any]]:
+    """What must be the same for open gradients to mean the same."""
+    return [
+        [
+            state.bucket.label,
+            state.bucket.layout.numel,
+            state.bucket.end - state.bucket.begin,
+            str(state.gradient.dtype),
+            str(state.unit.row.gradient_between),
+        ]
+        for state in states
+    ]
+
+
+def take(states: Sequence[BucketState]) -> list[Any]:
+    """This rank's open gradients, as nested values with tensors; empty between steps."""
+    found: list[Any] = []
+    for index, state in enumerate(states):
+        gradient = state.gradient
+        if state.is_native:
+            gradients = {str(i): p.grad for i, p in enumerate(gradient.parameters) if p.grad is not None}
+            if gradients:
+                found.append({"bucket": index, "gradients": gradients})
+        elif gradient.state is not GradientState.NONE or gradient.has_new():
+            late = {str(i): p.grad for i, p in enumerate(gradient.parameters) if p.grad is not None}
+            found.append(
+                {
+                    "bucket": index,
+                    "state": gradient.state.value,
+                    "touched": list(gradient.touched),
+                    "accumulator": gradient.accumulator(),
+                    "gradients": late,
+                }
+            )
+    return found
+
+
+@torch.no_grad()
+def put(states: Sequence[BucketState], saved: list[Any], layout: Any) -> None:
+    """Set what ``take`` gave.
+
+    Raises: CheckpointError: it was taken in another layout.
+    """
+    for state in states:
+        state.gradient.reset()
+        for parameter in state.gradient.parameters:
+            parameter.grad = None
+    if not saved:
+        return
+    if layout != layout_of(states):
+        raise CheckpointError(
+            "the checkpoint was saved in the middle of a step, with gradients of some of its micro-batches,"
+            " by another layout.",
+            do="load it in the layout that saved it (ranks, stage, units), or save at the end of a step.",
+            code="checkpoint-open-gradients",
+        )
+    for entry in saved:
+        gradient = states[entry["bucket"]].gradient
+        if "accumulator" in entry:
+            gradient.accumulator().copy_(entry["accumulator"])
+            gradient.state = GradientState(entry["state"])
+            gradient.touched = bytearray(entry["touched"])
+        for index, value in entry["gradients"].items():
+            parameter = gradient.parameters[int(index)]
+            parameter.grad = value.to(parameter.device, parameter.dtype)

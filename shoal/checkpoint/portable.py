@@ -1,0 +1,75 @@
+"""A trained state without a layout: named tensors that are read one at a time, and what is said about them.
+
+Every format that Shoal reads is a ``Source``, every format that it writes takes one. So a conversion is a pair of
+rooms, and its peak memory is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+MODEL = "model"  # the kind of parameters and buffers; others are "optimizer/KEY"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class About:
+    """What a checkpoint says beside its tensors. Everything but the parameters may be missing.
+
+    Args:
+        parameters: of each parameter (buffers are not in it) the dtype that the model computes in.
+        aliases: other names of the same parameter (tied weights), by its name.
+        group_of: index of the optimizer's group by parameter name; missing: not trained.
+        groups: the groups' hyperparameters (``lr``, ``betas``, ...), without their parameters.
+        scalars: optimizer state that is one number for a whole parameter: {name: {"step": 3.0}}.
+        optimizer: the class's name, e.g. ``"AdamW"``.
+        schedule: the learning rate schedule's ``state_dict()``.
+        counters: ``global_steps``, ``global_samples``, ``micro_steps``, ``skipped_steps``, as far as they are known.
+        loss_scale: the loss scale's ``state_dict()``.
+        client_state: what the client saved.
+        notes: what was found and could not be kept, a sentence each.
+    """
+
+    parameters: dict[str, TensorInfo]
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    group_of: dict[str, int] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    optimizer: str | None = None
+    schedule: dict[str, Any] | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    loss_scale: dict[str, Any] | None = None
+    client_state: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Source(Protocol):
+    """A state that can be read."""
+
+    about: About
+
+    def kinds(self) -> Iterable[str]:
+        """``"model"`` first, then ``"optimizer/KEY"`` for each key."""
+        ...
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        """The tensors of one kind, by name. Kind ``"model"`` has the fp32 master weights where there are any."""
+        ...
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        """One tensor, whole, on CPU. The caller drops it before it asks for the next.
+
+        Raises: CheckpointError: it is damaged.
+        """
+        ...

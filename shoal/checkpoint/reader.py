@@ -1,0 +1,196 @@
+"""Reads tensors of a checkpoint: whole, or the ranges that this rank holds, in whatever rectangles they were saved.
+
+A load is planned first (which bytes of which file go where), then every block that the plan needs is checked, on every
+rank, and only when all ranks found theirs whole does a byte of the running state change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shoal.checkpoint.blocks import BlockReader
+from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.manifest import Manifest, TensorRecord
+from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles, whole
+from shoal.checkpoint.storage import Storage
+from shoal.checkpoint.tree import dtype_of
+from shoal.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Contiguous bytes of a file that become contiguous elements."""
+
+    offset: int
+    numel: int
+    dtype: torch.dtype
+    target: torch.Tensor  # 1-D, of ``numel`` elements; of any dtype and device
+    label: str  # what it is, for errors
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class CheckpointReader:
+    """One committed checkpoint.
+
+    Args:
+        is_checked: compare the sums of the blocks.
+    """
+
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, *, is_checked: bool = True) -> None:
+        self.storage = storage
+        self.folder = folder
+        self.manifest = manifest
+        self._is_checked = is_checked
+
+    def where(self, file: int) -> str:
+        return f"checkpoint {self.folder or '.'} in {self.storage.url}, file {self.manifest.files[file].name}"
+
+    @contextmanager
+    def _open(self, file: int) -> Iterator[BlockReader]:
+        record = self.manifest.files[file]
+        try:
+            with self.storage.open(f"{self.folder}/{record.name}" if self.folder else record.name) as opened:
+                yield BlockReader(opened, record, self.where(file), is_checked=self._is_checked)
+        except OSError as error:
+            raise CheckpointError(
+                f"{record.name} cannot be opened: {error}.",
+                where=self.where(file),
+                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
+                code="checkpoint-damaged",
+            ) from error
+
+    # plans
+
+    def plan(self, holdings: Iterable[Holding]) -> dict[int, list[Copy]]:
+        """The copies that fill the holdings, by file, in the order in which they lie there."""
+        copies: dict[int, list[Copy]] = defaultdict(list)
+        for holding in holdings:
+            record = self.manifest.find(holding.kind, holding.name)
+            if record is None:
+                continue  # the caller has compared the two and decided
+            for file, copy in self._copies(record, holding):
+                copies[file].append(copy)
+        for entries in copies.values():
+            entries.sort(key=lambda copy: copy.offset)
+        return dict(copies)
+
+    def _copies(self, record: TensorRecord, holding: Holding) -> Iterator[tuple[int, Copy]]:
+        dtype = dtype_of(record.dtype)
+        label = f"{record.kind} {record.name!r}"
+        for wanted in rectangles(record.shape, holding.begin, holding.end):
+            wanted_begin = flat_begin(record.shape, wanted)
+            for file, offset, start, shape in record.chunks:
+                held = Rectangle(start, shape)
+                common = held.meet(wanted)
+                if common is None:
+                    continue
+                # Both are cut into runs; a run of one may be several of the other.
+                sources = list(held.runs_of(common))
+                targets = list(wanted.runs_of(common))
+                for source, target, numel in _paired(sources, targets):
+                    begin = wanted_begin + target
+                    done = 0
+                    for piece in holding.part(begin, begin + numel):
+                        yield (
+                            file,
+                            Copy(offset + (source + done) * dtype.itemsize, piece.numel(), dtype, piece, label),
+                        )
+                        done += piece.numel()
+
+    # bytes
+
+    def check(self, plan: dict[int, list[Copy]]) -> None:
+        """Read every block that the plan needs and compare its sum.
+
+        Raises: CheckpointError: a block is damaged; it names the file, the bytes, and the tensors in them.
+        Memory: one block.
+        """
+        for file, copies in plan.items():
+            with self._open(file) as reader:
+                for number in self._blocks(file, copies):
+                    try:
+                        reader.block(number)
+                    except CheckpointError as error:
+                        raise self._with_tensors(error, file, number) from error
+
+    def check_file(self, file: int) -> None:
+        """Read a whole file and compare every sum. Raises: CheckpointError."""
+        with self._open(file) as reader:
+            for number in range(len(self.manifest.files[file].blocks)):
+                try:
+                    reader.block(number)
+                except CheckpointError as error:
+                    raise self._with_tensors(error, file, number) from error
+
+    def _blocks(self, file: int, copies: list[Copy]) -> list[int]:
+        size = self.manifest.files[file].block_nbytes
+        numbers: set[int] = set()
+        for copy in copies:
+            if copy.nbytes:
+                numbers.update(range(copy.offset // size, (copy.offset + copy.nbytes - 1) // size + 1))
+        return sorted(numbers)
+
+    def _with_tensors(self, error: CheckpointError, file: int, number: int) -> CheckpointError:
+        size = self.manifest.files[file].block_nbytes
+        names = []
+        for tensor in self.manifest.tensors:
+            itemsize = dtype_of(tensor.dtype).itemsize
+            for index, offset, start, shape in tensor.chunks:
+                end = offset + math.prod(shape) * itemsize
+                if index == file and offset < (number + 1) * size and end > number * size:
+                    place = ", ".join(f"{s}:{s + n}" for s, n in zip(start, shape, strict=True))
+                    names.append(f"{tensor.kind} {tensor.name!r}[{place}]")
+        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        return CheckpointError(
+            f"{error.what} In them lie: {shown or 'no tensors (the header)'}.",
+            where=error.where,
+            do=error.do,
+            code=error.code,
+        )
+
+    @torch.no_grad()
+    def run(self, plan: dict[int, list[Copy]]) -> None:
+        """Do the copies. Raises: CheckpointError. Memory: one block."""
+        for file, copies in plan.items():
+            with self._open(file) as reader:
+                for copy in copies:
+                    at = 0
+                    for view in reader.pieces(copy.offset, copy.nbytes):
+                        values = torch.frombuffer(view, dtype=copy.dtype)
+                        copy.target[at : at + values.numel()].copy_(values)
+                        at += values.numel()
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
+        record = self.manifest.find(kind, name)
+        if record is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
+                where=f"checkpoint {self.folder} in {self.storage.url}",
+                code="checkpoint-damaged",
+            )
+        flat = torch.empty(math.prod(whole(record.shape).shape), dtype=dtype_of(record.dtype))
+        self.run(self.plan([Holding(kind, name, record.shape, 0, (flat,))]))
+        return flat.view(record.shape)
+
+
+def _paired(sources: list[tuple[int, int]], targets: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Two cuts of the same elements into runs, as runs of both: (source begin, target begin, numel)."""
+    i = j = done_i = done_j = 0
+    while i < len(sources) and j < len(targets):
+        numel = min(sources[i][1] - done_i, targets[j][1] - done_j)
+        yield sources[i][0] + done_i, targets[j][0] + done_j, numel
+        done_i, done_j = done_i + numel, done_j + numel
+        if done_i == sources[i][1]:
+            i, done_i = i + 1, 0
+        if done_j == targets[j][1]:
+            j, done_j = j + 1, 0

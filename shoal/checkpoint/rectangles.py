@@ -1,0 +1,134 @@
+"""A flat range of a tensor as few rectangles, and how rectangles of two layouts meet. Pure arithmetic: no tensors.
+
+A rank owns a range of a flattened parameter. In a matrix that range is at most three rectangles: the end of its first
+row, whole rows, the beginning of its last row.
+
+    shape [4, 5], range 3..17         . . . # #        rows 0..1, columns 3..5
+                                      # # # # #        rows 1..3, columns 0..5
+                                      # # # # #
+                                      # # . . .        rows 3..4, columns 0..2
+
+>>> for r in rectangles((4, 5), 3, 17): print(r.start, r.shape)
+(0, 3) (1, 2)
+(1, 0) (2, 5)
+(3, 0) (1, 2)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """The elements ``[start, start + shape)`` of a tensor, in every dim."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def meet(self, other: Rectangle) -> Rectangle | None:
+        """The elements that are in both, or None."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(
+            min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)
+        )
+        if any(low >= high for low, high in zip(start, stop, strict=True)):
+            return None
+        return Rectangle(start, tuple(high - low for low, high in zip(start, stop, strict=True)))
+
+    def runs_of(self, inner: Rectangle) -> Iterator[tuple[int, int]]:
+        """``inner`` as contiguous runs of this rectangle's own elements: (first element, number), in order."""
+        if not self.shape:
+            yield 0, 1
+            return
+        last = len(self.shape)  # dims from here on are taken whole: they lie in one run
+        while last > 0 and inner.shape[last - 1] == self.shape[last - 1]:
+            last -= 1
+        whole = math.prod(self.shape[last:])
+        if last == 0:
+            yield 0, whole
+            return
+        length = inner.shape[last - 1] * whole
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        offset = [inner.start[dim] - self.start[dim] for dim in range(last)]
+        position = [0] * (last - 1)
+        while True:
+            at = sum((offset[dim] + position[dim]) * strides[dim] for dim in range(last - 1))
+            yield at + offset[last - 1] * strides[last - 1], length
+            for dim in reversed(range(last - 1)):
+                position[dim] += 1
+                if position[dim] < inner.shape[dim]:
+                    break
+                position[dim] = 0
+            else:
+                return
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> tuple[Rectangle, ...]:
+    """Elements ``[begin, end)`` of the flattened tensor, as rectangles in order.
+
+    At most 2 (dims - 1) + 1 of them; none of an empty range.
+    """
+    if begin >= end:
+        return ()
+    if not shape:
+        return (Rectangle((), ()),)
+    if len(shape) == 1:
+        return (Rectangle((begin,), (end - begin,)),)
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row  # whole rows
+    if first > last:  # within one row
+        return _in_row(shape, last, begin - last * row, end - last * row)
+    found: tuple[Rectangle, ...] = ()
+    if begin < first * row:
+        found += _in_row(shape, first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        found += (Rectangle((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])),)
+    if end > last * row:
+        found += _in_row(shape, last, 0, end - last * row)
+    return found
+
+
+def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> tuple[Rectangle, ...]:
+    return tuple(Rectangle((row, *r.start), (1, *r.shape)) for r in rectangles(shape[1:], begin, end))
+
+
+def whole(shape: tuple[int, ...]) -> Rectangle:
+    """The tensor itself."""
+    return Rectangle((0,) * len(shape), shape)
+
+
+def flat_begin(shape: tuple[int, ...], rectangle: Rectangle) -> int:
+    """The flattened tensor's index of a rectangle's first element."""
+    begin = 0
+    for size, start in zip(shape, rectangle.start, strict=True):
+        begin = begin * size + start
+    return begin
+
+
+def cover_problem(shape: tuple[int, ...], parts: list[Rectangle]) -> str | None:
+    """What is wrong, in words, if ``parts`` do not hold every element of a tensor exactly once; else None."""
+    for part in parts:
+        if len(part.start) != len(shape) or len(part.shape) != len(shape):
+            return f"a part has {len(part.shape)} dims, the tensor {len(shape)}"
+        bounds = zip(part.start, part.shape, shape, strict=True)
+        if any(low < 0 or size < 1 or low + size > full for low, size, full in bounds):
+            return f"the part at {list(part.start)} of shape {list(part.shape)} is not inside {list(shape)}"
+    held, numel = sum(part.numel for part in parts), math.prod(shape)
+    open_parts: list[Rectangle] = []
+    for part in sorted(parts, key=lambda r: r.start):
+        if shape:
+            open_parts = [other for other in open_parts if other.start[0] + other.shape[0] > part.start[0]]
+        for other in open_parts:
+            if part.meet(other) is not None:
+                return f"the parts at {list(other.start)} and {list(part.start)} overlap"
+        open_parts.append(part)
+    if held != numel:
+        return f"{held} of {numel} elements are there"
+    return None

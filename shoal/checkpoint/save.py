@@ -1,0 +1,355 @@
+"""Saving: every rank writes its share of every tensor into one file, and the commit makes the files a checkpoint.
+
+A synchronous save returns when the checkpoint is committed. An asynchronous one returns when this rank's share is
+copied to host memory; a thread writes it while training goes on, and what remains to be agreed on between the ranks is
+done at the next steps, on the thread that trains.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Any
+
+import torch
+
+from shoal.checkpoint import tree
+from shoal.checkpoint.blocks import Entry, Plan, image_of, plan_file, write_file, write_image
+from shoal.checkpoint.commit import Commit, Phase, Retention
+from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
+from shoal.checkpoint.storage import Storage
+from shoal.comm.protocol import Communicator
+from shoal.errors import CheckpointError
+
+
+@dataclass
+class State:
+    """What is saved beside the holdings.
+
+    Args:
+        parameters: as the model has them; the same on every rank.
+        engine, client_state: nested values; rank 0's are saved.
+        tensors: whole tensors that this rank alone writes: by (kind, name).
+        own: nested values that only this rank has (its generators).
+        scalars: this rank's optimizer state of one value per parameter.
+    """
+
+    step: int
+    parameters: list[ParameterRecord]
+    versions: dict[str, str]
+    world: dict[str, Any]
+    table: list[dict[str, str]]
+    config: dict[str, Any]
+    groups: Sequence[Mapping[str, Any]] = ()
+    optimizer: str | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
+    client_state: Any = None
+    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a checkpoint is saved."""
+
+    save_latest: bool = True
+    is_async: bool = False
+    retention: Retention = field(default_factory=Retention)
+
+
+class _Stage(Enum):
+    WRITING = 0  # this rank's file
+    COMMITTING = 1  # rank 0: the manifest and what follows
+    DONE = 2
+
+
+class Save:
+    """One save, on one rank. Every rank makes one, in the same order.
+
+    Args:
+        comm: all ranks that save together.
+        on_phase: called by name as the save goes on: ``"snapshot"``, ``"shard_write"``, ``"shard_fsync"``,
+            ``"exchange"``, and rank 0's of the commit.
+        host_memory: where a snapshot goes: given its size in bytes, returns a flat uint8 tensor on the host.
+        device: of small messages.
+
+    Raises: CheckpointError: on every rank, with each rank's cause.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        storage: Storage,
+        tag: str,
+        holdings: Iterable[Holding],
+        state: State,
+        options: Options,
+        on_phase: Phase,
+        host_memory: Callable[[int], torch.Tensor],
+        device: torch.device,
+    ) -> None:
+        self.tag = tag
+        self._device = device
+        self._comm = comm
+        self._storage = storage
+        self._state = state
+        self._options = options
+        self._on_phase = on_phase
+        self._stage = _Stage.WRITING
+        self._thread: threading.Thread | None = None
+        self._outcome: Any = None  # of the part under way: a FileRecord, or an error
+        self._record: dict[str, Any] = {}
+        self._commit = Commit(storage, tag, on_phase)
+        try:
+            self._write(list(holdings), host_memory)
+        except BaseException:
+            self._give_up()
+            raise
+
+    # the parts
+
+    def _write(self, holdings: list[Holding], host_memory: Callable[[int], torch.Tensor]) -> None:
+        comm, state = self._comm, self._state
+        problem: Exception | None = None
+        plan: Plan | None = None
+        described: dict[str, Any] = {}
+        try:
+            plan, described = _plan(holdings, state, comm.rank)
+        except Exception as error:
+            problem = error
+        sizes = self._agree(problem, plan.nbytes if plan is not None else 0, "checkpoint: begin")
+        assert plan is not None
+        if comm.rank == 0:
+            try:
+                self._commit.begin(sum(sizes))
+            except Exception as error:
+                problem = error
+        where = self._agree(problem, [self._commit.folder, self._commit.suffix], "checkpoint: folder")
+        folder, suffix = where[0]
+        name = f"rank-{comm.rank:05d}{suffix}.safetensors"
+        self._record = described
+        if not self._options.is_async:
+            self._on_phase("shard_write")
+            try:
+                self._outcome = write_file(self._storage, folder, name, plan, lambda: self._on_phase("shard_fsync"))
+            except Exception as error:
+                self._outcome = error
+            self._exchange()
+            self._finish_commit()
+            self._end_commit()
+            return
+        self._on_phase("snapshot")
+        try:
+            image = image_of(plan, host_memory)
+        except Exception as error:  # no memory: told at the end of the write, with the others' causes
+            self._outcome = error
+            return
+
+        def run() -> Any:
+            self._on_phase("shard_write")
+            return write_image(self._storage, folder, name, plan, image, lambda: self._on_phase("shard_fsync"))
+
+        self._start(run)
+
+    def _start(self, run: Callable[[], Any]) -> None:
+        def guarded() -> None:
+            try:
+                self._outcome = run()
+            except BaseException as error:
+                self._outcome = error
+
+        self._outcome = None
+        self._thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
+        self._thread.start()
+
+    def _exchange(self) -> None:
+        """All files are written, or not: tell each other."""
+        self._on_phase("exchange")
+        problem = self._problem()
+        record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
+        records = self._agree(problem, record, "checkpoint: files")
+        self._stage = _Stage.COMMITTING
+        self._outcome = None
+        self._thread = None
+        if self._comm.rank:
+            return
+
+        def run() -> None:
+            manifest = _manifest(self.tag, self._state, records, self._options)
+            self._commit.publish(manifest, self._options.retention, save_latest=self._options.save_latest)
+
+        if self._options.is_async:
+            self._start(run)
+            return
+        try:
+            run()
+        except Exception as error:
+            self._outcome = error
+
+    def _finish_commit(self) -> None:
+        self._agree(self._problem(), None, "checkpoint: commit")
+        self._stage = _Stage.DONE
+
+    def _end_commit(self) -> None:
+        if self._comm.rank == 0:
+            self._commit.end()
+
+    def _give_up(self) -> None:
+        self._stage = _Stage.DONE
+        if self._comm.rank == 0:
+            self._commit.end()
+
+    def _problem(self) -> BaseException | None:
+        return self._outcome if isinstance(self._outcome, BaseException) else None
+
+    def _agree(self, problem: BaseException | None, value: Any, label: str) -> list[Any]:
+        """Every rank's value. Raises: CheckpointError: some rank has a problem; on every rank, with its text."""
+        mine = {"problem": None if problem is None else _words(problem), "value": value}
+        theirs = [mine] if self._comm.size == 1 else list(self._comm.gather_objects(mine, label=label))
+        failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
+        if failed:
+            if isinstance(problem, CheckpointError) and len(failed) == 1:
+                raise problem
+            code, text = failed[0][1]
+            more = "".join(f"\n  rank {rank}: {other[1]}" for rank, other in failed[1:4])
+            raise CheckpointError(
+                f"checkpoint {self.tag!r} was not saved: {text}{more}",
+                where=f"rank {', '.join(str(rank) for rank, _ in failed[:8])}, {self._storage.url}",
+                do="older checkpoints are as they were; mend the cause and save again.",
+                code=code,
+            ) from problem
+        return [entry["value"] for entry in theirs]
+
+    # an asynchronous save, seen from the thread that trains
+
+    @property
+    def is_done(self) -> bool:
+        return self._stage is _Stage.DONE
+
+    def poll(self) -> None:
+        """Go on if all ranks can. Called by every rank at the same place (a step's end). Does not block.
+
+        Raises: CheckpointError: some rank could not write; on every rank.
+        Communicates: one number a rank; once each, what was written, and that it is committed.
+        """
+        if self.is_done:
+            return
+        is_ready = self._thread is None or not self._thread.is_alive()
+        sent = torch.tensor([float(is_ready)], device=self._device)
+        ready = sent.view(1, 1) if self._comm.size == 1 else self._comm.exchange(sent, label="checkpoint").wait()
+        if bool(ready.bool().all()):
+            self._advance()
+
+    def finish(self) -> None:
+        """Wait until it is committed. Every rank calls. Raises: as ``poll``."""
+        while not self.is_done:
+            if self._thread is not None:
+                self._thread.join()
+            self._advance()
+
+    def _advance(self) -> None:
+        try:
+            if self._stage is _Stage.WRITING:
+                if self._outcome is None:
+                    self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
+                self._exchange()
+            else:
+                self._finish_commit()
+                self._end_commit()
+        except BaseException:
+            self._give_up()
+            raise
+
+
+def _words(problem: BaseException) -> tuple[str, str]:
+    if isinstance(problem, CheckpointError):
+        return problem.code, problem.what
+    code = "checkpoint-write" if isinstance(problem, OSError) else "checkpoint"
+    return code, f"{type(problem).__name__}: {problem}"
+
+
+def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[str, Any]]:
+    """This rank's file, and what it will tell the others about it."""
+    entries: list[Entry] = []
+    owners: dict[str, tuple[str, str, str, tuple[int, ...], tuple[int, ...]]] = {}
+
+    def add(entry: Entry, kind: str, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
+        entries.append(entry)
+        owners[entry.key] = (kind, name, tree.name_of(entry.dtype), shape, start)
+
+    described: list[tuple[str, str, str, tuple[int, ...]]] = []
+    for holding in holdings:
+        described.append((holding.kind, holding.name, tree.name_of(holding.dtype), holding.shape))
+        for entry, start in holding.entries():
+            add(entry, holding.kind, holding.name, holding.shape, start)
+    whole: dict[tuple[str, str], torch.Tensor] = dict(state.tensors)
+    own: dict[str, torch.Tensor] = {}
+    own_tree = tree.encode(state.own, own, "own", what=f"the state of rank {rank}")
+    whole |= {(f"rank/{rank}", name): tensor for name, tensor in own.items()}
+    trees: dict[str, Any] = {}
+    if rank == 0:
+        extra: dict[str, torch.Tensor] = {}
+        trees["engine"] = tree.encode(state.engine, extra, "engine", what="the engine's state")
+        trees["groups"] = tree.encode(list(state.groups), extra, "groups", what="the optimizer's groups")
+        trees["client_state"] = tree.encode(state.client_state, extra, "client_state")
+        whole |= {(EXTRA, name): tensor for name, tensor in extra.items()}
+    for (kind, name), tensor in whole.items():
+        shape = tuple(tensor.shape)
+        described.append((kind, name, tree.name_of(tensor.dtype), shape))
+        if tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            add(Entry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
+    scalars = {
+        name: tree.encode(values, {}, name, what=f"the optimizer state of {name!r}")
+        for name, values in state.scalars.items()
+    }
+    plan = plan_file(entries)
+    chunks: dict[tuple[str, str], list[Any]] = {(kind, name): [] for kind, name, _, _ in described}
+    for entry, offset in zip(plan.entries, plan.offsets, strict=True):
+        kind, name, _, _, start = owners[entry.key]
+        chunks[kind, name].append([offset, start, entry.shape])
+    tensors = [[kind, name, dtype, shape, chunks[kind, name]] for kind, name, dtype, shape in dict.fromkeys(described)]
+    return plan, {"tensors": tensors, "scalars": scalars, "own": own_tree, "trees": trees}
+
+
+def _just(tensor: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
+    return lambda: (tensor,)
+
+
+def _manifest(tag: str, state: State, records: Sequence[dict[str, Any]], options: Options) -> Manifest:
+    """What rank 0 writes, from what all ranks told it."""
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for number, record in enumerate(records):
+        for kind, name, dtype, shape, chunks in record["tensors"]:
+            entry = tensors.setdefault(
+                (kind, name), {"kind": kind, "name": name, "dtype": dtype, "shape": tuple(shape), "chunks": []}
+            )
+            entry["chunks"] += [(number, offset, tuple(start), tuple(size)) for offset, start, size in chunks]
+        for name, values in record["scalars"].items():
+            scalars.setdefault(name, {}).update(values)
+    trees = records[0]["trees"]
+    return Manifest(
+        tag=tag,
+        step=state.step,
+        created=datetime.now(UTC).isoformat(timespec="microseconds"),
+        is_for_resuming=options.save_latest,
+        versions=state.versions,
+        world=state.world,
+        table=state.table,
+        config=state.config,
+        groups=trees["groups"],
+        optimizer=state.optimizer,
+        parameters=[
+            parameter.model_copy(update={"scalars": scalars.get(parameter.name, {})}) for parameter in state.parameters
+        ],
+        tensors=[TensorRecord(**entry) for entry in tensors.values()],
+        files=[FileRecord(**record["file"]) for record in records],
+        engine={**trees["engine"], "ranks": [record["own"] for record in records]},
+        client_state=trees["client_state"],
+    )

@@ -1,0 +1,342 @@
+"""Where checkpoints lie: a folder of this machine (or a shared one), or an object store behind an fsspec URL.
+
+    local folder      a checkpoint is written to TAG.tmp-XXXX, flushed, and renamed to TAG: there at once or not at all
+    object store      has no rename: files are written under TAG, and the manifest, written last, makes it a checkpoint
+
+All paths are names relative to the storage's root, joined by "/".
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.errors import CheckpointError
+
+
+class Sink(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview) -> None: ...
+
+    def flush(self) -> None:
+        """Return once the bytes would survive a loss of power."""
+        ...
+
+
+class Reader(Protocol):
+    """A file that is read at any place."""
+
+    nbytes: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on. Raises: OSError: the file is shorter, or cannot be read."""
+        ...
+
+
+class Storage(Protocol):
+    """A place that holds checkpoints."""
+
+    url: str
+    can_rename: bool
+
+    def names(self, folder: str = "") -> list[str]:
+        """What lies in a folder, sorted; nothing where there is no such folder."""
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def is_folder(self, path: str) -> bool: ...
+
+    def size(self, path: str) -> int: ...
+
+    def make_folder(self, path: str) -> None: ...
+
+    def create(self, path: str) -> Any:
+        """A context manager that gives a ``Sink`` to a file that is not there yet."""
+        ...
+
+    def open(self, path: str) -> Any:
+        """A context manager that gives a ``Reader``."""
+        ...
+
+    def read(self, path: str, most: int) -> bytes:
+        """A whole small file. Raises: OSError: it has more than ``most`` bytes."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write a small file so that a reader sees the old one or the new one."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Raises: OSError: ``target`` is there."""
+        ...
+
+    def flush_folder(self, path: str = "") -> None: ...
+
+    def remove(self, path: str) -> None:
+        """A file, or a folder with all that is in it; nothing where there is none."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """How many bytes may be written; None: unknown."""
+        ...
+
+
+def open_storage(url: str | os.PathLike[str]) -> Storage:
+    """The storage at a path or an fsspec URL (``file://``, ``memory://``, ``s3://``, ...).
+
+    Raises: CheckpointError: the URL's scheme is unknown or its package is not installed.
+    """
+    text = os.fspath(url)
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        return LocalStorage(Path(text).expanduser().absolute())
+    if scheme in ("file", "local"):
+        return LocalStorage(Path(rest).absolute())
+    return ObjectStorage(text)
+
+
+class LocalStorage:
+    """A folder of a file system."""
+
+    can_rename = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+
+    def _at(self, path: str) -> Path:
+        return self.root / path if path else self.root
+
+    def names(self, folder: str = "") -> list[str]:
+        try:
+            return sorted(os.listdir(self._at(folder)))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, path: str) -> bool:
+        return self._at(path).exists()
+
+    def is_folder(self, path: str) -> bool:
+        return self._at(path).is_dir() and not self._at(path).is_symlink()
+
+    def size(self, path: str) -> int:
+        found = os.lstat(self._at(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(self._at(path)))
+        return found.st_size
+
+    def make_folder(self, path: str) -> None:
+        self._at(path).mkdir(parents=True, exist_ok=True)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Sink]:
+        fd = os.open(self._at(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            yield _LocalSink(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Reader]:
+        # Not blocking: a pipe in the place of a file must not hold the reader up.
+        fd = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(errno.EINVAL, "not a plain file", str(self._at(path)))
+            yield _LocalReader(fd, found.st_size)
+        finally:
+            os.close(fd)
+
+    def read(self, path: str, most: int) -> bytes:
+        with self.open(path) as file:
+            return _read_whole(file, path, most)
+
+    def replace(self, path: str, data: bytes) -> None:
+        staging = f"{path}.tmp-{os.getpid()}"
+        self._at(staging).unlink(missing_ok=True)
+        try:
+            with self.create(staging) as sink:
+                sink.write(memoryview(data))
+                sink.flush()
+            os.replace(self._at(staging), self._at(path))
+        except BaseException:
+            self._at(staging).unlink(missing_ok=True)
+            raise
+        self.flush_folder(os.path.dirname(path))
+
+    def rename(self, source: str, target: str) -> None:
+        # A rename onto an empty folder would succeed: whatever is there already stays.
+        if os.path.lexists(self._at(target)):
+            raise FileExistsError(errno.EEXIST, "is there already", str(self._at(target)))
+        os.rename(self._at(source), self._at(target))
+
+    def flush_folder(self, path: str = "") -> None:
+        fd = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+                raise
+        finally:
+            os.close(fd)
+
+    def remove(self, path: str) -> None:
+        place = self._at(path)
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        else:
+            place.unlink(missing_ok=True)
+
+    def free_bytes(self) -> int | None:
+        place = self.root
+        while not place.exists():
+            place = place.parent
+        return shutil.disk_usage(place).free
+
+
+class _LocalSink:
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            written = os.write(self._fd, data)
+            if written <= 0:
+                raise OSError(errno.EIO, "nothing was written")
+            data = data[written:]
+
+    def flush(self) -> None:
+        os.fsync(self._fd)
+
+
+class _LocalReader:
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self.nbytes = nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        while target:
+            got = os.preadv(self._fd, [target], offset)
+            if got <= 0:
+                raise OSError(errno.EIO, f"the file ends at {offset}, and {len(target)} more bytes were expected")
+            target, offset = target[got:], offset + got
+
+
+class ObjectStorage:
+    """What an fsspec file system can do."""
+
+    can_rename = False
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise CheckpointError(
+                f"{url!r} cannot be opened: {error}.",
+                do="use a path, or install the package that fsspec needs for this kind of URL.",
+                code="checkpoint-storage",
+            ) from error
+        self._root = root.rstrip("/")
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def names(self, folder: str = "") -> list[str]:
+        self._fs.invalidate_cache()
+        try:
+            found = self._fs.ls(self._at(folder), detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted({str(entry).rstrip("/").rsplit("/", 1)[-1] for entry in found})
+
+    def exists(self, path: str) -> bool:
+        return bool(self._fs.exists(self._at(path)))
+
+    def is_folder(self, path: str) -> bool:
+        return bool(self._fs.isdir(self._at(path)))
+
+    def size(self, path: str) -> int:
+        return int(self._fs.size(self._at(path)))
+
+    def make_folder(self, path: str) -> None:
+        self._fs.makedirs(self._at(path), exist_ok=True)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[Sink]:
+        if self.exists(path):
+            raise FileExistsError(errno.EEXIST, "is there already", self._at(path))
+        with self._fs.open(self._at(path), "wb") as file:
+            yield _ObjectSink(file)
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[Reader]:
+        with self._fs.open(self._at(path), "rb") as file:
+            yield _ObjectReader(file, self.size(path))
+
+    def read(self, path: str, most: int) -> bytes:
+        with self.open(path) as file:
+            return _read_whole(file, path, most)
+
+    def replace(self, path: str, data: bytes) -> None:
+        with self._fs.open(self._at(path), "wb") as file:
+            file.write(data)
+
+    def rename(self, source: str, target: str) -> None:
+        raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
+
+    def flush_folder(self, path: str = "") -> None:
+        return
+
+    def remove(self, path: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm(self._at(path), recursive=True)
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class _ObjectSink:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> None:
+        if data:
+            self._file.write(data)
+
+    def flush(self) -> None:
+        return  # an object is there when it is closed, and then for good
+
+
+class _ObjectReader:
+    def __init__(self, file: Any, nbytes: int) -> None:
+        self._file = file
+        self.nbytes = nbytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._file.seek(offset)
+        while target:
+            data = self._file.read(len(target))
+            if not data:
+                raise OSError(errno.EIO, f"the file ends early, {len(target)} more bytes were expected")
+            target[: len(data)] = data
+            target = target[len(data) :]
+
+
+def _read_whole(file: Reader, path: str, most: int) -> bytes:
+    if file.nbytes > most:
+        raise OSError(errno.EFBIG, f"{path} has {file.nbytes} bytes, and at most {most} were expected")
+    data = bytearray(file.nbytes)
+    file.read_into(0, memoryview(data))
+    return bytes(data)

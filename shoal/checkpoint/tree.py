@@ -1,0 +1,133 @@
+"""Nested state (a schedule's, the client's) as JSON, with its tensors aside. Nothing in it can run.
+
+{"lr": 0.1, "betas": (0.9, 0.99), "best": tensor}
+-> {"lr": 0.1, "betas": {"__is__": "tuple", "items": [0.9, 0.99]}, "best": {"__is__": "tensor", "name": "best"}}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.errors import CheckpointError
+
+_MARK = "__is__"
+_MAX_DEPTH = 100
+
+
+def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str = "client_state") -> Any:
+    """``value`` as JSON can hold it; its tensors are put into ``tensors`` under their path.
+
+    Raises: CheckpointError: a value that is neither, with its path.
+    """
+    if path.count("/") > _MAX_DEPTH:
+        raise CheckpointError(f"{what} is nested deeper than {_MAX_DEPTH}.", where=path[:200], code="checkpoint-state")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_MARK: "float", "value": str(float(value))}
+    if isinstance(value, np.generic):
+        return encode(value.item(), tensors, path, what=what)
+    if isinstance(value, np.ndarray):
+        name = path
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
+        return {_MARK: "array", "name": name}
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        number = encode(value.item(), tensors, path, what=what)
+        return {_MARK: "scalar", "dtype": name_of(value.dtype), "value": number}
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach()
+        return {_MARK: "tensor", "name": path}
+    if isinstance(value, torch.dtype):
+        return {_MARK: "dtype", "value": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: encode(item, tensors, f"{path}/{key}", what=what) for key, item in value.items()}
+        pairs = [
+            [
+                encode(key, tensors, f"{path}/key {index}", what=what),
+                encode(item, tensors, f"{path}/{key}", what=what),
+            ]
+            for index, (key, item) in enumerate(value.items())
+        ]
+        return {_MARK: "map", "items": pairs}
+    if isinstance(value, tuple | list | set | frozenset):
+        items = [encode(item, tensors, f"{path}/{index}", what=what) for index, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        return {_MARK: "tuple" if isinstance(value, tuple) else "set", "items": items}
+    raise CheckpointError(
+        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep.",
+        where=path,
+        do="keep numbers, text, lists, dicts and tensors; of an object, its state_dict().",
+        code="checkpoint-state",
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """What ``encode`` was given. ``tensor`` finds a tensor by its name.
+
+    Raises: CheckpointError: a mark that this version does not know.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    mark = value.get(_MARK)
+    if mark is None:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    if mark == "tensor":
+        return tensor(value["name"])
+    if mark == "array":
+        return tensor(value["name"]).numpy()
+    if mark == "scalar":
+        return torch.tensor(decode(value["value"], tensor), dtype=dtype_of(value["dtype"]))
+    if mark == "float":
+        return float(value["value"])
+    if mark == "dtype":
+        return dtype_of(value["value"])
+    if mark == "map":
+        return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
+    items = [decode(item, tensor) for item in value["items"]] if mark in ("tuple", "set") else None
+    if items is None:
+        raise CheckpointError(f"unknown mark {mark!r} in a checkpoint's state.", code="checkpoint-damaged")
+    return tuple(items) if mark == "tuple" else set(items)
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``"float32"`` -> ``torch.float32``. Raises: CheckpointError: no dtype that a checkpoint holds."""
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype {name!r} is none of {', '.join(sorted(_DTYPES))}.", code="checkpoint-damaged")
+    return _DTYPES[name]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")

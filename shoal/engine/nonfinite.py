@@ -15,15 +15,17 @@ from shoal.zero.agree import Agreement, first_bad_parameter
 from shoal.zero.build import Axes
 from shoal.zero.step import BucketState
 
+# Steps in a row whose loss, before it was scaled, is not finite. A smaller scale mends none of them.
+MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward
+MAX_SKIPPED_LOSSES = 10  # where the user asked to skip
+
 
 class NonFinite:
     """Judges steps. Every rank judges alike, from what all agreed on.
 
     ``precision.nonfinite`` is "raise", "skip" or "warn" (apply all the same). Without it, a loss that is NaN, or that
-    nobody saw, raises;
-    gradients that overflow though the loss is finite are skipped; under a loss scale all are skipped, since the scale
-    is what
-    gives. Too many in a row raise in any case.
+    nobody saw, raises; gradients that overflow though the loss is finite are skipped. Under a loss scale overflows are
+    what the scale gives way to; a bad loss is skipped there too, but soon raises. Too many in a row raise in any case.
     """
 
     def __init__(self, plan: Plan, states: Sequence[BucketState], axes: Axes, loss_scale: LossScale | None) -> None:
@@ -32,6 +34,7 @@ class NonFinite:
         self._axes = axes
         self._loss_scale = loss_scale
         self._num_in_a_row = 0
+        self._num_bad_losses = 0  # in a row
 
     def judge(self, view: Agreement, step: int, *, is_loss_known: bool) -> bool:
         """Shall the step be applied?
@@ -39,29 +42,38 @@ class NonFinite:
         Raises: NonFiniteError: on every rank; the parameters are untouched.
         Communicates: a name per rank, when the gradients are not finite.
         """
+        is_loss_bad = bool(view.bad_loss_ranks)
+        self._num_bad_losses = self._num_bad_losses + 1 if is_loss_bad else 0
         if view.is_finite:
             self._num_in_a_row = 0
             return True
         self._num_in_a_row += 1
-        policy = self._plan.nonfinite
-        is_applied = policy == "warn"
+        is_applied = self._plan.nonfinite == "warn"
         what, where = self._describe(view, step, is_loss_known=is_loss_known)
-        is_loss_bad = bool(view.bad_loss_ranks)
-        is_scaled = self._loss_scale is not None
-        is_fatal = policy is None and not is_scaled and (is_loss_bad or not is_loss_known)
-        if policy == "raise" or is_fatal or self._num_in_a_row >= self._plan.max_bad_steps:
+        if self._is_fatal(is_loss_bad=is_loss_bad, is_loss_known=is_loss_known):
+            number = self._num_bad_losses if is_loss_bad else self._num_in_a_row
             raise NonFiniteError(
-                what + (f" {self._num_in_a_row} steps in a row." if self._num_in_a_row > 1 else ""),
+                what + (f" {number} steps in a row." if number > 1 else ""),
                 where=where,
                 do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
                 " such steps out and go on. The parameters are as they were before the step." + self._hint(),
             )
         message = f"step {step} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
-        if is_scaled and not is_loss_bad:
+        if self._loss_scale is not None and not is_loss_bad:
             logger.info(message)
         else:
             logger.warning(message)
         return is_applied
+
+    def _is_fatal(self, *, is_loss_bad: bool, is_loss_known: bool) -> bool:
+        policy = self._plan.nonfinite
+        if policy == "raise" or self._num_in_a_row >= self._plan.max_bad_steps:
+            return True
+        if policy is None:
+            if self._loss_scale is not None:
+                return self._num_bad_losses >= MAX_BAD_LOSSES
+            return is_loss_bad or not is_loss_known
+        return self._num_bad_losses >= MAX_SKIPPED_LOSSES
 
     def report_scale(self, event: Event, step: int) -> None:
         """Say what an overflow did to the loss scale."""

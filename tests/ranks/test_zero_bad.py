@@ -227,6 +227,64 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
         assert run_ranks(3, job, stage) == [(1, 8.0, True)] * 3
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_row(
+    stage: int, value: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    def job() -> tuple[str, int, bool]:
+        engine = start(Plain, config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+        poisoned_step(engine, 0, bad_rank=1, value=value)
+        poisoned_step(engine, 1, bad_rank=1, value=value)
+        micro_step(engine, 2)  # a good one: the count begins anew
+        before = masters(engine)
+        poisoned_step(engine, 3, bad_rank=1, value=value)
+        poisoned_step(engine, 4, bad_rank=1, value=value)
+        with pytest.raises(NonFiniteError) as caught:
+            poisoned_step(engine, 5, bad_rank=1, value=value)
+        untouched = are_bit_equal(before, masters(engine))
+        skipped = engine.skipped_steps
+        engine.destroy()
+        return str(caught.value), skipped, untouched
+
+    for message, skipped, untouched in run_ranks(2, job):
+        assert "the loss of rank 1 is not finite. 3 steps in a row." in message
+        assert "rank 1, step 5, first parameter 'embedding.weight'" in message
+        assert (skipped, untouched) == (5, True)
+    warned = [r.message for r in caplog.records if r.levelname == "WARNING" and "skipped" in r.message]
+    assert [text[:46] for text in warned[::2]] == [
+        f"step {n} skipped: the loss of rank 1 is not fini" for n in (0, 1, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("raise", 1), ("skip", 10)])
+def test_the_file_says_how_many_bad_losses_under_fp16_are_too_many(policy: str, limit: int) -> None:
+    def job() -> int:
+        settings = config(2, fp16={"enabled": True, "initial_scale_power": 4}, precision={"nonfinite": policy})
+        engine = start(Plain, settings)
+        for index in range(limit - 1):
+            poisoned_step(engine, index, bad_rank=0)
+        with pytest.raises(NonFiniteError):
+            poisoned_step(engine, limit - 1, bad_rank=0)
+        engine.destroy()
+        return engine.skipped_steps
+
+    assert run_ranks(2, job) == [limit, limit]
+
+
+def test_overflows_under_fp16_may_go_on_for_longer_than_bad_losses() -> None:
+    def job() -> int:
+        engine = start(Plain, config(2, fp16={"enabled": True, "initial_scale_power": 30}))
+        for index in range(12):
+            loss = engine(*batch(index, current_world().rank, 2))
+            engine.backward(BadGradient.apply(loss))
+            engine.step()
+        engine.destroy()
+        return engine.skipped_steps
+
+    assert run_ranks(2, job) == [12, 12]
+
+
 # A rank that raises
 
 

@@ -24,95 +24,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
+from shoal.comm.board import Board, Call, Mark
 from shoal.comm.finished import check_divides, gather_json, own_range
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
 _LEAVE_SECONDS = 5.0  # what a rank that closes gives its peers to read its memory
-
-
-class Call(NamedTuple):
-    """What a rank asked for; peers must ask for the same."""
-
-    op: str
-    label: str
-    numel: int
-    dtype: torch.dtype
-    root: int = -1  # of a broadcast
-
-    def __str__(self) -> str:
-        source = f" from {self.root}" if self.root >= 0 else ""
-        return f"{self.op} {self.label!r}{source} of {self.numel} x {str(self.dtype).removeprefix('torch.')}"
-
-
-class Mark(Enum):
-    """How far a rank is with a call it has posted."""
-
-    REDUCED = 0  # its range of full holds the sum; peers may copy it
-    DONE = 1  # it reads no other rank's memory for this call any more
-
-
-class Board(Protocol):
-    """Where the ranks of one group post their calls; one rank's view of it."""
-
-    rank: int
-    size: int
-    capacity: int  # calls that may be open at once
-    timeout: float  # seconds without any progress after which a wait gives up
-    must_drain_to_close: bool  # is this rank's memory lost to its peers when it leaves?
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor that peers can read."""
-        ...
-
-    def readable(self, source: torch.Tensor) -> torch.Tensor:
-        """``source`` itself where peers can read it, else a copy that they can."""
-        ...
-
-    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
-        """Announce this rank's call; ``source`` is readable and stays so until all peers are done."""
-        ...
-
-    def has_posted(self, peer: int, number: int) -> bool: ...
-
-    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
-        """None if ``peer`` posted the same call, else what it posted."""
-        ...
-
-    def source(self, peer: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor that ``peer`` posted, in its own memory."""
-        ...
-
-    def mark(self, number: int, mark: Mark) -> None: ...
-
-    def has_marked(self, peer: int, number: int, mark: Mark) -> bool: ...
-
-    def ticket(self) -> int:
-        """To be taken before looking at the board, and handed to :meth:`pause`."""
-        ...
-
-    def pause(self, ticket: int, attempt: int) -> None:
-        """Let others run; return soon after something changed since ``ticket``."""
-        ...
-
-    def check(self, missing: Sequence[int]) -> None:
-        """Raises: RankFailedError: a rank failed, or one of ``missing`` is gone for good."""
-        ...
-
-    def has_left(self, peer: int) -> bool:
-        """Is ``peer`` gone, in good order or not? It reads nothing any more."""
-        ...
-
-    def last_calls(self) -> list[str]:
-        """What each rank of the group issued last, in words."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class Stage(Enum):
@@ -186,6 +108,10 @@ class DirectCommunicator:
         # What peers may still read, oldest first: it must neither be freed nor reused.
         self._read: deque[tuple[DirectWork, torch.Tensor]] = deque()
         self._is_closed = False
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._sum.nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":

@@ -26,6 +26,10 @@ class DryCommunicator:
         self.size = size
         self._sum = RankOrderedSum()
 
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._sum.nbytes
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

@@ -144,6 +144,10 @@ class GlooCommunicator:
         self._sending: list[GlooWork] = []
         self._landing: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._sum.nbytes + sum(piece.nbytes for kept in self._landing.values() for piece in kept)
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

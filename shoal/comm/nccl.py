@@ -80,6 +80,10 @@ class NcclCommunicator:
         self._host = host
         self._failures = failures
 
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._host.scratch_nbytes
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

@@ -46,6 +46,11 @@ class Communicator(Protocol):
     rank: int  # this rank's coordinate on the axis
     size: int
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that it keeps from call to call for its own sums; what callers got by :meth:`empty` is theirs."""
+        ...
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A 1-D tensor in memory that this communicator can send from without a copy (shared memory, registered
         memory).

@@ -103,6 +103,10 @@ class RecordedCommunicator:
         self._inner = inner
         self._add = recorder.add
 
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._inner.scratch_nbytes
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._inner.empty(numel, dtype, device)
 

@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shoal.comm.arena import Arena, make_file, map_file
-from shoal.comm.direct import Call, Mark
+from shoal.comm.board import Call, Mark
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
 from shoal.errors import CommError, RankFailedError
 

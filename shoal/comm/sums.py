@@ -29,6 +29,11 @@ class RankOrderedSum:
     def __init__(self) -> None:
         self._scratch: dict[torch.dtype, torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of scratch that are kept."""
+        return sum(scratch.nbytes for scratch in self._scratch.values())
+
     def __call__(
         self, pieces: Sequence[torch.Tensor], out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> torch.Tensor:

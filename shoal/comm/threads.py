@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.comm.direct import Call, DirectCommunicator, Mark, Pending
+from shoal.comm.board import Call, Mark
+from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, use_world
 from shoal.errors import CommError, RankFailedError, UsageError

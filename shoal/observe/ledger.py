@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
 from shoal.memory.placement import Kind
 from shoal.text import format_bytes
@@ -157,15 +158,28 @@ def account(sharded: ShardedModel, states: Sequence[BucketState], step: ShardedS
                 entries.append(
                     Entry(state.unit.name, "optimizer state", row.state_tier.value, held, stepped * count * size)
                 )
+        if state.gradient.nbytes_held:
+            held = state.gradient.nbytes_held
+            entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
     in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
     entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
+    sums = sum(comm.scratch_nbytes for comm in _communicators(sharded, states))
+    if sums:
+        entries.append(Entry("(all)", "buffers in flight", "host" if device.is_cuda else "device", sums, sums))
     return Ledger(tuple(entries), numel, device.memory())
+
+
+def _communicators(sharded: ShardedModel, states: Sequence[BucketState]) -> list[Communicator]:
+    """Each once. Engines of one world share them, scratch included."""
+    found = [sharded.comm, *(bucket.comm for unit in sharded.units for bucket in unit.buckets)]
+    found += [state.gradient.outer for state in states if state.gradient.outer is not None]
+    return list({id(comm): comm for comm in found}.values())
 
 
 def _stepped_numel(state: BucketState) -> int:
     """Elements that an optimizer steps: of each group from its first to its last, padding at the ends left out."""
     bucket, layout = state.bucket, state.bucket.layout
-    if state.is_native:
+    if not state.gradient.is_watched:  # a piece for each parameter
         return layout.parameter_numel
     ranges = [layout.group_range(group, bucket.begin, bucket.end) for group in layout.groups]
     return sum(stop - start for start, stop in ranges)

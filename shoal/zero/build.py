@@ -18,8 +18,9 @@ from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import lay_out
 from shoal.memory.placement import Kind
 from shoal.memory.pool import Pool
-from shoal.zero.gradient import BucketGradient, GradientPolicy, NativeGradient
+from shoal.zero.gradient import BucketGradient, GradientPolicy
 from shoal.zero.materialize import Materializer
+from shoal.zero.native import NativeGradient
 from shoal.zero.partition import UnitRules, UnitSpec, cut
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import UnitGradient
@@ -119,13 +120,13 @@ def build(
     Args:
         groups: the optimizer's parameter groups; a parameter in none of them is not trained.
 
-    Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit.
+    Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
+        sharded already are all-gathered in place of that.
     """
     group_of = group_index(model, groups)
     specs = cut(model, settings.rules)
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
-    materializer = Materializer(model, device, axes.all)
     rows = [
         row_of_stage(
             settings.stage,
@@ -136,6 +137,8 @@ def build(
         )
         for spec in specs
     ]
+    is_sharded = any(row.parameter.inner is Kind.SHARD for row in rows)
+    materializer = Materializer(model, device, axes.all, is_sharded=is_sharded)
     pool = Pool(axes.inner, device)
     built: dict[str, tuple[Unit, list[BucketState]]] = {}
     filled_last = materializer.module_positions()
@@ -230,7 +233,8 @@ def _build_unit(
         )
         native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
         gradient_class = NativeGradient if native else BucketGradient
-        gradient = gradient_class(bucket, row, precision.gradient, comm, outer, pool)
+        sum_dtype = precision.master if has_own_master and precision.gradient.accumulate_dtype is None else None
+        gradient = gradient_class(bucket, row, precision.gradient, comm, outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
     states = [BucketState(unit, *parts) for parts in trained]
@@ -271,6 +275,7 @@ def _split(
 def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicator) -> torch.Tensor:
     """Move the parameters' values into the bucket.
 
+    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
     Returns: the whole bucket in the widest dtype that a parameter came in, for the master weights.
     """
     dtypes = {parameter.dtype for parameter in bucket.parameters}
@@ -282,10 +287,11 @@ def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicato
         if widest == bucket.dtype
         else torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.full.device)
     )
+    are_alike = True  # on all ranks
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         target = wide[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        materializer.copy_value(slot.name, parameter, target)
-    if comm.size > 1:
+        are_alike &= materializer.copy_value(slot.name, parameter, target)
+    if comm.size > 1 and not are_alike:
         comm.broadcast(wide, 0, label=bucket.label).drain()
     if wide is not bucket.full:
         bucket.full.copy_(wide)

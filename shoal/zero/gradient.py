@@ -38,7 +38,8 @@ class GradientPolicy:
     """How gradients are summed.
 
     Args:
-        accumulate_dtype: of the accumulator; None: the parameter's.
+        accumulate_dtype: of the accumulator; None: the parameter's, and from the first step of several micro-batches on
+            that of the master weights.
         wire_dtype: of what is sent; None: the accumulator's where that is sent, else the parameter's.
         pre_scale: factor before the sum over ranks; ``post_scale``: after it.
     """
@@ -66,12 +67,17 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
 class BucketGradient:
     """The gradient of one bucket.
 
+    Args:
+        sum_dtype: what the accumulator is widened to when a second micro-batch is added; None: it stays as it is.
+
     Memory: an accumulator of the whole bucket where the row says Partial, else of this rank's range; from the first
     backward pass on.
-    While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole.
+    While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole. Between passes
+    without communication a whole-sized tensor of the sum's dtype holds their sum, until the next reduction.
     """
 
-    is_native = False
+    is_native = False  # does the optimizer read ``parameter.grad`` itself?
+    is_watched = True  # do hooks tell when a parameter has its gradient?
 
     def __init__(
         self,
@@ -81,22 +87,26 @@ class BucketGradient:
         inner: Communicator,
         outer: Communicator | None,
         pool: Pool,
+        sum_dtype: torch.dtype | None = None,
     ) -> None:
         self.bucket = bucket
         self.layout = bucket.layout
         self.parameters = bucket.parameters
         self.policy = policy
         self.dtype = policy.accumulate_dtype or bucket.dtype
+        self._sum_dtype = sum_dtype or self.dtype
         self.state = GradientState.NONE
         self.touched = bytearray(len(self.parameters))  # got a gradient on this rank since the last step
         self._inner = inner
-        self._outer = outer if outer is not None and outer.size > 1 else None
+        self.outer = outer if outer is not None and outer.size > 1 else None
         self._pool = pool
         pool.expect(bucket.layout)
         self._is_whole_between = row.gradient_between.inner is not Kind.SHARD
         self._is_whole_at_step = row.gradient_at_step.inner is Kind.REPLICATE
         self._accumulator: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._held: torch.Tensor | None = None  # [numel] whole, of passes that no reduction has seen
+        self._held_views: list[torch.Tensor] = []
         self._work: Work | None = None
         self._reader: Work | None = None  # the last collective that peers read the accumulator for
         self._after: Callable[[], None] | None = None
@@ -130,6 +140,23 @@ class BucketGradient:
         numel = self.layout.numel if self._is_whole_between else self.bucket.end - self.bucket.begin
         return numel * torch.empty((), dtype=self.dtype).element_size()
 
+    @property
+    def nbytes_held(self) -> int:
+        """Bytes of what passes without communication left."""
+        return 0 if self._held is None else self._held.nbytes
+
+    def _widen(self) -> None:
+        """Several micro-batches are added up: from now on in the dtype that such sums have."""
+        if self.dtype == self._sum_dtype:
+            return
+        self.dtype = self._sum_dtype
+        if self._reader is not None:
+            self._reader.drain()
+            self._reader = None
+        narrow, self._accumulator, self._views = self._accumulator, None, []
+        if narrow is not None and self.state is not GradientState.NONE:
+            self.accumulator().copy_(narrow)
+
     # from parameter.grad
 
     def _take(self, views: Sequence[torch.Tensor], *, add: bool) -> None:
@@ -151,10 +178,15 @@ class BucketGradient:
 
     def has_new(self) -> bool:
         """Is there a gradient that no reduction has seen?"""
+        return self._held is not None or self._has_unmoved()
+
+    def _has_unmoved(self) -> bool:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def accumulate(self) -> None:
         """Add the parameters' gradients to the whole accumulator, without communication."""
+        if self.state is GradientState.ACCUMULATING and self._has_unmoved():
+            self._widen()
         self.accumulator()
         if self._reader is not None:
             # Only this one: draining the whole axis would hold every unit up for the slowest rank.
@@ -162,6 +194,20 @@ class BucketGradient:
             self._reader = None
         self._take(self._views, add=self.state is GradientState.ACCUMULATING)
         self.state = GradientState.ACCUMULATING
+
+    def hold(self) -> None:
+        """Where the accumulator is sharded: keep the gradients whole on this rank until the next reduction.
+
+        What has the parameters' dtype is left to autograd, which adds up in ``parameter.grad``.
+        """
+        if self._sum_dtype == self.bucket.dtype or not self._has_unmoved():
+            return
+        self._widen()
+        if self._held is None:
+            layout = self.layout
+            self._held = torch.zeros(layout.numel, dtype=self.dtype, device=self.bucket.full.device)
+            self._held_views = [self._held[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
+        self._take(self._held_views, add=True)
 
     # over the ranks
 
@@ -216,18 +262,26 @@ class BucketGradient:
 
     def _reduce_slab(self, *, at_step: bool) -> None:
         policy, label = self.policy, self.bucket.label
-        wire = policy.wire_dtype or (self.dtype if self._is_whole_between else self.bucket.dtype)
+        if not at_step:
+            self._widen()
+        is_accumulator_sent = self._is_whole_between or self._held is not None
+        wire = policy.wire_dtype or (self.dtype if is_accumulator_sent else self.bucket.dtype)
         add = self.state in (GradientState.ACCUMULATING, GradientState.REDUCED)
         was_reduced = self.state is GradientState.REDUCED
         slab = self._pool.take(self.layout, wire)
-        self._take(slab.views, add=False)
+        if self._held is None:
+            self._take(slab.views, add=False)
+        else:
+            self._take(self._held_views, add=True)
+            slab.flat.copy_(self._held)
+            self._drop_held()
         if policy.pre_scale != 1.0:
             slab.flat.mul_(policy.pre_scale)
         owned = self.owned()
         self.state = GradientState.REDUCING
         # What was reduced over the outer axis already must not be summed over it again: a late part goes through a
         # shard of its own.
-        late = torch.empty_like(owned) if was_reduced and self._outer is not None else None
+        late = torch.empty_like(owned) if was_reduced and self.outer is not None else None
         if self._is_whole_at_step:
             work = self._inner.all_reduce(slab.flat, scale=policy.post_scale, label=label)
         elif late is not None:
@@ -249,7 +303,7 @@ class BucketGradient:
         self._after = after
 
     def _sum_outer(self, shard: torch.Tensor) -> Callable[[], None] | None:
-        outer = self._outer
+        outer = self.outer
         if outer is None:
             return None
         return lambda: outer.all_reduce(shard, label=self.bucket.label).drain()
@@ -274,6 +328,8 @@ class BucketGradient:
             self.start_reduce(at_step=True)
             self.settle(at_step=True)
             return
+        if self.state is GradientState.NONE:  # nothing was reduced: there may be the last step's values
+            self.accumulator().zero_()
         outer = self._sum_outer(self.owned())
         if outer is not None:
             outer()
@@ -296,59 +352,11 @@ class BucketGradient:
         self.state = GradientState.NONE
         self.touched = bytearray(len(self.parameters))
         self._work, self._after = None, None
+        self._drop_held()
+
+    def _drop_held(self) -> None:
+        self._held, self._held_views = None, []
 
     def free(self) -> None:
         self.reset()
         self._accumulator, self._views = None, []
-
-
-class NativeGradient(BucketGradient):
-    """On one rank there is nothing to reduce:
-
-    autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Nothing is copied.
-    """
-
-    is_native = True
-
-    def accumulate(self) -> None:
-        return
-
-    def start_reduce(self, *, at_step: bool) -> None:
-        return
-
-    def settle(self, *, at_step: bool) -> None:
-        for index, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                self.touched[index] = 1
-
-    def has_new(self) -> bool:
-        return False
-
-    def complete(self) -> None:
-        self.settle(at_step=True)
-
-    def norm_squared(self) -> torch.Tensor:
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if not gradients:
-            return torch.zeros((), dtype=torch.float32, device=self.bucket.full.device)
-        wide = torch.float64 if self.bucket.dtype == torch.float64 else torch.float32
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=wide)).square().sum()
-
-    def part(self, start: int, stop: int, segments: Sequence[Segment]) -> torch.Tensor:
-        (segment,) = segments  # on one rank a piece lies in one parameter
-        gradient = self.parameters[segment.slot].grad
-        assert gradient is not None
-        return gradient.reshape(-1)[segment.offset : segment.offset + stop - start]
-
-    def owned(self) -> torch.Tensor:
-        """The gradients in one flat tensor, for the accessors; a copy."""
-        flat = torch.zeros(self.layout.numel, dtype=self.bucket.dtype, device=self.bucket.full.device)
-        for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
-            if parameter.grad is not None:
-                flat[slot.offset : slot.offset + slot.numel] = parameter.grad.reshape(-1)
-        return flat
-
-    def reset(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.touched = bytearray(len(self.parameters))

@@ -13,6 +13,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import CommError
+from shoal.memory.placement import Kind
 from shoal.zero.gradient import BucketGradient
 from shoal.zero.unit import Unit
 
@@ -75,15 +76,14 @@ class Reducer:
 
     def _is_reduced_now(self, entry: UnitGradient) -> bool:
         """Partial accumulators wait for the last micro-batch; sharded ones are reduced each time."""
-        return self.is_syncing and (self.at_step or entry.unit.row.gradient_between.inner.value == "Shard")
+        return self.is_syncing and (self.at_step or entry.unit.row.gradient_between.inner is Kind.SHARD)
 
     def complete(self, entry: UnitGradient) -> None:
         """Every parameter of ``entry`` has its gradient."""
         if self._completed is not None:
             self._completed.append(entry)
         if not self._is_reduced_now(entry):
-            if self.is_syncing or entry.unit.row.gradient_between.inner.value != "Shard":
-                self._accumulate(entry)
+            self._keep(entry)
             return
         while self._next < len(self._order):
             head = self._order[self._next]
@@ -93,9 +93,13 @@ class Reducer:
                 self._issue(head)
             self._next += 1
 
-    def _accumulate(self, entry: UnitGradient) -> None:
+    def _keep(self, entry: UnitGradient) -> None:
+        """Keep what this pass gave until a later one, or the step, reduces it."""
         for gradient in entry.gradients:
-            gradient.accumulate()
+            if entry.unit.row.gradient_between.inner is Kind.SHARD:
+                gradient.hold()
+            else:
+                gradient.accumulate()
 
     def _issue(self, entry: UnitGradient) -> None:
         self._settle(MAX_UNDER_WAY - 1)
@@ -118,8 +122,8 @@ class Reducer:
             if self._is_reduced_now(entry):
                 if not entry.is_issued:
                     self._issue(entry)
-            elif not entry.is_complete and (self.is_syncing or entry.unit.row.gradient_between.inner.value != "Shard"):
-                self._accumulate(entry)
+            elif not entry.is_complete:
+                self._keep(entry)
         self._settle()
         if self.is_syncing and self.at_step:
             self._adopt_order()

@@ -118,7 +118,7 @@ class ShardedModel:
         self._hooks.on_model(model, self)  # the model's first, and last, where the model itself is a unit
         for entry in self.entries:
             parameters = [p for gradient in entry.gradients for p in gradient.parameters]
-            if any(not gradient.is_native for gradient in entry.gradients):
+            if any(gradient.is_watched for gradient in entry.gradients):
                 for index, parameter in enumerate(parameters):
                     self._hooks.on_gradient(parameter, entry, index, self)
 
@@ -299,7 +299,9 @@ class ShardedModel:
 
     def _unwatched_versions(self) -> list[int]:
         """What changes when autograd adds to a gradient on one rank, where no hook tells."""
-        gradients = [p.grad for entry in self.entries for g in entry.gradients if g.is_native for p in g.parameters]
+        gradients = [
+            p.grad for entry in self.entries for g in entry.gradients if not g.is_watched for p in g.parameters
+        ]
         return [-1 if gradient is None else gradient._version for gradient in gradients]
 
     def gradient_ready(self, entry: UnitGradient, index: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.ranks.models import Plain
 from tests.ranks.training import (
+    ROWS,
     STAGES,
     Trained,
     adamw,
@@ -23,6 +25,7 @@ from tests.ranks.training import (
     finish,
     largest_difference,
     make,
+    micro_step,
     run_steps,
     sgd,
     start,
@@ -156,36 +159,95 @@ def test_bf16_gradients_accumulate_in_fp32_unless_the_file_says_otherwise() -> N
     assert run_ranks(2, job, "bf16") == [{torch.bfloat16}] * 2
 
 
-def test_many_tiny_gradients_are_not_lost_in_bf16() -> None:
-    """1 + 256 x 2^-9: in bf16 each addition rounds back to 1."""
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64))
 
-    class One(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(64))
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return (self.weight * factor).sum()
 
-        def forward(self, factor: torch.Tensor) -> torch.Tensor:
-            return (self.weight * factor).sum()
 
-    def job(stage: int) -> float:
+def add_up(engine: shoal.Engine, how: str) -> None:
+    """One step of 33 micro-batches, whose gradients are 1 and then 32 times 1/256."""
+    number = engine.gradient_accumulation_steps()  # losses are divided by it
+    for index in range(33):
+        factor = torch.tensor(float(number) if index == 0 else number / 256, dtype=torch.bfloat16)
+        is_quiet = how == "no_sync throughout" or (how == "no_sync" and index < 32)
+        with engine.no_sync() if is_quiet else contextlib.nullcontext():
+            engine.backward(engine(factor))
+            if how != "unmanaged":
+                engine.step()
+    if how == "unmanaged":
+        engine.step()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("how", ["the file", "set_train_batch_size", "no_sync", "no_sync throughout", "unmanaged"])
+def test_many_tiny_gradients_are_not_lost_in_bf16(how: str, world: int) -> None:
+    """1 + 32 / 256: in bf16 each addition rounds back to 1."""
+
+    def job(stage: int) -> tuple[float, list[torch.dtype]]:
         model = One()
         settings = config(
-            stage, bf16={"enabled": True}, gradient_accumulation_steps=257, units={"names": []}, gradient_clipping=0.0
+            stage,
+            bf16={"enabled": True},
+            gradient_accumulation_steps=1 if how in ("set_train_batch_size", "unmanaged") else 33,
+            managed_gradient_accumulation=how != "unmanaged",
+            units={"names": []},
+            gradient_clipping=0.0,
         )
-        engine = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), config=settings)[
-            0
-        ]
-        for index in range(257):
-            engine.backward(engine(torch.tensor(257.0 if index == 0 else 257.0 / 512, dtype=torch.bfloat16)))
-            engine.step()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = shoal.initialize(model=model, optimizer=optimizer, config=settings)[0]
+        if how == "set_train_batch_size":
+            for _ in range(33):  # a boundary of the new count, too
+                engine.backward(engine(torch.tensor(0.25, dtype=torch.bfloat16)))
+                engine.step()
+            engine.set_train_batch_size(33 * ROWS * world)
+        for _ in range(2):
+            add_up(engine, how)
         value = float(engine.access.full_parameter(model.weight)[0])
+        dtypes = [state.gradient.dtype for state in engine.bucket_states]
         engine.destroy()
-        return value
+        return value, dtypes
 
-    for world in (1, 2):
-        for stage in STAGES:
-            for value in run_ranks(world, job, stage):
-                assert abs(value + 1.5) < 0.02  # not 1.0
+    first = -33 * 0.25 if how == "set_train_batch_size" else 0.0
+    for stage in STAGES:
+        assert run_ranks(world, job, stage) == [(first - 2 * 1.125, [torch.float32])] * world
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_no_sync_holds_is_in_the_ledger_until_it_is_reduced(stage: int) -> None:
+    def job() -> list[int]:
+        engine = start(Plain, config(stage, bf16={"enabled": True}, gradient_accumulation_steps=2), adamw)
+        held = []
+        for is_quiet, index in ((False, 0), (False, 1), (True, 2), (False, 3)):
+            with engine.no_sync() if is_quiet else contextlib.nullcontext():
+                micro_step(engine, index)
+            held.append(engine.memory_report().by_kind()["gradient"])
+        whole = sum(state.bucket.layout.numel * 4 for state in engine.bucket_states)
+        engine.destroy()
+        return [number - held[0] - (whole if index == 2 else 0) for index, number in enumerate(held)]
+
+    assert run_ranks(2, job) == [[0, 0, 0, 0]] * 2
+
+
+def test_16_bit_accumulators_stay_so_where_the_file_or_the_masters_say_so() -> None:
+    def job(stage: int, sections: dict[str, Any]) -> set[torch.dtype]:
+        engine = start(Plain, config(stage, **sections), adamw)
+        engine.set_train_batch_size(2 * engine.train_batch_size())
+        run_steps(engine, 1)
+        with engine.no_sync():
+            run_steps(engine, 1, first=2)
+        found = {state.gradient.dtype for state in engine.bucket_states}
+        engine.destroy()
+        return found
+
+    said = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    without_masters = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    for stage in STAGES:
+        for sections in (said, without_masters):
+            assert run_ranks(2, job, stage, sections) == [{torch.bfloat16}] * 2
 
 
 # Optimizers of the config

@@ -1,13 +1,18 @@
-"""Parameters that were sharded before their unit existed, while the model was being built (``zero.Init``)."""
+"""Parameters that were sharded before their unit existed, while the model was being built or initialised."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.memory.bucket import stand_in
+
+_MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
+_MAX_WHOLE = 32
 
 
 class EarlyShard:
@@ -74,3 +79,56 @@ class _Registry:
 
 
 EARLY = _Registry()
+
+
+class EarlyShards:
+    """Shards parameters as they are made, and makes whole what code touches again.
+
+    Args:
+        dtype: floating-point parameters are cast to it; None: kept.
+        before_scatter: called with a parameter that was touched, while it is whole for the last time.
+
+    Memory: the shards; up to 2^26 elements of parameters that were touched since the last ``scatter``.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+        before_scatter: Callable[[nn.Parameter], None] | None = None,
+    ) -> None:
+        self._comm = comm
+        self._device = device
+        self._dtype = dtype
+        self._before_scatter = before_scatter
+        self._whole: dict[int, nn.Parameter] = {}
+
+    def shard(self, parameter: nn.Parameter) -> None:
+        """Cut a parameter down to this rank's range. Communicates: one broadcast of it."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if EARLY.get(parameter) is None and not parameter.is_meta:
+                EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype))
+
+    def touch(self, parameter: nn.Parameter) -> None:
+        """Make a sharded parameter whole, because code is about to use it. Communicates: one all_gather of it."""
+        early = EARLY.get(parameter)
+        if early is None or id(parameter) in self._whole:
+            return
+        held = sum(p.numel() for p in self._whole.values())
+        if held + parameter.numel() > _MAX_WHOLE_NUMEL or len(self._whole) >= _MAX_WHOLE:
+            self.scatter()
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            early.gather(parameter)
+        self._whole[id(parameter)] = parameter
+
+    def scatter(self) -> None:
+        """Shard what was touched. Rank 0's values count. Communicates: one broadcast of each."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in self._whole.values():
+                early = EARLY.get(parameter)
+                if early is not None:
+                    if self._before_scatter is not None:
+                        self._before_scatter(parameter)
+                    early.scatter(parameter, source=0)
+        self._whole.clear()

@@ -21,11 +21,8 @@ from torch import nn
 from shoal.comm.world import current_world
 from shoal.errors import NotBuiltError, UsageError
 from shoal.mesh import Mesh
-from shoal.zero.early import EARLY, EarlyShard
+from shoal.zero.early import EarlyShards
 from shoal.zero.touch import TouchMode
-
-_MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
-_MAX_WHOLE = 32
 
 
 class Init:
@@ -75,15 +72,13 @@ class Init:
 
     def _prepare(self) -> None:
         world = current_world()
-        self._device = world.device
-        self._comm = world.communicator("dp", Mesh.of(world.size))
-        self._whole: dict[int, nn.Parameter] = {}
+        self._early = EarlyShards(world.communicator("dp", Mesh.of(world.size)), world.device, self._dtype)
 
     def __enter__(self) -> Init:
         if self._enabled:
             self._prepare()
             _PATCH.enter(self)
-            self._mode = TouchMode(self.touch)
+            self._mode = TouchMode(self._early.touch)
             self._mode.__enter__()
         return self
 
@@ -95,7 +90,7 @@ class Init:
             self._mode = None
             _PATCH.leave(self)
             if error is None:
-                self._scatter()
+                self._early.scatter()
 
     # called by the patched constructors
 
@@ -112,30 +107,9 @@ class Init:
         self._shard(module)
 
     def _shard(self, module: nn.Module) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for parameter in module._parameters.values():
-                if parameter is not None and EARLY.get(parameter) is None and not parameter.is_meta:
-                    EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype))
-
-    def touch(self, parameter: nn.Parameter) -> None:
-        """Make a sharded parameter whole, because code in the context is about to use it."""
-        early = EARLY.get(parameter)
-        if early is None or id(parameter) in self._whole:
-            return
-        held = sum(p.numel() for p in self._whole.values())
-        if held + parameter.numel() > _MAX_WHOLE_NUMEL or len(self._whole) >= _MAX_WHOLE:
-            self._scatter()
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            early.gather(parameter)
-        self._whole[id(parameter)] = parameter
-
-    def _scatter(self) -> None:
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for parameter in self._whole.values():
-                early = EARLY.get(parameter)
-                if early is not None:
-                    early.scatter(parameter, source=0)
-        self._whole.clear()
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                self._early.shard(parameter)
 
 
 class _ConstructorPatch:

@@ -14,7 +14,8 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
-from shoal.zero.early import EARLY
+from shoal.zero.early import EARLY, EarlyShards
+from shoal.zero.touch import TouchMode
 
 
 class Materializer:
@@ -22,12 +23,16 @@ class Materializer:
 
     Modules on the meta device are made and initialised in module order, so that the random numbers fall as if the
     model had been built directly.
+
+    Args:
+        is_sharded: no rank has room for the whole model.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, comm: Communicator, *, is_sharded: bool) -> None:
         self._model = model
         self._device = device
         self._comm = comm
+        self._is_sharded = is_sharded and comm.size > 1
         self._modules = list(model.named_modules())
         self._next = 0
         self._initialisers: dict[int, Callable[[nn.Module], Any]] = {
@@ -51,22 +56,24 @@ class Materializer:
         """For each parameter the position of its module: units are filled in the order of their last one."""
         return self._position
 
-    def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> None:
+    def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> bool:
         """Write the parameter's value into ``target``.
 
+        Returns: have all ranks written the same?
         Raises: ModelError: it is on the meta device and its module cannot initialise itself.
-        Communicates: for a parameter of ``zero.Init``, one all_gather of it.
+        Communicates: for a parameter that is sharded already (``zero.Init``), one all_gather of it.
         """
-        early = EARLY.get(parameter)
-        if early is not None:
-            self.born_sharded.add(id(parameter))
-            target.copy_(early.whole())
-            EARLY.pop(parameter)
-            return
         if parameter.is_meta:
             self.born_sharded.add(id(parameter))
             self._materialize_up_to(self._position[name])
-        target.copy_(parameter.data)
+        early = EARLY.get(parameter)
+        if early is None:
+            target.copy_(parameter.data)
+            return False
+        self.born_sharded.add(id(parameter))
+        target.copy_(early.whole())
+        EARLY.pop(parameter)
+        return True
 
     def _materialize_up_to(self, position: int) -> None:
         if self._initialisers and not self._next:
@@ -81,12 +88,31 @@ class Materializer:
         """Initialise a model in which some module has ``_init_weights``, as Hugging Face does: every module by
         itself, then, children first, by the nearest module around it that has one.
 
-        Memory: the whole model, since an initialiser may set parameters of the modules below (a residual projection
-        by depth, say). Build such a model under ``zero.Init`` where it does not fit.
+        An initialiser may set parameters of the modules below (a residual projection by depth, say), so what has been
+        made stays within its reach to the end: where no rank has room for the model, as shards, which are made whole
+        when they are touched.
+
+        Communicates: then a broadcast of each parameter as it is made, and an all_gather and a broadcast of what an
+            initialiser touches.
+        Memory: the whole model; or its shards and the parameters of one module, or of one initialiser.
         """
         came_as_meta = {id(parameter) for parameter in self._model.parameters() if parameter.is_meta}
-        unfilled = [(name, module, self._make(name, module)) for name, module in self._modules]
-        is_made = {id(module): bool(missing) for _, module, missing in unfilled}
+        unfilled: dict[int, tuple[str, nn.Module, str, int]] = {}  # by id of the tensor
+
+        def check(parameter: nn.Parameter) -> None:
+            if id(parameter) in unfilled and not _is_unfilled(parameter, unfilled[id(parameter)][3]):
+                del unfilled[id(parameter)]
+
+        early = EarlyShards(self._comm, self._device, before_scatter=check) if self._is_sharded else None
+        is_made: set[int] = set()
+        for name, module in self._modules:
+            for key, version in self._make(name, module).items():
+                tensor = _tensor_of(module, key)
+                is_made.add(id(module))
+                if _is_unfilled(tensor, version):
+                    unfilled[id(tensor)] = (name, module, key, version)
+                if early is not None and isinstance(tensor, nn.Parameter):
+                    early.shard(tensor)
         seen: set[int] = set()
 
         def visit(module: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
@@ -97,13 +123,19 @@ class Materializer:
             for child in module.children():
                 visit(child, initialise)
             below = [id(parameter) in came_as_meta for parameter in module.parameters()]
-            if initialise is not None and (is_made[id(module)] or (below and all(below))):
+            if initialise is None or not (id(module) in is_made or (below and all(below))):
+                return
+            if early is None:
                 initialise(module)
+                return
+            with TouchMode(early.touch):
+                initialise(module)
+            early.scatter()
 
         with torch.no_grad():
             visit(self._model, None)
-        for name, module, missing in unfilled:
-            self._check_filled(name, module, missing)
+        for name, module, key, version in unfilled.values():
+            self._check_filled(name, module, {key: version})
 
     def _make(self, name: str, module: nn.Module) -> dict[str, int]:
         """Give the module's own tensors memory, and let it initialise itself.

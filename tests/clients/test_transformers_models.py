@@ -377,10 +377,11 @@ def test_a_model_built_under_init_starts_bit_equal_to_one_built_directly(factory
     assert_close(run_ranks(1, job)[0], expected, atol=0.0)
 
 
+@pytest.mark.parametrize("world", [1, WORLD])
 @pytest.mark.parametrize(
     "factory", [gpt2, llama, t5, BertWithUnusedPooler, vit, mixtral], ids=lambda value: value.__name__
 )
-def test_a_model_from_the_meta_device_is_initialised_as_its_library_does(factory: Factory) -> None:
+def test_a_model_from_the_meta_device_is_initialised_as_its_library_does(factory: Factory, world: int) -> None:
     """Embeddings, norms and residual projections get the library's own distribution, buffers their very values."""
     direct = make(factory)
 
@@ -394,7 +395,7 @@ def test_a_model_from_the_meta_device_is_initialised_as_its_library_does(factory
         engine.destroy()
         return found, buffers
 
-    found, buffers = run_ranks(1, job)[0]
+    found, buffers = run_ranks(world, job)[0]
     for name, parameter in direct.named_parameters():
         if parameter.numel() < 2:
             continue

@@ -497,6 +497,91 @@ def test_a_meta_module_that_cannot_initialise_itself_is_an_error_that_names_it()
         run_ranks(1, job)
 
 
+class Scale(nn.Module):
+    """Has no ``reset_parameters``: only an initialiser around it gives it a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+class ScaledBlock(Block):
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__(hidden)
+        self.scale = Scale()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(super().forward(x))
+
+
+class Pretrained(Untied):
+    """Initialised as Hugging Face's models are: the root knows how for every module below it, and a block's turn comes
+    after its parts' (whose values it reads and changes). Values tell when they were set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ScaledBlock() for _ in range(3)])
+        self.num_set = 0
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            self.num_set += 1
+            shape = module.weight.shape
+            module.weight.data.copy_(torch.linspace(-0.1, 0.1 * self.num_set, shape.numel()).view(shape))
+            if getattr(module, "bias", None) is not None:
+                module.bias.data.zero_()
+        elif isinstance(module, Scale):
+            module.weight.data.fill_(1.0)
+        elif isinstance(module, Block):
+            for name, parameter in module.named_parameters():
+                if name == "down.weight":
+                    parameter.data.div_(2.0)
+            with torch.no_grad():
+                module.up.bias += module.scale.weight.sum()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_meta_model_that_initialises_its_modules_is_bit_equal_to_one_built_directly(stage: int, world: int) -> None:
+    model = make(Pretrained)
+    model.apply(model._init_weights)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert (expected["blocks.2.up.bias"] == float(HIDDEN)).all()
+
+    def job() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        with torch.device("meta"):
+            model = Pretrained()
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
+        found = {name: engine.access.full_parameter(p).clone() for name, p in named(engine).items()}
+        run_steps(engine, 2)
+        return found, finish(engine, []).masters
+
+    results = run_ranks(world, job)
+    for found, masters in results:
+        assert are_bit_equal(found, expected)
+        assert are_bit_equal(masters, results[0][1])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_meta_module_that_the_model_does_not_initialise_is_an_error_that_names_it(world: int) -> None:
+    class Forgets(Pretrained):
+        def _init_weights(self, module: nn.Module) -> None:
+            if not isinstance(module, Scale):
+                super()._init_weights(module)
+
+    def job() -> None:
+        with torch.device("meta"):
+            model = Forgets()
+        shoal.initialize(model=model, config=config(3))
+
+    with pytest.raises(ModelError, match=r"module 'blocks.0.scale' \(Scale\).*'weight'"):
+        run_ranks(world, job)
+
+
 # External parameters
 
 

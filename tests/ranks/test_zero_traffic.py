@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
+from shoal import zero
 from shoal.comm.recorder import Entry
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.ranks.models import VOCABULARY, cross_entropy
-from tests.ranks.training import batch, config, run_steps, start
+from tests.ranks.training import batch, config, run_steps, sgd, start
 
 PSI = 40_960  # bytes
 
@@ -200,3 +202,29 @@ def test_start_up_broadcasts_every_parameter_once() -> None:
     for stage in (0, 1, 2, 3):
         _, received = run_ranks(2, job, stage)
         assert sum(entry.nbytes for entry in received if entry.op == "broadcast") == PSI
+
+
+# The start
+
+
+@pytest.mark.parametrize("how", ["zero.Init", "built directly"])
+def test_initialize_sends_each_parameter_once(how: str) -> None:
+    """All ranks gather what ``zero.Init`` left on each; what each has built for itself is sent by rank 0."""
+
+    def job() -> list[Entry]:
+        with zero.Init(enabled=how == "zero.Init"):
+            model = Unpadded()
+        with current_world().recorder.recording() as entries:
+            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(3))[0]
+        engine.destroy()
+        return entries
+
+    received = run_ranks(2, job)[1]
+    sent = [(entry.op, entry.label, entry.nbytes) for entry in received if entry.op != "gather_objects"]
+    if how == "zero.Init":
+        assert sent == [("all_gather", "zero.Init", nbytes) for nbytes in (8_192, 8_192, 2_048, 2_048)]
+    else:
+        assert sent == [
+            ("broadcast", unit, nbytes)
+            for unit, nbytes in [("blocks.0", 16_384), ("blocks.1", 16_384), ("root", 8_192)]
+        ]

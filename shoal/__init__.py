@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from shoal import comm, errors, zero
     from shoal.comm.world import init_distributed
     from shoal.config import add_config_arguments
-    from shoal.engine import Engine, initialize
+    from shoal.engine.engine import Engine
+    from shoal.engine.initialize import initialize
 
 __version__ = "0.1.0"
 

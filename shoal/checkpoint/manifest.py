@@ -21,10 +21,13 @@ from __future__ import annotations
 
 import json
 import math
+import platform
 import re
+from importlib import metadata
 from itertools import pairwise
 from typing import Annotated, Any
 
+import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -123,6 +126,15 @@ class Manifest(_Model):
     def nbytes(self) -> int:
         """Bytes of all files of tensors."""
         return sum(file.nbytes for file in self.files)
+
+
+def versions() -> dict[str, str]:
+    """Of Shoal, torch and Python."""
+    try:
+        own = metadata.version("shoal")
+    except metadata.PackageNotFoundError:
+        own = "from a folder"
+    return {"shoal": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def checksum(data: bytes | memoryview) -> str:

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.checkpoint import app as checkpoint_app
+
 app = typer.Typer(
     name="shoal",
     help="Train PyTorch models that do not fit, or do not go fast enough, on one device.",
@@ -17,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 class Precision(StrEnum):
@@ -111,6 +116,12 @@ def train(
     prompt: Annotated[str | None, typer.Option(help="What the sample at the end goes on from.")] = None,
     sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens to write at the end; 0 for none.")] = 400,
     temperature: Annotated[float, typer.Option(min=0, help="Of the sample.")] = 0.8,
+    save_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps from one checkpoint to the next; 0 for none. [one at the end]")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="Go on with the run in this folder, on any number of ranks, at any stage.")
+    ] = None,
 ) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
     from shoal.cli.job import TrainJob, start
@@ -142,6 +153,8 @@ def train(
         prompt=prompt,
         sample_tokens=sample_tokens,
         temperature=temperature,
+        save_every=save_every,
+        resume=resume,
     )
     raise typer.Exit(start(job))
 

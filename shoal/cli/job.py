@@ -17,6 +17,7 @@ from shoal.launch import LocalJob, read_environment, run_local
 from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
 
 JOB_FILE = "job.json"
+CHECKPOINTS = "checkpoints"
 _DEFAULT_SHAPE = "tiny"
 _DEFAULT_STAGE = 3
 _DEFAULT_MICRO_BATCH = 8
@@ -55,6 +56,8 @@ class TrainJob:
     prompt: str | None = None
     sample_tokens: int = 400
     temperature: float = 0.8
+    save_every: int | None = None
+    resume: str | None = None
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
@@ -103,6 +106,8 @@ def start(job: TrainJob) -> int:
 
     Raises: UsageError, ModelError, ConfigError: what can be known to be wrong is said before a rank is started.
     """
+    if job.out is None and job.resume is not None:
+        job = dataclasses.replace(job, out=str(run_folder(job.resume)))
     if job.out is None:
         job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
     _check(job)
@@ -119,6 +124,17 @@ def start(job: TrainJob) -> int:
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     return outcome.exit_code
+
+
+def checkpoint_folder(run: Path) -> Path:
+    """Where a run keeps its checkpoints."""
+    return run / CHECKPOINTS
+
+
+def run_folder(path: str) -> Path:
+    """The run that ``--resume`` names, by its folder or by its folder of checkpoints."""
+    folder = Path(path)
+    return folder.parent if folder.name == CHECKPOINTS else folder
 
 
 def effective_config(
@@ -199,6 +215,11 @@ def _check(job: TrainJob) -> None:
 
     read_config(job)
     job.shape(load_tokenizer(job.tokenizer).vocab_size)
+    if job.resume is not None and not checkpoint_folder(run_folder(job.resume)).is_dir():
+        raise UsageError(
+            f"--resume {job.resume!r}: there is no folder {checkpoint_folder(run_folder(job.resume))}.",
+            do="name the folder of a run that has saved a checkpoint.",
+        )
     for source in job.text:
         if not any(mark in source for mark in "*?[") and not Path(source).exists():
             raise UsageError(f"--text {source!r}: no such file or folder.")

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 import shoal
-from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config
+from shoal.cli.job import (
+    TrainJob,
+    checkpoint_folder,
+    describe_shape,
+    effective_config,
+    read_config,
+    run_folder,
+)
 from shoal.cli.progress import Progress, Reading
 from shoal.comm.world import World, current_world
 from shoal.data import (
@@ -120,13 +127,17 @@ class _Run:
         self.validated_step, self.validated_fraction = 0, 0.0
         self.seconds = 0.0
         self.tokens = 0
+        self.saved_step = -1
+        if job.resume is not None:
+            self._resume(run_folder(job.resume))
 
     def run(self) -> None:
         job = self.job
         title = _title(self.shape, self.config, self.world.size)
         tokens = format_count(len(self.training) * self.shape.sequence_length)
         self.progress.say(f"training {title}: {tokens} tokens of text, logs in {self.folder}")
-        self.first_validation = self._validate(0)
+        if self.job.resume is None:
+            self.first_validation = self._validate(0)
         self._save()  # a run that dies can be reported too
         try:
             with self.progress:
@@ -136,6 +147,8 @@ class _Run:
                 raise
             self.messages.append(f"Stopped by the user after {self.engine.global_steps} steps.")
         self.last_validation = self._validate(self.engine.global_steps)
+        if job.save_every != 0:
+            self._save_checkpoint()
         if self.engine.skipped_steps:
             self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
         prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens else ("", "")
@@ -165,7 +178,8 @@ class _Run:
         if not self.is_writer:
             return Monitor()
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / METRICS_FILE).unlink(missing_ok=True)
+        if self.job.resume is None:
+            (self.folder / METRICS_FILE).unlink(missing_ok=True)
         return Monitor(
             [
                 JsonLinesWriter(self.folder / METRICS_FILE),
@@ -178,14 +192,17 @@ class _Run:
         """Steps until the budget is used up. Every rank takes the same number: rank 0's clock decides."""
         log_every = 1 if self.engine.device.type == "cpu" else 10
         per_step = self.engine.train_batch_size() * self.shape.sequence_length
-        began = last = time.perf_counter()
+        last = time.perf_counter()
+        began = last - self.budget.elapsed
         losses = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         num_steps = 0
-        step = 0
+        step = self.engine.global_steps
         while self.budget.fraction(step) < 1.0:
             losses += self._step()
             step += 1
             num_steps += 1
+            if self.job.save_every and step % self.job.save_every == 0:
+                self._save_checkpoint()
             if step % log_every and step != self.budget.steps:
                 continue
             now = time.perf_counter()
@@ -197,7 +214,7 @@ class _Run:
                     do="lower --learning-rate, or set --clip.",
                 )
             reading = self._read(step, loss, num_steps * per_step / (now - last))
-            self.tokens = step * per_step
+            self.tokens += num_steps * per_step
             self.monitor.write_events(reading.events())
             self.progress.show(reading, self.budget.fraction(step))
             losses.zero_()
@@ -207,6 +224,23 @@ class _Run:
                 last = time.perf_counter()
                 began += last - now  # validation is not training time
         self.seconds = self.budget.elapsed
+
+    def _save_checkpoint(self) -> None:
+        """A checkpoint of this step, once."""
+        if self.saved_step == self.engine.global_steps:
+            return
+        self.saved_step = self.engine.global_steps
+        state = {"elapsed": self.budget.elapsed, "first_validation": self.first_validation, "tokens": self.tokens}
+        self.engine.save_checkpoint(checkpoint_folder(self.folder), client_state=state)
+        self.progress.say(f"saved {checkpoint_folder(self.folder)}/global_step{self.saved_step}")
+
+    def _resume(self, run: Path) -> None:
+        path, state = self.engine.load_checkpoint(checkpoint_folder(run))
+        self.budget.elapsed = float(state.get("elapsed", 0.0))
+        self.first_validation = float(state.get("first_validation", math.nan))
+        self.tokens = int(state.get("tokens", 0))
+        self.saved_step = self.engine.global_steps
+        self.progress.say(f"going on from {path}, step {self.engine.global_steps}")
 
     def _is_validation_due(self, step: int) -> bool:
         """By steps if the user has said so, else by tenths of the run; its end is validated in any case."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import platform
 import random
 import re
 import weakref
@@ -22,7 +21,7 @@ from shoal.checkpoint import open_gradients, tree
 from shoal.checkpoint.commit import Retention
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
 from shoal.checkpoint.load import Chosen, Load, Wanted, agree, candidates
-from shoal.checkpoint.manifest import MODEL, ParameterRecord
+from shoal.checkpoint.manifest import MODEL, ParameterRecord, versions
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
@@ -145,7 +144,7 @@ class Checkpoints:
         return State(
             step=engine.global_steps,
             parameters=records,
-            versions={"shoal": _version(), "torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
             world={"size": engine.axes.all.size, "dp_shard": engine.axes.inner.size, "stage": engine.plan.zero.stage},
             table=engine.sharded.table.as_dict(),
             config=_plain(engine._config_object.effective()),
@@ -554,12 +553,6 @@ class Checkpoints:
                 problem = error
         agree(comm, problem, None, "checkpoint: weights")
         return True
-
-
-def _version() -> str:
-    import shoal
-
-    return str(shoal.__version__)
 
 
 def _plain(value: Any) -> Any:

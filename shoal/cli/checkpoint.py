@@ -1,0 +1,135 @@
+"""``shoal checkpoint``: what lies in a folder, whether it is whole, and what need not be kept."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+app = typer.Typer(
+    name="checkpoint",
+    help="List, verify and prune checkpoints.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
+
+
+@app.command("list")
+def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
+    """Show the checkpoints of a folder, the newest first."""
+    from shoal.checkpoint import catalogue
+    from shoal.checkpoint.storage import open_storage
+    from shoal.text import format_bytes, table
+
+    storage = open_storage(folder)
+    found = catalogue.look(storage)
+    if not found:
+        print(f"no checkpoints in {storage.url}", file=sys.stderr)
+        raise typer.Exit(1)
+    hinted = catalogue.hint(storage)
+    rows = []
+    for entry in found:
+        if entry.manifest is None:
+            rows.append([entry.folder, "", "", "", "", f"damaged: {entry.problem.what if entry.problem else ''}"])
+            continue
+        manifest = entry.manifest
+        marks = [name for name, is_so in (("latest", entry.folder == hinted),) if is_so]
+        marks += [] if manifest.is_for_resuming else ["by tag only"]
+        rows.append(
+            [
+                entry.folder,
+                str(manifest.step),
+                manifest.created[:19].replace("T", " "),
+                str(manifest.world.get("size", "")),
+                format_bytes(manifest.nbytes),
+                ", ".join(marks),
+            ]
+        )
+    print(table(rows, ["checkpoint", "step", "saved (UTC)", "ranks", "size", ""]))
+
+
+@app.command("verify")
+def verify_checkpoints(
+    folder: Annotated[str, _FOLDER],
+    tag: Annotated[str | None, typer.Option(help="One checkpoint; all where left out.")] = None,
+) -> None:
+    """Read every byte and compare the sums. Ends with 1 if anything is damaged."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from shoal.checkpoint import catalogue
+    from shoal.checkpoint.storage import open_storage
+
+    storage = open_storage(folder)
+    folders = [catalogue.find_tag(storage, tag)] if tag else [entry.folder for entry in catalogue.look(storage)]
+    if not folders and storage.exists("manifest.json"):
+        folders = [""]  # the folder is a checkpoint itself
+    if not folders:
+        print(f"no checkpoints in {storage.url}", file=sys.stderr)
+        raise typer.Exit(1)
+    num_damaged = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    for name in folders:
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            shown = name or Path(storage.url).name
+            total = sum(storage.size(f"{name}/{file}".lstrip("/")) for file in storage.names(name))
+            task = progress.add_task(shown, total=total)
+            problems = catalogue.verify(storage, name, partial(_advance, progress, task))
+        if problems:
+            num_damaged += 1
+            print(f"{shown}: DAMAGED")
+            for problem in problems:
+                print(f"  {problem}".replace("\n", "\n  "))
+        else:
+            print(f"{shown}: whole")
+    if num_damaged:
+        raise typer.Exit(1)
+
+
+def _advance(progress: Progress, task: TaskID, _: str, nbytes: int) -> None:
+    progress.advance(task, nbytes)
+
+
+@app.command("prune")
+def prune(
+    folder: Annotated[str, _FOLDER],
+    keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")],
+    keep_every: Annotated[int, typer.Option(min=0, help="Also those whose step divides by this.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+) -> None:
+    """Remove old checkpoints. Those that stay are verified first: a damaged one does not count as kept."""
+    from shoal.checkpoint import catalogue
+    from shoal.checkpoint.commit import Retention, prunable
+    from shoal.checkpoint.lock import FolderLock
+    from shoal.checkpoint.storage import LocalStorage, open_storage
+
+    storage = open_storage(folder)
+    lock = FolderLock(storage.root) if isinstance(storage, LocalStorage) else None
+    if lock is not None:
+        lock.acquire()
+    try:
+        whole: list[catalogue.Found] = []
+        for entry in catalogue.look(storage):
+            num_whole = len([w for w in whole if w.manifest is not None and w.manifest.is_for_resuming])
+            if entry.manifest is None:
+                print(f"{entry.folder}: damaged, left alone")
+                continue
+            if num_whole < keep and catalogue.verify(storage, entry.folder):
+                print(f"{entry.folder}: damaged, does not count, left alone")
+                continue
+            whole.append(entry)
+        for entry in prunable(whole, Retention(keep, keep_every)):
+            print(f"{entry.folder}: {'would be removed' if dry_run else 'removed'}")
+            if not dry_run:
+                storage.remove(entry.folder)
+    finally:
+        if lock is not None:
+            lock.release()

@@ -1,0 +1,216 @@
+"""Reads plain ``torch.distributed.checkpoint`` folders: the model, and the optimizer as FSDP2's users save it.
+
+    {"model": {"layers.0.w": ...},
+     "optim": {"state": {"layers.0.w": {"exp_avg": ..., "step": ...}}, "param_groups": [{"lr": ..., "params": [...]}]}}
+
+is what ``torch.distributed.checkpoint.state_dict.get_state_dict`` gives; with ``flatten_optimizer_state_dict`` the
+optimizer's part is ``{"state.layers.0.w.exp_avg": ..., "param_groups.layers.0.w.lr": ...}``. Both may lie deeper
+(``{"app": {"model": ...}}``), and a bare ``model.state_dict()`` is read too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.dcp_metadata import Item, Part, Path, read_metadata
+from shoal.checkpoint.formats.described import about
+from shoal.checkpoint.formats.foreign import ForeignFolder
+from shoal.checkpoint.formats.torch_file import load_part
+from shoal.checkpoint.portable import MODEL, TensorInfo
+from shoal.errors import CheckpointError
+
+_MODEL_KEYS = ("model", "module", "state_dict")
+_OPTIMIZER_KEYS = ("optim", "optimizer", "optimizers")
+_MAX_OBJECT_NBYTES = 64 << 20
+
+
+class DcpSource:
+    """A ``torch.distributed.checkpoint`` folder as a ``Source``.
+
+    Raises: CheckpointError: no such folder, a part is missing or cut off, it asks for more than tensors, or there is no
+        model in it.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = ForeignFolder(folder)
+        self._items: dict[tuple[str, str], Item] = {}
+        sorting = _Sorted(read_metadata(self._folder))
+        if not sorting.model:
+            raise CheckpointError(
+                f"there is no model in it, but {', '.join(map(repr, sorting.tops)) or 'nothing'}.",
+                where=self._folder.url,
+                do='save {"model": model.state_dict(), ...}.',
+                code="checkpoint-format",
+            )
+        aliases = _take_aliases(sorting.model)
+        tensors = {name: TensorInfo(_dtype(item), item.shape) for name, item in sorting.model.items()}
+        trained = {name for name, _ in sorting.state} & tensors.keys()
+        self.about = about(tensors, aliases, known_parameters=trained)
+        self._kinds: dict[str, dict[str, TensorInfo]] = {MODEL: tensors}
+        self._items.update({(MODEL, name): item for name, item in sorting.model.items()})
+        self._take_state(sorting, tensors)
+        self._take_groups(sorting)
+        if sorting.left:
+            self.about.notes.append(f"{', '.join(map(repr, sorting.left[:5]))}: neither model nor optimizer; left out.")
+
+    def _take_state(self, sorting: _Sorted, tensors: Mapping[str, TensorInfo]) -> None:
+        for (name, key), item in sorting.state.items():
+            if name not in tensors:
+                self.about.notes.append(f"optimizer state {key!r} of {name!r}, which is not in the model; left out.")
+            elif item.dtype is None or (not item.shape and (key == "step" or tensors[name].shape)):
+                value = self._object(item) if item.dtype is None else self._tensor(item).item()
+                self.about.scalars.setdefault(name, {})[key] = value
+            elif item.shape == tensors[name].shape:
+                kind = f"optimizer/{key}"
+                self._kinds.setdefault(kind, {})[name] = TensorInfo(_dtype(item), item.shape)
+                self._items[kind, name] = item
+            else:
+                self.about.notes.append(
+                    f"optimizer state {key!r} of {name!r} has shape {list(item.shape)}, the parameter"
+                    f" {list(tensors[name].shape)}; left out."
+                )
+
+    def _take_groups(self, sorting: _Sorted) -> None:
+        """Groups by index with their parameters' names in ``params``, or hyperparameters by parameter."""
+        groups: list[dict[str, Any]] = []
+        for index in sorted(sorting.groups):
+            values = {key: self._object(item) for key, item in sorting.groups[index].items()}
+            names = values.pop("params", [])
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                self.about.notes.append(f"param_groups[{index}] gives its parameters no names; left out.")
+                continue
+            self.about.group_of.update(dict.fromkeys(names, len(groups)))
+            groups.append(values)
+        for name, items in sorting.flat_groups.items():
+            values = {key: self._object(item) for key, item in items.items()}
+            if values not in groups:
+                groups.append(values)
+            self.about.group_of[name] = groups.index(values)
+        self.about.groups = groups
+
+    def kinds(self) -> Iterable[str]:
+        return tuple(self._kinds)
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return self._kinds.get(kind, {})
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        return self._tensor(self._items[kind, name])
+
+    def _tensor(self, item: Item) -> torch.Tensor:
+        """One tensor. Memory: it, and while it is put together one chunk of it."""
+        if len(item.parts) == 1 and item.parts[0].rectangle is not None and item.parts[0].rectangle.shape == item.shape:
+            return self._chunk(item, item.parts[0])
+        whole = torch.empty(item.shape, dtype=_dtype(item))
+        for part in item.parts:
+            assert part.rectangle is not None
+            chunk = self._chunk(item, part)
+            place = tuple(
+                slice(start, start + size)
+                for start, size in zip(part.rectangle.start, part.rectangle.shape, strict=True)
+            )
+            whole[place] = chunk
+        return whole
+
+    def _chunk(self, item: Item, part: Part) -> torch.Tensor:
+        assert part.rectangle is not None
+        value = self._load(part)
+        shape, dtype = part.rectangle.shape, _dtype(item)
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
+            found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise CheckpointError(
+                f"byte {part.offset} of {part.file} holds a {found}, and .metadata says {dtype} {list(shape)}.",
+                where=self._folder.url,
+                do="copy the checkpoint once more from where it came.",
+                code="checkpoint-damaged",
+            )
+        return value
+
+    def _object(self, item: Item) -> Any:
+        if item.dtype is not None:
+            return self._tensor(item)
+        if not item.parts or item.parts[0].nbytes > _MAX_OBJECT_NBYTES:
+            raise CheckpointError(
+                f"{'.'.join(map(str, item.path))} is {'missing' if not item.parts else 'too large for what it is'}.",
+                where=self._folder.url,
+                code="checkpoint-damaged",
+            )
+        return self._load(item.parts[0])
+
+    def _load(self, part: Part) -> Any:
+        data = bytearray(part.nbytes)
+        with self._folder.open(part.file) as file:
+            file.read_into(part.offset, memoryview(data))
+        return load_part(bytes(data), f"byte {part.offset} of {self._folder.url}/{part.file}")
+
+
+def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:
+    """Remove names whose bytes are another's, as Shoal writes tied weights. Returns: the other names, by name."""
+    first: dict[tuple[Part, ...], str] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for name, item in list(model.items()):
+        same = first.setdefault(item.parts, name) if item.parts else name
+        if same != name:
+            aliases[same] = (*aliases.get(same, ()), name)
+            del model[name]
+    return aliases
+
+
+def _dtype(item: Item) -> torch.dtype:
+    assert item.dtype is not None
+    return item.dtype
+
+
+class _Sorted:
+    """Leaves by what they are."""
+
+    def __init__(self, items: Iterable[Item]) -> None:
+        self.model: dict[str, Item] = {}
+        self.state: dict[tuple[str, str], Item] = {}  # by parameter and key
+        self.groups: dict[int, dict[str, Item]] = {}
+        self.flat_groups: dict[str, dict[str, Item]] = {}  # by parameter
+        self.left: list[str] = []
+        self.tops: list[str] = []
+        bare: dict[str, Item] = {}
+        for item in items:
+            self.tops = list(dict.fromkeys([*self.tops, str(item.path[0])]))
+            if not self._sort(item) and not (len(item.path) == 1 and item.dtype is not None):
+                self.left.append(".".join(map(str, item.path)))
+            elif len(item.path) == 1 and item.dtype is not None:
+                bare[str(item.path[0])] = item
+        if not self.model:
+            self.model = bare  # the state_dict itself was saved
+        else:
+            self.left += bare
+
+    def _sort(self, item: Item) -> bool:
+        for depth, key in enumerate(item.path[:-1]):
+            rest = item.path[depth + 1 :]
+            if key in _OPTIMIZER_KEYS:
+                return self._sort_optimizer(rest, item)
+            if key in _MODEL_KEYS:
+                if item.dtype is None:
+                    return False
+                self.model[".".join(map(str, rest))] = item
+                return True
+        return False
+
+    def _sort_optimizer(self, rest: Path, item: Item) -> bool:
+        first = str(rest[0])
+        if first == "state" and len(rest) == 3 and isinstance(rest[1], str):
+            self.state[rest[1], str(rest[2])] = item
+        elif first == "param_groups" and len(rest) == 3 and isinstance(rest[1], int):
+            self.groups.setdefault(rest[1], {})[str(rest[2])] = item
+        elif len(rest) == 1 and first.startswith("state."):
+            name, _, key = first.removeprefix("state.").rpartition(".")
+            self.state[name, key] = item
+        elif len(rest) == 1 and first.startswith("param_groups."):
+            name, _, key = first.removeprefix("param_groups.").rpartition(".")
+            self.flat_groups.setdefault(name, {})[key] = item
+        else:
+            return False
+        return True

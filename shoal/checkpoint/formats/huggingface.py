@@ -1,0 +1,320 @@
+"""Hugging Face's format: one or several safetensors files, and of several an index that says which tensor is where.
+
+model.safetensors
+model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, model.safetensors.index.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.blocks import Entry, Plan, plan_file, write_file
+from shoal.checkpoint.formats.described import about
+from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
+from shoal.checkpoint.formats.safetensors_file import Header, Stored, read_header, read_range
+from shoal.checkpoint.formats.target import new_folder, split
+from shoal.checkpoint.portable import MODEL, Source, TensorInfo
+from shoal.checkpoint.storage import Reader
+from shoal.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_INDEX_ENDING = ".safetensors.index.json"
+_MAX_INDEX_NBYTES = 64 << 20
+_FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
+_MAX_NAMED = 5
+
+
+class Weights:
+    """The tensors of a folder of safetensors files, by name: whole, or ranges of them.
+
+    Args:
+        url: the folder, or one ``.safetensors`` file.
+
+    Raises: CheckpointError: no such folder, a shard that the index names is missing or cut off, or a name in the index
+        leads out of the folder.
+    """
+
+    def __init__(self, url: str | os.PathLike[str]) -> None:
+        text = os.fspath(url)
+        is_file = text.endswith(".safetensors")
+        self._folder = ForeignFolder(split(text)[0] if is_file else text)
+        self.url = self._folder.url
+        self.notes: list[str] = []
+        self.num_bytes_read = 0  # of tensors
+        self._open = ExitStack()
+        self._opened: tuple[str, Reader] | None = None
+        names, index = ([split(text)[1]], None) if is_file else self._files()
+        headers = {name: self._header(name) for name in names}
+        self.file_of = self._by_index(index, headers) if index is not None else self._by_file(headers)
+        self.tensors = {name: headers[file].tensors[name] for name, file in self.file_of.items()}
+        self.aliases = self._aliases(headers)
+
+    def _files(self) -> tuple[list[str], dict[str, str] | None]:
+        present = self._folder.names()
+        indexes = [name for name in present if name.endswith(_INDEX_ENDING)]
+        files = [name for name in present if name.endswith(".safetensors")]
+        if INDEX in indexes or (len(indexes) == 1 and SINGLE not in files):
+            index = self._index(INDEX if INDEX in indexes else indexes[0])
+            named = sorted(set(index.values()))
+            missing = [name for name in named if name not in present]
+            if missing:
+                lost = sum(file in missing for file in index.values())
+                raise CheckpointError(
+                    f"{_listed(missing)} of {len(named)} files {'is' if len(missing) == 1 else 'are'} missing;"
+                    f" {lost} tensors lie there.",
+                    where=self.url,
+                    do="copy the missing files there.",
+                    code="checkpoint-missing",
+                )
+            return named, index
+        if SINGLE in files or len(files) == 1:
+            return [SINGLE if SINGLE in files else files[0]], None
+        raise CheckpointError(
+            f"there is no {SINGLE} and no {INDEX}; there are {len(files)} other safetensors files.",
+            where=self.url,
+            do="name the file itself." if files else "name the folder of a Hugging Face model.",
+            code="checkpoint-format",
+        )
+
+    def _index(self, name: str) -> dict[str, str]:
+        try:
+            content = json.loads(self._folder.read(name, _MAX_INDEX_NBYTES))
+            table = content["weight_map"]
+            if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+                raise TypeError("weight_map is not file names by tensor")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(
+                f"{name} cannot be read: {type(error).__name__}: {error}.",
+                where=self.url,
+                do="copy it once more from where it came.",
+                code="checkpoint-damaged",
+            ) from error
+        for file in set(table.values()):
+            check_name(file, f"{name} in {self.url}")
+            if not file.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"{name} names {file!r}, which is no safetensors file.", where=self.url, code="checkpoint-unsafe"
+                )
+        return table
+
+    def _header(self, name: str) -> Header:
+        with self._folder.open(name) as file:
+            return read_header(file, f"{self.url}/{name}")
+
+    def _by_file(self, headers: Mapping[str, Header]) -> dict[str, str]:
+        return {name: file for file, header in headers.items() for name in header.tensors}
+
+    def _by_index(self, index: dict[str, str], headers: Mapping[str, Header]) -> dict[str, str]:
+        missing = [name for name, file in index.items() if name not in headers[file].tensors]
+        if missing:
+            raise CheckpointError(
+                f"{_listed(missing)}: the index says where {'it lies' if len(missing) == 1 else 'they lie'}, and"
+                f" {'it is' if len(missing) == 1 else 'they are'} not there.",
+                where=self.url,
+                do="copy index and files once more from where they came.",
+                code="checkpoint-damaged",
+            )
+        left = [name for file, header in headers.items() for name in header.tensors if index.get(name) != file]
+        if left:
+            self.notes.append(f"{_listed(left)}: in a file, but not there in the index; left out.")
+        return dict(index)
+
+    def _aliases(self, headers: Mapping[str, Header]) -> dict[str, tuple[str, ...]]:
+        """Tied weights as ``safetensors.torch.save_model`` notes them: {other name: the name that is written}."""
+        found: dict[str, tuple[str, ...]] = {}
+        for header in headers.values():
+            for other, name in header.metadata.items():
+                if name in self.tensors and other not in self.tensors:
+                    found[name] = (*found.get(name, ()), other)
+        return found
+
+    def info(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(stored.dtype, stored.shape) for name, stored in self.tensors.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, whole. Raises: CheckpointError: its file cannot be read."""
+        stored = self.tensors[name]
+        return self.read_range(name, 0, stored.numel).view(stored.shape)
+
+    def read_range(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``[begin, end)`` of the flattened tensor, 1-D. Only their bytes are read.
+
+        Raises: CheckpointError: the file cannot be read.
+        """
+        stored: Stored = self.tensors[name]
+        if not 0 <= begin <= end <= stored.numel:
+            raise IndexError(f"elements {begin} to {end} of {name!r}, which has {stored.numel}")
+        self.num_bytes_read += (end - begin) * stored.dtype.itemsize
+        file = self.file_of[name]
+        return read_range(self._reader(file), stored, begin, end, f"{self.url}/{file}")
+
+    def _reader(self, file: str) -> Reader:
+        if self._opened is None or self._opened[0] != file:
+            self.close()
+            self._opened = file, self._open.enter_context(self._folder.open(file))
+        return self._opened[1]
+
+    def close(self) -> None:
+        """Close the file that is open. The next read opens one again."""
+        self._opened = None
+        self._open.close()
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class HuggingFaceSource:
+    """A Hugging Face model's safetensors as a ``Source``.
+
+    Raises: CheckpointError: as ``Weights``.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._weights = Weights(folder)
+        self._info = self._weights.info()
+        self.about = about(self._info, self._weights.aliases)
+        self.about.notes.extend(self._weights.notes)
+
+    def kinds(self) -> Iterable[str]:
+        return (MODEL,)
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return self._info if kind == MODEL else {}
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        assert kind == MODEL, kind
+        return self._weights.read(name)
+
+    def read_range(self, kind: str, name: str, begin: int, end: int) -> torch.Tensor:
+        """Elements ``[begin, end)`` of a flattened tensor; only their bytes are read."""
+        assert kind == MODEL, kind
+        return self._weights.read_range(name, begin, end)
+
+
+def cast_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """What each of the model's tensors is written in.
+
+    Args:
+        dtype: of all tensors of floating point; None: what the model computes in, and a buffer's own.
+    """
+    chosen = {}
+    for name, info in source.tensors(MODEL).items():
+        known = source.about.parameters.get(name, info).dtype
+        is_cast = dtype is not None and info.dtype.is_floating_point
+        chosen[name] = dtype if is_cast and dtype is not None else known
+    return chosen
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    info: TensorInfo
+    aliases: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        numel = 1
+        for size in self.info.shape:
+            numel *= size
+        return numel * self.info.dtype.itemsize
+
+
+def write_huggingface(
+    source: Source,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_nbytes: float = 5e9,
+) -> None:
+    """Write the model's tensors as ``save_pretrained`` would: safetensors, with an index where there are several files.
+
+    Optimizer state has no place in this format. A tied weight is written once, under its first name; its other names
+    are in the header's metadata, as ``safetensors.torch.save_model`` writes them. ``config.json`` is not written.
+
+    Args:
+        dtype: cast tensors of floating point to it; None: the dtype that the model computes in.
+        max_file_nbytes: begin another file before one gets larger; a larger tensor has a file of its own.
+
+    Raises: CheckpointError: the folder is there already, or a tensor has a dtype that the format lacks.
+    Memory: one tensor.
+    """
+    chosen = cast_dtypes(source, dtype)
+    tensors = [
+        _Tensor(name, TensorInfo(chosen[name], info.shape), source.about.aliases.get(name, ()))
+        for name, info in source.tensors(MODEL).items()
+    ]
+    shards = _shards(tensors, max_file_nbytes)
+    names = _file_names(len(shards))
+    with new_folder(folder) as (storage, staging):
+        for file, shard in zip(names, shards, strict=True):
+            entries = [_entry(source, tensor) for tensor in shard]
+            aliases = {other: tensor.name for tensor in shard for other in tensor.aliases}
+            write_file(storage, staging, file, _with_metadata(plan_file(entries), {**_FORMAT, **aliases}))
+        if len(shards) > 1:
+            weight_map = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {
+                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+                "weight_map": dict(sorted(weight_map.items())),
+            }
+            with storage.create(f"{staging}/{INDEX}") as sink:
+                sink.write(memoryview(json.dumps(index, indent=2).encode()))
+                sink.flush()
+
+
+def _shards(tensors: Sequence[_Tensor], max_file_nbytes: float) -> list[list[_Tensor]]:
+    shards: list[list[_Tensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if shards[-1] and held + tensor.nbytes > max_file_nbytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(tensor)
+        held += tensor.nbytes
+    return shards
+
+
+def _file_names(number: int) -> list[str]:
+    if number == 1:
+        return [SINGLE]
+    return [f"model-{index:05d}-of-{number:05d}.safetensors" for index in range(1, number + 1)]
+
+
+def _entry(source: Source, tensor: _Tensor) -> Entry:
+    def read() -> Sequence[torch.Tensor]:
+        return [source.read(MODEL, tensor.name).to(tensor.info.dtype).reshape(-1)]
+
+    return Entry(tensor.name, tensor.info.dtype, tensor.info.shape, read)
+
+
+def _with_metadata(plan: Plan, metadata: dict[str, str]) -> Plan:
+    """The same file with a ``__metadata__`` in its header, which moves the tensors."""
+    table: dict[str, Any] = json.loads(plan.header[8:])
+    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(len(text) + 8) % 64)
+    header = len(text).to_bytes(8, "little") + text
+    moved = len(header) - len(plan.header)
+    return replace(
+        plan,
+        header=header,
+        offsets=tuple(offset + moved for offset in plan.offsets),
+        nbytes=plan.nbytes + moved,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(repr(name[:200]) for name in names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"

@@ -1,0 +1,195 @@
+"""Reads a pickle as data: what it would have made is written down, and nothing is made, imported or called.
+
+A pickle is a program for a small stack machine. This one knows only the instructions that build text, numbers and
+containers; where a program names a class, the name is kept, if it is one of those that the caller expects:
+
+    Metadata(version="1.0.0")  ->  Built("torch.distributed.checkpoint.metadata.Metadata", (), {"version": "1.0.0"})
+
+So a hostile program can at most be refused. Its memory is bounded by its length: no instruction takes more than it
+brings.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The name of a class, function or constant."""
+
+    name: str
+
+
+@dataclass(eq=False)
+class Built:
+    """An object that was not made: its class's name, what it would have been called with, and its state."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    state: Any = None
+
+    def get(self, key: str) -> Any:
+        """An attribute of the state; None where there is none."""
+        return self.state.get(key) if isinstance(self.state, dict) else None
+
+
+_MARK = object()
+_VALUES = frozenset(
+    ["BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"]
+    + ["SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"]
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, Callable[[], Any]] = {
+    "EMPTY_DICT": dict,
+    "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": set,
+}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_NOTHING = frozenset({"PROTO", "FRAME"})
+_Key = str | int | Built  # of dicts and sets: a nest of tuples can take for ever to hash
+
+
+def read(data: bytes, expected: Collection[str], where: str) -> Any:
+    """What a pickle holds.
+
+    Args:
+        expected: full names of classes, functions and constants that may be in it.
+
+    Raises: CheckpointError: it asks for another name, or for an instruction that no plain data needs, or it is cut off.
+    """
+    return _Machine(frozenset(expected), where).run(data)
+
+
+class _Machine:
+    def __init__(self, expected: frozenset[str], where: str) -> None:
+        self._expected = expected
+        self._where = where
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, data: bytes) -> Any:
+        try:
+            for instruction, argument, _ in pickletools.genops(data):
+                if instruction.name == "STOP":
+                    (result,) = self._stack
+                    return result
+                self._do(instruction.name, argument)
+        except CheckpointError:
+            raise
+        except Exception as error:  # whatever a damaged program leads to
+            raise self._damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
+        raise self._damaged("it has no end")
+
+    def _do(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _NOTHING:
+            return
+        if name in _VALUES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            stack.append(tuple(self._last(_TUPLES[name])))
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "TUPLE":
+            stack.append(tuple(self._to_mark()))
+        elif name in ("APPEND", "APPENDS", "ADDITEMS"):
+            self._extend(self._last(1) if name == "APPEND" else self._to_mark())
+        elif name in ("SETITEM", "SETITEMS"):
+            self._fill(self._last(2) if name == "SETITEM" else self._to_mark())
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "GLOBAL":
+            stack.append(self._symbol(argument.replace(" ", ".", 1)))
+        elif name == "STACK_GLOBAL":
+            last = stack.pop()
+            stack.append(self._symbol(f"{stack.pop()}.{last}"))
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments = stack.pop()
+            stack.append(self._built(stack.pop(), arguments))
+        elif name == "BUILD":
+            state = stack.pop()
+            self._top(Built).state = state
+        else:
+            raise CheckpointError(
+                f"it has the instruction {name}, which no plain data needs.",
+                where=self._where,
+                do="do not trust this checkpoint.",
+                code="checkpoint-unsafe",
+            )
+
+    def _last(self, number: int) -> list[Any]:
+        if len(self._stack) < number:
+            raise ValueError("too few values")
+        items = self._stack[-number:]
+        del self._stack[-number:]
+        return items
+
+    def _to_mark(self) -> list[Any]:
+        at = len(self._stack) - 1
+        while self._stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise ValueError("a mark is missing")
+        items = self._stack[at + 1 :]
+        del self._stack[at:]
+        return items
+
+    def _top(self, kind: type[Any]) -> Any:
+        top = self._stack[-1]
+        if not isinstance(top, kind):
+            raise TypeError(f"a {kind.__name__} was expected, and there is a {type(top).__name__}")
+        return top
+
+    def _extend(self, items: list[Any]) -> None:
+        if isinstance(self._stack[-1], set):
+            self._stack[-1].update(self._key(item) for item in items)
+        else:
+            self._top(list).extend(items)
+
+    def _fill(self, items: list[Any]) -> None:
+        top = self._top(dict)
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            top[self._key(key)] = value
+
+    def _key(self, key: Any) -> Any:
+        if not isinstance(key, _Key):
+            raise TypeError(f"a {type(key).__name__} as a key")
+        return key
+
+    def _symbol(self, name: str) -> Symbol:
+        if name not in self._expected:
+            raise CheckpointError(
+                f"it asks for {name[:200]}, which is no part of such a file.",
+                where=self._where,
+                do="do not trust this checkpoint.",
+                code="checkpoint-unsafe",
+            )
+        return Symbol(name)
+
+    def _built(self, symbol: Any, arguments: Any) -> Built:
+        if not isinstance(symbol, Symbol) or not isinstance(arguments, tuple):
+            raise TypeError("a call of something that is no name")
+        return Built(symbol.name, arguments)
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(
+            f"it cannot be read: {what}.",
+            where=self._where,
+            do="copy it once more from where it came.",
+            code="checkpoint-damaged",
+        )

@@ -1,0 +1,98 @@
+"""Reads what ``torch.save`` wrote, and runs nothing of it: tensors and plain containers, or an error.
+
+A file asks for the classes and functions that it was made of. ``torch.load(weights_only=True)`` grants those of
+tensors; a file that asks for another is refused with the name that it asked for, whatever that name is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from shoal.errors import CheckpointError
+
+_ZIP = b"PK\x03\x04"
+
+
+def load(path: str | os.PathLike[str]) -> Any:
+    """What a file holds. Its tensors are mapped from the file and read when they are used (but of a file in the format
+    before PyTorch 1.6, which is read whole).
+
+    Raises: CheckpointError: it asks for more than tensors, is compressed, damaged, or no such file.
+    """
+    place = Path(path)
+    try:
+        with place.open("rb") as file:
+            is_zip = file.read(4) == _ZIP
+            if is_zip:
+                check_zip(file, str(place))
+    except OSError as error:
+        raise CheckpointError(
+            f"{place} cannot be opened: {error}.", do="name a file that is there.", code="checkpoint-missing"
+        ) from error
+    try:
+        return torch.load(place, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # what a hostile file raises can be anything
+        raise _refused(error, str(place), place) from error
+
+
+def load_part(data: bytes, where: str) -> Any:
+    """What a part of a file holds, as ``load``."""
+    check_zip(io.BytesIO(data), where)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise _refused(error, where, io.BytesIO(data)) from error
+
+
+def check_zip(file: IO[bytes], where: str) -> None:
+    """Raises: CheckpointError: not a whole zip file, or a compressed one, which could unfold to any size."""
+    try:
+        entries = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise _damaged(where, str(error)) from error
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise CheckpointError(
+                f"{entry.filename[:200]!r} in it is compressed, which torch.save never does.",
+                where=where,
+                do="do not trust this file.",
+                code="checkpoint-unsafe",
+            )
+
+
+def _refused(error: Exception, where: str, file: Path | IO[bytes]) -> CheckpointError:
+    asked = _asked_for(file) or re.findall(r"GLOBAL ([\w.]+)", str(error))
+    if asked:
+        return CheckpointError(
+            f"the file asks for {', '.join(asked[:5])}, and Shoal loads tensors and plain containers only.",
+            where=where,
+            do="do not trust this file; from one that you made yourself, save the tensors alone"
+            " (torch.save(model.state_dict())).",
+            code="checkpoint-unsafe",
+        )
+    first = str(error).strip().partition("\n")[0][:300]
+    return _damaged(where, f"{type(error).__name__}: {first}")
+
+
+def _asked_for(file: Path | IO[bytes]) -> list[str]:
+    """Names that a file asks for and does not get; none where that cannot be told."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # the file is damaged as well
+        return []
+
+
+def _damaged(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"this is no whole file of torch.save: {what}.",
+        where=where,
+        do="copy it once more from where it came.",
+        code="checkpoint-damaged",
+    )

@@ -1,0 +1,160 @@
+"""Writes the file that ``torch.save`` writes of a dict of tensors, one tensor after the other.
+
+``torch.save`` needs all tensors at once. Its format does not: a zip file of stored entries, of which the first says
+what there is, and each other one is the bytes of one tensor.
+
+    archive/data.pkl    {"w": tensor made of storage "0", shape (2, 3)}, as instructions that torch.load follows
+    archive/byteorder, archive/version
+    archive/data/0      the bytes, beginning at a multiple of 64
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from shoal.checkpoint.portable import TensorInfo
+from shoal.errors import CheckpointError
+
+_ALIGNMENT = 64
+_ZIP64_NBYTES = 1 << 31
+_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.complex128: "ComplexDoubleStorage",
+    torch.complex64: "ComplexFloatStorage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+_UNTYPED = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Stream(Protocol):
+    """A file that is written from its beginning to its end."""
+
+    def write(self, data: memoryview, /) -> object: ...
+
+
+def write_tensors(
+    stream: Stream,
+    tensors: Mapping[str, TensorInfo],
+    read: Callable[[str], torch.Tensor],
+    aliases: Mapping[str, Sequence[str]] | None = None,
+) -> None:
+    """Write a dict of tensors.
+
+    Args:
+        read: gives a tensor of the dtype and shape that ``tensors`` says; called for each in turn.
+        aliases: other names of a tensor; they share its bytes.
+
+    Raises: CheckpointError: a dtype that the format lacks.
+    Memory: one tensor.
+    """
+    rows = []
+    for key, (name, info) in enumerate(tensors.items()):
+        value = _tensor(str(key), info)
+        rows += [_text(name) + value, *(_text(other) + value for other in (aliases or {}).get(name, ()))]
+    with _Archive(stream) as archive:
+        archive.add("data.pkl", b"\x80\x02}(" + b"".join(rows) + b"u.")
+        archive.add("byteorder", b"little")
+        for key, name in enumerate(tensors):
+            archive.add_tensor(f"data/{key}", read(name))
+        archive.add("version", b"3\n")
+
+
+def write_tensor(stream: Stream, tensor: torch.Tensor) -> None:
+    """Write a tensor by itself, as ``torch.save(tensor)``. Raises: CheckpointError: a dtype that the format lacks."""
+    with _Archive(stream) as archive:
+        archive.add("data.pkl", b"\x80\x02" + _tensor("0", TensorInfo(tensor.dtype, tuple(tensor.shape))) + b".")
+        archive.add("byteorder", b"little")
+        archive.add_tensor("data/0", tensor)
+        archive.add("version", b"3\n")
+
+
+# data.pkl: protocol 2 of Python's object format, of which a dict of tensors needs a dozen instructions. "(" opens a
+# tuple and "t" closes it, "c" names a function, "R" calls it, "Q" asks for a storage, "u" fills the dict.
+
+
+def _tensor(key: str, info: TensorInfo) -> bytes:
+    numel = math.prod(info.shape)
+    storage = _STORAGES.get(info.dtype)
+    if storage is None and info.dtype not in _UNTYPED:
+        raise CheckpointError(f"torch.save's format is not written for {info.dtype}.", code="checkpoint-format")
+    home = "torch" if storage is not None else "torch.storage"
+    size = numel if storage is not None else numel * info.dtype.itemsize
+    function = "_rebuild_tensor_v2" if storage is not None else "_rebuild_tensor_v3"
+    strides = [math.prod(info.shape[dim + 1 :]) for dim in range(len(info.shape))]
+    held = _text("storage") + _name(home, storage or "UntypedStorage") + _text(key) + _text("cpu") + _count(size)
+    arguments = b"(" + held + b"tQ" + _count(0) + _tuple(info.shape) + _tuple(strides) + b"\x89"
+    arguments += _name("collections", "OrderedDict") + b")R"
+    if storage is None:
+        arguments += _name("torch", str(info.dtype).removeprefix("torch."))
+    return _name("torch._utils", function) + b"(" + arguments + b"tR"
+
+
+def _name(module: str, name: str) -> bytes:
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def _text(text: str) -> bytes:
+    encoded = text.encode("utf-8")
+    return b"X" + struct.pack("<I", len(encoded)) + encoded
+
+
+def _count(value: int) -> bytes:
+    encoded = value.to_bytes((value.bit_length() + 8) // 8, "little", signed=True)
+    return b"\x8a" + bytes([len(encoded)]) + encoded
+
+
+def _tuple(values: Sequence[int]) -> bytes:
+    return b"(" + b"".join(map(_count, values)) + b"t"
+
+
+class _Archive:
+    """A zip file whose entries are stored, each beginning at a multiple of 64."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._position = 0
+        # An object that only writes: zipfile then goes back to nothing, and the stream may stand anywhere in a file.
+        self._zip = zipfile.ZipFile(self, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data)
+        self._stream.write(view)
+        self._position += view.nbytes
+        return view.nbytes
+
+    def flush(self) -> None:
+        return
+
+    def add(self, name: str, data: bytes | memoryview) -> None:
+        entry = zipfile.ZipInfo(f"archive/{name}")
+        is_large = len(data) >= _ZIP64_NBYTES
+        header = 30 + len(entry.filename) + (20 if is_large else 0) + 4
+        fill = -(self._position + header) % _ALIGNMENT
+        entry.extra = b"FB" + struct.pack("<H", fill) + b"\0" * fill
+        with self._zip.open(entry, "w", force_zip64=is_large) as file:
+            file.write(data)
+
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().reshape(-1).contiguous().cpu()
+        self.add(name, flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+
+    def __enter__(self) -> _Archive:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._zip.close()

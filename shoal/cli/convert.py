@@ -1,0 +1,168 @@
+"""``shoal convert``: weights and checkpoints from one format to another, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+from shoal.errors import CheckpointError
+from shoal.text import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.checkpoint.portable import Source, TensorInfo
+
+
+class Target(StrEnum):
+    shoal = "shoal"
+    huggingface = "huggingface"
+    state_dict = "state_dict"
+    dcp = "dcp"
+    fp32 = "fp32"
+
+
+class Origin(StrEnum):
+    shoal = "shoal"
+    deepspeed = "deepspeed"
+    huggingface = "huggingface"
+    state_dict = "state_dict"
+    dcp = "dcp"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint's folder or file.")],
+    target: Annotated[str, typer.Argument(help="The folder or file to make; it must not be there.")],
+    to: Annotated[Target, typer.Option(help="What to make; fp32 is what DeepSpeed's zero_to_fp32 writes.")],
+    from_: Annotated[Origin | None, typer.Option("--from", help="What SOURCE is; found out where left out.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of the folder; the newest where left out.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights that are written. [the model's own; fp32: float32]")
+    ] = None,
+    max_file_gb: Annotated[
+        float, typer.Option("--max-file-gb", min=0.001, help="Size of one safetensors file, in 10^9 bytes.")
+    ] = 5.0,
+) -> None:
+    """Convert a checkpoint: Shoal's or DeepSpeed's, safetensors, a state_dict, or torch.distributed.checkpoint's.
+
+    Shoal's and torch.distributed.checkpoint's formats keep the optimizer; the others hold the model alone. Peak memory
+    is one tensor.
+    """
+    # Without a terminal lines are not cut.
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb)
+    except CheckpointError as error:
+        console.print(f"[red]{escape(str(error))}[/red]")
+        raise typer.Exit(1) from None
+    for note in notes:
+        console.print(f"note: {escape(note)}")
+    print(target)
+
+
+def _convert(
+    console: Console,
+    source: str,
+    target: str,
+    to: Target,
+    from_: Origin | None,
+    tag: str | None,
+    dtype: Dtype | None,
+    max_file_gb: float,
+) -> list[str]:
+    """Returns: what was found and could not be kept, a sentence each."""
+    from shoal.checkpoint.formats import detect, open_source
+    from shoal.checkpoint.formats.target import check_free
+    from shoal.checkpoint.portable import MODEL
+    from shoal.checkpoint.tree import dtype_of
+
+    if dtype is not None and to in (Target.shoal, Target.dcp):
+        raise CheckpointError(
+            f"--dtype casts weights for use, and {to.value} keeps them for training, as they are.",
+            do="leave --dtype out, or convert to huggingface or state_dict.",
+            code="checkpoint-format",
+        )
+    check_free(target)
+    found = from_.value if from_ is not None else detect(source, tag)
+    opened = open_source(source, tag, found)
+    keeps_all = to in (Target.shoal, Target.dcp)
+    kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
+    number = sum(len(opened.tensors(kind)) for kind in kinds)
+    chosen = dtype_of(dtype.value) if dtype is not None else None
+    total = _nbytes(opened, kinds)
+    console.print(f"{found} to {to.value}: {number:,} tensors, {format_bytes(total)} as they are")
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        watched = _Watched(opened, bar, total)
+        if to is Target.huggingface:
+            from shoal.checkpoint.formats.huggingface import write_huggingface
+
+            write_huggingface(watched, target, dtype=chosen, max_file_nbytes=max_file_gb * 1e9)
+        elif to is Target.dcp:
+            from shoal.checkpoint.formats.dcp_writing import write_dcp
+
+            write_dcp(watched, target)
+        elif to is Target.shoal:
+            from shoal.checkpoint.native import write_shoal
+
+            write_shoal(watched, target, tag)
+        else:
+            from shoal.checkpoint.formats.plain import write_plain
+
+            write_plain(watched, target, dtype_of("float32") if to is Target.fp32 and chosen is None else chosen)
+    return [*opened.about.notes, *([] if keeps_all else _left_out(opened, to))]
+
+
+def _left_out(source: Source, to: Target) -> list[str]:
+    states = [kind.partition("/")[2] for kind in source.kinds() if kind != "model"]
+    if not states:
+        return []
+    return [f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out."]
+
+
+def _nbytes(source: Source, kinds: list[str]) -> int:
+    infos = [info for kind in kinds for info in source.tensors(kind).values()]
+    return sum(math.prod(info.shape) * info.dtype.itemsize for info in infos)
+
+
+class _Watched:
+    """A source that moves a progress bar when it is read."""
+
+    def __init__(self, source: Source, bar: Progress, total: int) -> None:
+        self.about = source.about
+        self._source = source
+        self._bar = bar
+        self._task = bar.add_task("", total=total)
+
+    def kinds(self) -> Iterable[str]:
+        return self._source.kinds()
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return self._source.tensors(kind)
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        value = self._source.read(kind, name)
+        self._bar.update(self._task, advance=value.numel() * value.element_size(), description=escape(name))
+        return value

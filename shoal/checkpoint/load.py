@@ -168,7 +168,9 @@ class Load:
         manifest, strict = chosen.manifest, self._wanted.is_strict
         notes: list[str] = []
         problems: list[str] = []
-        saved = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == MODEL}
+        # A parameter without elements has no tensor.
+        saved = {parameter.name: parameter.shape for parameter in manifest.parameters if 0 in parameter.shape}
+        saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
         for bucket, state in self._holdings.buckets():
@@ -187,9 +189,9 @@ class Load:
                 text = f"{kind} {len(names)}: {_some(names)}"
                 (problems if strict else notes).append(text)
         shapes = [
-            f"{name} {list(saved[name].shape)} in the checkpoint, {list(shape)} in the model"
+            f"{name} {list(saved[name])} in the checkpoint, {list(shape)} in the model"
             for name, shape in held.items()
-            if name in saved and tuple(saved[name].shape) != tuple(shape)
+            if name in saved and saved[name] != tuple(shape)
         ]
         if shapes:
             problems.append(f"{len(shapes)} of another shape: {_some(shapes)}")
@@ -292,15 +294,23 @@ class Load:
         step = self._holdings.step
         assert step is not None
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
-        dtypes: dict[str, dict[str, torch.dtype]] = {}
+        saved: dict[str, dict[str, str]] = {}
         for tensor in manifest.tensors:
             if tensor.kind.startswith(OPTIMIZER):
-                dtypes.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tree.dtype_of(tensor.dtype)
+                saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
         for state in self._holdings.states:
             slots = state.bucket.layout.slots
-            step.make_room(
-                state, [scalars.get(slot.name, {}) for slot in slots], [dtypes.get(slot.name, {}) for slot in slots]
-            )
+            dtypes = []
+            for slot in slots:
+                master = manifest.find(MODEL, slot.name)
+                # State in its master weight's dtype stays so where the master weights have become wider.
+                dtypes.append(
+                    {
+                        key: state.master.dtype if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
+                        for key, dtype in saved.get(slot.name, {}).items()
+                    }
+                )
+            step.make_room(state, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
         """From the master weights to the parameters, and from the owners to all ranks."""

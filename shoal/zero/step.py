@@ -303,7 +303,7 @@ class ShardedStep:
             for piece in state.pieces:
                 self._fill_whole(state, piece, scalars, dtypes)
             return
-        labels = [repr((sorted(s.items(), key=str), sorted(d))) for s, d in zip(scalars, dtypes, strict=True)]
+        labels = [_label(s, d) for s, d in zip(scalars, dtypes, strict=True)]
         for piece in list(state.pieces):
             runs: list[list[int]] = []  # [start, stop, slot]
             for segment in piece.segments:
@@ -336,7 +336,9 @@ class ShardedStep:
         step = max(float(scalars[index].get("step", 0)) for index in own)
         keys = {key: dtype for index in own for key, dtype in dtypes[index].items()}
         self._fill_piece(piece, {**scalars[own[0]], "step": torch.tensor(step)}, keys)
-        self.optimizer.state[piece.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
+        if len(piece.segments) > 1 or piece.segments[0].stop - piece.segments[0].start < piece.stop - piece.start:
+            # A piece of one parameter counts in "step" alone.
+            self.optimizer.state[piece.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
 
     def _fill_piece(self, piece: Piece, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
         if not scalars and not dtypes:
@@ -360,6 +362,12 @@ class ShardedStep:
             state.pieces = []
         self.states = []
         self._scratch = None
+
+
+def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:
+    """Equal where two parameters may lie in one piece. (A tensor's ``repr`` shows four digits only.)"""
+    numbers = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()}
+    return sorted((key, repr(number)) for key, number in numbers.items()), sorted(dtypes.items(), key=str)
 
 
 def _is_elementwise(value: Any, numel: int) -> bool:

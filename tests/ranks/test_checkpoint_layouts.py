@@ -1,0 +1,176 @@
+"""What any layout saved, any other loads: whole tensors are the same to the bit, and both go on alike."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, note
+from hypothesis import strategies as st
+
+from tests.ranks import models
+from tests.ranks.resuming import Run, State, differences, resume, stop
+from tests.ranks.training import config
+
+AT, UNTIL = 3, 5  # micro-batches before the save, and in all
+ROWS = 12  # of each step, shared by 1 to 4 ranks
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16 without masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+}
+HYBRIDS: dict[str, dict[str, int]] = {"": {}, "mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}
+
+
+@dataclass(frozen=True)
+class Layout:
+    world: int
+    stage: int
+    precision: str = "fp32"
+    hybrid: str = ""
+    units: tuple[str, ...] = ("blocks.*",)
+    bucket: int = 500_000_000
+    persistence: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        is_hybrid = self.world in (2, 4)
+        return config(
+            self.stage,
+            train_micro_batch_size_per_gpu=ROWS // self.world,
+            units={"names": list(self.units)},
+            zero_optimization={
+                "reduce_bucket_size": self.bucket,
+                "stage3_param_persistence_threshold": self.persistence,
+                **(HYBRIDS[self.hybrid] if is_hybrid else {}),
+            },
+            **PRECISIONS[self.precision],
+        )
+
+
+def two_groups(make: Any, **rest: Any) -> Any:
+    """Matrices decay, the rest does not."""
+
+    def optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        every = list(parameters)
+        matrices = [p for p in every if p.dim() > 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [p for p in every if p.dim() < 2]}]
+        return make([g for g in groups if g["params"]], **rest)
+
+    return optimizer
+
+
+def one_group(make: Any, **rest: Any) -> Any:
+    return lambda parameters: make(list(parameters), **rest)
+
+
+# A larger eps than usual, so that rounding errors of tiny gradients stay tiny in the update.
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": two_groups(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+    "SGD": one_group(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "NAdam": two_groups(torch.optim.NAdam, lr=1e-2, eps=1e-3),
+    "Adagrad": one_group(torch.optim.Adagrad, lr=1e-2, eps=1e-3),
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "Lamb": {"type": "Lamb", "params": {"lr": 1e-2, "eps": 1e-3}},
+    "Muon": {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-2}},
+}
+FACTORIES: dict[str, Any] = {
+    factory.__name__: factory
+    for factory in (
+        models.Plain,
+        models.Adapted,
+        models.FrozenBlocks,
+        models.Shared,
+        models.TiedBetweenBlocks,
+        models.SeveralDtypes,
+        models.OddParameters,
+        models.Late,
+        models.WithBuffers,
+        models.FrozenIntegers,
+        models.NotContiguous,
+    )
+}
+
+LAYOUTS = st.builds(
+    Layout,
+    world=st.integers(1, 4),
+    stage=st.integers(0, 3),
+    precision=st.sampled_from(["fp32", "fp32", "bf16", "fp16", "autocast", "bf16 without masters"]),
+    hybrid=st.sampled_from(["", "", "mics", "hpz"]),
+    units=st.sampled_from([("blocks.*",), ("blocks",), ("blocks.0", "embedding"), ()]),
+    bucket=st.sampled_from([1, 40, 500_000_000]),
+    persistence=st.sampled_from([0, 5, 1000]),
+)
+
+
+def run_of(layout: Layout, model: str, optimizer: str) -> Run:
+    settings = layout.settings()
+    if optimizer in WHOLE:
+        settings["optimizer"] = WHOLE[optimizer]
+    return Run(settings, layout.world, FACTORIES[model], OPTIMIZERS.get(optimizer), rows=ROWS)
+
+
+def transfer(saver: Layout, loader: Layout, model: str = "Plain", optimizer: str = "AdamW") -> None:
+    first, second = run_of(saver, model, optimizer), run_of(loader, model, optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        straight = stop(first, folder, at=AT, until=UNTIL, looks=True)
+        resumed = resume(second, folder, at=AT, until=UNTIL, dirty=1, looks=True)
+    saved, loaded = [s.earlier for s in straight if s.earlier], [s.earlier for s in resumed if s.earlier]
+    assert differences(saved, loaded, is_same_precision=saver.precision == loader.precision) == []
+    for state in loaded:
+        assert state.counters == saved[0].counters
+        for name, master in state.masters.items():
+            held = state.parameters[name]
+            assert held.dtype == torch.float64 or torch.equal(held, master.to(held.dtype)), name
+    if saver == loader:
+        assert differences(straight, resumed) == []
+        assert [state.losses for state in resumed] == [state.losses for state in straight]
+    elif saver.precision == loader.precision == "fp32" and model != "SeveralDtypes":  # it has bf16 parameters
+        worst = largest_relative_difference(straight[0], resumed[0])
+        note(f"largest relative difference after going on: {worst}")
+        assert worst <= 1e-6
+        means = [
+            [sum(step) / len(side) for step in zip(*(s.losses for s in side), strict=True)]
+            for side in (straight, resumed)
+        ]
+        assert means[0] == pytest.approx(means[1], rel=1e-6)
+
+
+def largest_relative_difference(ours: State, theirs: State) -> float:
+    """Of any master weight, relative to the largest of its tensor (or 1)."""
+    worst = 0.0
+    for name, master in ours.masters.items():
+        if master.numel():
+            scale = max(1.0, float(master.abs().max()))
+            worst = max(worst, float((master - theirs.masters[name]).abs().max()) / scale)
+    return worst
+
+
+@given(
+    saver=LAYOUTS,
+    loader=LAYOUTS,
+    model=st.sampled_from(sorted(FACTORIES)),
+    optimizer=st.sampled_from([*OPTIMIZERS, *WHOLE]),
+)
+@example(Layout(4, 3), Layout(3, 1), "OddParameters", "AdamW")
+@example(Layout(2, 1), Layout(1, 3), "Late", "AdamW")
+@example(Layout(3, 3, "bf16"), Layout(2, 0), "Late", "NAdam")
+@example(Layout(4, 3, hybrid="mics"), Layout(3, 2), "TiedBetweenBlocks", "SGD")
+@example(Layout(3, 2), Layout(4, 3, hybrid="hpz"), "SeveralDtypes", "AdamW")
+@example(Layout(1, 0), Layout(4, 1, units=()), "Plain", "Muon")
+@example(Layout(3, 3), Layout(2, 2), "Late", "Muon")
+@example(Layout(2, 3), Layout(1, 1), "Late", "Lamb")
+@example(Layout(2, 3, "bf16 without masters"), Layout(3, 1), "Plain", "AdamW")
+def test_any_layout_loads_what_any_other_saved(saver: Layout, loader: Layout, model: str, optimizer: str) -> None:
+    if loader.precision == "bf16 without masters":  # would lose digits of fp32 master weights
+        saver = replace(saver, precision=loader.precision)
+    if model == "SeveralDtypes":
+        loader = replace(loader, precision=saver.precision)
+    transfer(saver, loader, model, optimizer)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.zero.at_rest import AtRestHook, Notice
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.unit import Unit
 
@@ -61,6 +62,15 @@ class HookSet:
             runtime.gradient_ready(entry, index)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def on_state_dict(self, model: nn.Module, sharded_of: Mapping[int, Unit]) -> None:
+        """``sharded_of``: the sharded unit by ``id`` of a parameter."""
+        notice = Notice()
+        for name, module in model.named_modules():
+            own = [sharded_of[id(p)] for p in module._parameters.values() if id(p) in sharded_of]
+            if own:
+                hook = AtRestHook(name, module, list(dict.fromkeys(own)), notice)
+                self._handles.append(module.register_state_dict_pre_hook(hook))
 
     def detach(self) -> None:
         for handle in self._handles:

@@ -116,6 +116,7 @@ class ShardedModel:
             for module in modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)
         self._hooks.on_model(model, self)  # the model's first, and last, where the model itself is a unit
+        self._hooks.on_state_dict(model, {key: unit for key, unit in self.unit_of.items() if unit.is_sharded})
         for entry in self.entries:
             parameters = [p for gradient in entry.gradients for p in gradient.parameters]
             if any(gradient.is_watched for gradient in entry.gradients):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import UsageError
+from shoal.mesh import Mesh
 from tests.ranks.models import Plain
 from tests.ranks.training import (
     STAGES,
@@ -139,6 +143,82 @@ def test_a_copy_of_the_model_is_on_its_own(stage: int) -> None:
         assert ops == []
         assert is_whole
         assert are_bit_equal(parameters, expected)
+
+
+@pytest.mark.parametrize("part", ["", "blocks.1", "blocks.1.up"])
+def test_copying_or_pickling_what_is_at_rest_is_an_error_that_says_how(part: str) -> None:
+    def job() -> str:
+        engine = start(Plain, config(3))
+        run_steps(engine, 1)
+        module = engine.module.get_submodule(part)
+        with pytest.raises(UsageError) as copied:
+            copy.deepcopy(module)
+        # The hooks of a unit's own module, which come first, are local to a function: nothing pickles them.
+        with pytest.raises(UsageError if part == "blocks.1.up" else AttributeError):
+            torch.save(module, io.BytesIO())
+        assert "GatheredParameters" in copied.value.do
+        run_steps(engine, 1, first=1)
+        engine.destroy()
+        copy.deepcopy(module)
+        return copied.value.code
+
+    assert run_ranks(2, job) == ["copy-at-rest"] * 2
+
+
+def test_a_copy_of_a_copy_is_whole_too() -> None:
+    def job() -> bool:
+        engine = start(Plain, config(3))
+        with shoal.zero.GatheredParameters(engine.module.parameters()):
+            mean = copy.deepcopy(engine.module)
+        values = copy.deepcopy(mean).state_dict()
+        engine.destroy()
+        return any(value.isnan().any() for value in values.values())
+
+    assert run_ranks(2, job) == [False, False]
+
+
+@pytest.mark.parametrize("part", ["", "blocks.1", "blocks.1.up"])
+def test_the_state_dict_of_parameters_at_rest_is_warned_of_once(part: str) -> None:
+    # Warnings are the process's, not a thread's: only rank 0 asks.
+    def job() -> tuple[list[str], bool, bool]:
+        engine = start(Plain, config(3))
+        run_steps(engine, 1)
+        module = engine.module.get_submodule(part)
+        current_world().communicator("dp", Mesh.of(2)).barrier(label="test")
+        texts = []
+        if current_world().rank == 0:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                is_nan = any(value.isnan().any() for value in module.state_dict().values())
+                module.state_dict()
+                engine.state_dict()
+            texts = [str(found.message) for found in caught]
+        else:
+            is_nan = True
+        current_world().communicator("dp", Mesh.of(2)).barrier(label="test")
+        with shoal.zero.GatheredParameters(engine.module.parameters()):
+            is_whole = not any(value.isnan().any() for value in module.state_dict().values())
+        engine.destroy()
+        module.state_dict()
+        return texts, is_nan, is_whole
+
+    (texts, *first), (_, *second) = run_ranks(2, job)
+    assert first == second == [True, True]
+    assert len(texts) == 1
+    assert "engine.module_state_dict()" in texts[0]
+    assert "GatheredParameters" in texts[0]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_a_state_dict_and_a_copy_are_whole_at_any_time(stage: int) -> None:
+    def job() -> bool:
+        engine = start(Plain, config(stage))
+        run_steps(engine, 1)
+        found = [*engine.module.state_dict().values(), *copy.deepcopy(engine.module).parameters()]
+        engine.destroy()
+        return any(value.isnan().any() for value in found)
+
+    assert run_ranks(2, job) == [False, False]
 
 
 @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])

@@ -1,0 +1,148 @@
+"""Reads DeepSpeed's own checkpoints (ZeRO stages 0 to 3, any number of ranks), so that a run continues in Shoal.
+
+    parameter          weights from                        its dtype in About.parameters
+    trained            the optimizer's fp32 master         the model's (bf16, fp16 or fp32)
+    frozen, a buffer   the model file, as it is            the model's
+    tied               once, under its first name          the others are About.aliases
+
+DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_objects`` for what they may ask for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, find_files, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_model import ModelFile
+from shoal.checkpoint.formats.deepspeed_state import Spread, Trained, damaged, entry, read_partitioned, read_spread
+from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
+from shoal.checkpoint.portable import MODEL, About, TensorInfo
+from shoal.errors import CheckpointError
+
+
+class DeepSpeedSource:
+    """A checkpoint that DeepSpeed's ``save_checkpoint`` wrote, as a ``Source``.
+
+    Args:
+        folder: what was given to ``save_checkpoint``, or a tag's folder in it.
+        tag: which checkpoint; None: the one that ``latest`` names.
+        names: of each parameter group, the names of its parameters in the optimizer's order. Only stage 0 can need it
+            (it saves no names), and says so; ``()`` leaves the optimizer's state out there.
+        verify: compare the checksums in all files first, which reads them once more.
+
+    Memory: what a file holds beside its tensors; those are mapped, and read when they are asked for.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
+        NotBuiltError: it was made with tensor, pipeline or expert parallelism, is universal, or offloaded to NVMe.
+    """
+
+    about: About
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None = None,
+        *,
+        names: Sequence[Sequence[str]] | None = None,
+        verify: bool = True,
+    ) -> None:
+        files = find_files(folder, tag)
+        model = open_file(files.model[0], verify=verify)
+        self._module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3)
+        notes = self._module.notes
+        size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
+        self._frozen = _frozen(files, model, size, notes, verify) if files.is_stage_3 else None
+        self._trained, scale = _trained(files, self._module, size, names, verify)
+        held = {} if self._trained is None else {kind: self._trained.infos(kind) for kind in self._trained.kinds()}
+        self._masters = held.pop(MODEL, {})
+        weights = self._module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
+        self._infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
+        self.about = self._module.about(weights, self._trained, scale)
+
+    def kinds(self) -> Iterable[str]:
+        return list(self._infos)
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return self._infos.get(kind, {})
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        if name not in self.tensors(kind):
+            raise KeyError(f"{kind} has no tensor {name!r}")
+        if self._trained is not None and (kind != MODEL or name in self._masters):
+            return self._trained.read(kind, name)
+        if self._frozen is not None and name in self._frozen.shapes:
+            return self._frozen.read(kind, name)
+        return self._module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+
+
+def _trained(
+    files: CheckpointFiles,
+    module: ModelFile,
+    size: int,
+    names: Sequence[Sequence[str]] | None,
+    verify: bool,
+) -> tuple[Trained | None, Any]:
+    """The optimizer's state, and its loss scale. None: there is none."""
+    state = module.state.get("optimizer")
+    if state is not None:
+        if names is not None and not names:
+            module.notes.append("The optimizer's state was left out, as names=() asks.")
+            return None, None
+        return read_unnamed(state, module.parameters(), names, module.file), state
+    shapes = module.state.get("param_shapes")
+    if not files.optimizer:
+        if files.is_stage_3:
+            raise damaged("there are no optimizer files, and at stage 3 the weights are in them", str(files.folder))
+        module.notes.append("There are no optimizer files: the weights are the model's, without optimizer state.")
+        return None, None
+    paths, notes = files.optimizer_of(size)
+    module.notes.extend(notes)
+    if not isinstance(shapes, list):
+        raise damaged("entry 'param_shapes' is missing", module.file)
+    states = []
+    for path in paths:
+        opened = entry(open_file(path, verify=verify), "optimizer_state_dict", str(path))
+        count = entry(opened, "partition_count", str(path))
+        counts = count if isinstance(count, list) else [count]
+        if "ds_zero_partition_groups" in opened or len(set(counts)) > 1:
+            raise not_built("mixture-of-experts layers", str(path))
+        if any(int(each) != size for each in counts):
+            raise CheckpointError(
+                f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
+                where=str(path),
+                do="if two saves went to one tag, take away the older one's files; MiCS is not read yet.",
+                code="checkpoint-damaged",
+            )
+        if (opened.get("zero_stage", 0) == 3) != files.is_stage_3:
+            raise damaged(f"it is of stage {int(opened['zero_stage'])}, and the model file is not", str(path))
+        states.append(opened)
+    read = read_spread if files.is_stage_3 else read_partitioned
+    trained = read(states, shapes, [str(path) for path in paths])
+    return trained, states[0].get("loss_scaler")
+
+
+def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], verify: bool) -> Trained | None:
+    """Stage 3: the parameters that no optimizer has, each rank's part from its model file."""
+    if len(files.model) < size:
+        missing = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(files.model), size)]
+        raise damaged(f"{', '.join(missing[:8])} is missing", str(files.folder))
+    if len(files.model) > size:
+        notes.append(f"{len(files.model) - size} model files of ranks beyond {size - 1} were left out.")
+    shapes = model.get("frozen_param_shapes")
+    if not shapes:
+        return None
+    paths = [str(path) for path in files.model[:size]]
+    states = [model, *(open_file(path, verify=verify) for path in files.model[1:size])]
+    parts = Trained([], paths)
+    for state, path in zip(states, paths, strict=True):
+        fragments = entry(state, "frozen_param_fragments", path)
+        parts.flats.append([{MODEL: entry(fragments, name, path).detach()} for name in shapes])
+    for index, (name, shape) in enumerate(shapes.items()):
+        parts.add(name, shape, 0, Spread(index, 0, math.prod(shape), size), {})
+    return parts

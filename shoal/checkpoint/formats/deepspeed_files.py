@@ -1,0 +1,245 @@
+"""Which files make up a DeepSpeed checkpoint, and what in it is not read yet.
+
+    FOLDER/latest                                                       the tag, as text
+    FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
+    FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
+
+R counts the data-parallel ranks; ``mp_rank`` above 0 is tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_objects import STAND_INS
+from shoal.checkpoint.formats.torch_file import load
+from shoal.checkpoint.storage import LocalStorage, open_storage
+from shoal.errors import CheckpointError, NotBuiltError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)(?P<more>_\d+)?_model_states\.pt")
+_OPTIMIZER = re.compile(
+    r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<mp>\d+)(?P<more>_\d+)?_?optim_states\.pt"
+)
+_NOT_BUILT = {
+    "mixture-of-experts layers": re.compile(r"layer_\d+_expert_.*|expert_\d+_mp_rank_.*|expp_rank_.*"),
+    "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
+    "DeepSpeed's universal format": re.compile(r"zero|universal.*"),
+    "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
+}
+_MAX_TAG_BYTES = 4096
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of one tag.
+
+    Args:
+        model: one file, or at stage 3 one for each rank.
+        optimizer: one for each rank; none at stage 0, and where only the weights were kept.
+    """
+
+    folder: Path
+    model: tuple[Path, ...]
+    is_stage_3: bool
+    optimizer: dict[int, Path]
+
+    def optimizer_of(self, size: int) -> tuple[list[Path], list[str]]:
+        """The optimizer files of ranks 0 to ``size - 1``, and a note on files of other ranks.
+
+        Raises: CheckpointError: some are missing.
+        """
+        missing = [rank for rank in range(size) if rank not in self.optimizer]
+        if missing:
+            example = next(iter(self.optimizer.values())).name
+            names = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example, count=1) for rank in missing]
+            raise CheckpointError(
+                f"the optimizer files of {len(missing)} of {size} ranks are missing: {_listed(names)}.",
+                where=str(self.folder),
+                do="copy them there: each rank holds a part of every parameter.",
+                code="checkpoint-damaged",
+            )
+        left = sorted(rank for rank in self.optimizer if rank >= size)
+        notes = [f"{len(left)} optimizer files of ranks beyond {size - 1} are of another save and were left out."]
+        return [self.optimizer[rank] for rank in range(size)], notes if left else []
+
+
+def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFiles:
+    """The files of a checkpoint: of ``tag``, of the tag that ``latest`` names, or in the folder itself.
+
+    Raises:
+        CheckpointError: there is none, or its files contradict each other.
+        NotBuiltError: a kind of checkpoint that is not read yet.
+    """
+    storage = open_storage(folder)
+    if not isinstance(storage, LocalStorage):
+        raise CheckpointError(
+            f"{storage.url} is no local folder, and DeepSpeed's files are read from one only.",
+            do="copy it to a local disk, or mount it.",
+            code="checkpoint-storage",
+        )
+    place = _tag_folder(storage.root, tag)
+    names = sorted(entry.name for entry in place.iterdir())
+    for what, pattern in _NOT_BUILT.items():
+        found = [name for name in names if pattern.fullmatch(name)]
+        if found:
+            raise not_built(what, f"{place}/{found[0]}")
+    model = _by_rank(place, names, _MODEL)
+    optimizer = _by_rank(place, names, _OPTIMIZER)
+    if not model:
+        raise CheckpointError(
+            "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's.",
+            where=str(place),
+            do="name the folder that was given to save_checkpoint(), or the tag's folder in it.",
+            code="checkpoint-missing",
+        )
+    if None in model:
+        if len(model) > 1:
+            raise CheckpointError(
+                f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3).",
+                where=str(place),
+                do="two saves went to one tag: take away the files of the older one.",
+                code="checkpoint-damaged",
+            )
+        return CheckpointFiles(place, (model[None],), False, _ranks(optimizer))
+    ranks = _ranks(model)
+    missing = [rank for rank in range(max(ranks) + 1) if rank not in ranks]
+    if missing:
+        raise CheckpointError(
+            "model files are missing: "
+            + _listed([f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing])
+            + ".",
+            where=str(place),
+            do="copy them there.",
+            code="checkpoint-damaged",
+        )
+    return CheckpointFiles(place, tuple(ranks[rank] for rank in sorted(ranks)), True, _ranks(optimizer))
+
+
+def open_file(path: Path, *, verify: bool) -> dict[str, Any]:
+    """What a file holds, its tensors mapped from it.
+
+    Args:
+        verify: read the file once and compare the checksums in it.
+
+    Raises: CheckpointError: it asks for a class that is not one of ours, or it is damaged.
+    """
+    with torch.serialization.safe_globals(list(STAND_INS)):
+        state = load(path)
+    if verify:
+        _check_sums(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"a dict was expected, not a {type(state).__name__}.", where=str(path), code="checkpoint-damaged"
+        )
+    return state
+
+
+def not_built(what: str, where: str) -> NotBuiltError:
+    return NotBuiltError(
+        f"a DeepSpeed checkpoint with {what} is not read yet.",
+        where=where,
+        do="in DeepSpeed, load it and save it without, or convert it with zero_to_fp32.py, which gives the weights.",
+        code="not-built",
+    )
+
+
+def _tag_folder(root: Path, tag: str | None) -> Path:
+    hint = root / "latest"
+    if tag is None and hint.is_file():
+        with hint.open("rb") as file:
+            tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
+    if tag is None and (root / "latest_universal").is_file():
+        raise not_built("DeepSpeed's universal format", str(root / "latest_universal"))
+    if tag is None:
+        if not root.is_dir():
+            raise CheckpointError("there is no such folder.", where=str(root), code="checkpoint-missing")
+        if any(_MODEL.fullmatch(entry.name) for entry in root.iterdir()):
+            return root
+        raise CheckpointError(
+            f"there is no file 'latest', and no tag was named. {_tags(root)}",
+            where=str(root),
+            do="name the tag.",
+            code="checkpoint-missing",
+        )
+    parts = PurePosixPath(tag).parts
+    if not parts or PurePosixPath(tag).is_absolute() or ".." in parts or "\0" in tag:
+        raise CheckpointError(
+            f"{tag[:200]!r} is not the name of a folder in it.",
+            where=str(root),
+            do="name the tag.",
+            code="checkpoint-unsafe",
+        )
+    if not root.joinpath(tag).is_dir():
+        raise CheckpointError(
+            f"tag {tag!r} is not there. {_tags(root)}",
+            where=str(root),
+            do="name another tag.",
+            code="checkpoint-missing",
+        )
+    return root / tag
+
+
+def _tags(root: Path) -> str:
+    found = sorted(path.parent.name for path in root.glob("*/*mp_rank_00_model_states.pt")) if root.is_dir() else []
+    return f"Tags in it: {_listed(list(dict.fromkeys(found)))}." if found else "No tag is in it."
+
+
+def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int | None, Path]:
+    found: dict[int | None, Path] = {}
+    for name in names:
+        match = pattern.fullmatch(name)
+        if match is None:
+            continue
+        if int(match["mp"]) > 0:
+            raise not_built("tensor parallelism (mp_rank above 0)", str(place / name))
+        if match["more"]:
+            raise not_built("pipeline parallelism", str(place / name))
+        rank = None if match["rank"] is None else int(match["rank"])
+        if rank in found:
+            raise CheckpointError(
+                f"{found[rank].name} and {name} are both of rank {rank}.",
+                where=str(place),
+                do="two saves went to one tag: take away the files of the older one.",
+                code="checkpoint-damaged",
+            )
+        found[rank] = place / name
+    return found
+
+
+def _ranks(found: dict[int | None, Path]) -> dict[int, Path]:
+    return {rank: path for rank, path in found.items() if rank is not None}
+
+
+def _check_sums(path: Path) -> None:
+    """Compare each part of a zip file with its CRC-32. Memory: 1 MiB."""
+    if not zipfile.is_zipfile(path):
+        return  # the format before PyTorch 1.6 has no checksums
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.CRC == 0:  # torch.save was told to leave them out
+                continue
+            try:
+                with archive.open(entry) as part:
+                    while part.read(_CHUNK):
+                        pass
+            except (zipfile.BadZipFile, OSError, EOFError) as error:
+                raise CheckpointError(
+                    f"{path.name} is damaged: {str(error).rstrip('.')}.",
+                    where=str(path),
+                    do="copy it once more from where it came, or load another checkpoint.",
+                    code="checkpoint-damaged",
+                ) from error
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

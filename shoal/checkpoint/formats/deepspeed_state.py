@@ -1,0 +1,352 @@
+"""What DeepSpeed's optimizer held, as flat tensors, and which range of which of them is which parameter.
+
+At stages 1 and 2 the parameters of a group lie one behind the other, and each rank holds an equal part of the whole:
+
+    group      [ embed 77 | up 91 | down 91 | padding 1 ]            2 ranks, 130 elements each
+    rank 0     [ embed 77 | up 53 ]
+    rank 1                [ up 38 | down 91 | padding 1 ]
+
+At stage 3 each parameter is cut into as many equal parts as there are ranks, and a rank holds its part of each:
+
+    rank 0     [ embed 39 | up 46 | down 46 ]
+    rank 1     [ embed 38, padding 1 | up 45, padding 1 | down 45, padding 1 ]
+
+At stage 0 every tensor is whole, and is a flat tensor of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from shoal.checkpoint.portable import MODEL, TensorInfo
+from shoal.errors import CheckpointError
+
+Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
+_NO_GROUP = ("params", "param_names", "step")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Elements ``start`` to ``start + numel`` of flat tensor ``flat`` of ``rank``."""
+
+    rank: int
+    flat: int
+    start: int
+    numel: int
+
+
+class Places(Protocol):
+    """Where a parameter lies: its elements in order."""
+
+    def __iter__(self) -> Iterator[Place]: ...
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Stage 3: equal parts at one offset on every rank, the last ones padded."""
+
+    flat: int
+    start: int
+    numel: int
+    size: int
+
+    @property
+    def numel_per_rank(self) -> int:
+        return -(-self.numel // self.size)
+
+    def __iter__(self) -> Iterator[Place]:
+        part = self.numel_per_rank
+        for rank in range(self.size):
+            numel = min(part, self.numel - rank * part)
+            if numel > 0 or rank == 0:
+                yield Place(rank, self.flat, self.start, numel)
+
+
+@dataclass
+class Trained:
+    """The optimizer's state by parameter.
+
+    Args:
+        flats: of each rank, its flat tensors. They are mapped from the files.
+        shapes, places, group_of, scalars: by parameter.
+        groups: hyperparameters.
+        files: names the ranks' files in errors.
+    """
+
+    flats: list[list[Flat]]
+    files: list[str]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    places: dict[str, Places] = field(default_factory=dict)
+    group_of: dict[str, int] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, shape: Sequence[int], group: int, places: Places, scalars: Mapping[str, Any]) -> None:
+        """Raises: CheckpointError: the parts are not the whole, or not in the files."""
+        numel = math.prod(shape)
+        found = 0
+        for place in places:
+            found += place.numel
+            for kind, flat in self.flats[place.rank][place.flat].items():
+                if place.start < 0 or place.start + place.numel > flat.numel():
+                    raise damaged(
+                        f"{kind} of group {place.flat} has {flat.numel()} elements, too few for {name}, which lies at"
+                        f" {place.start} to {place.start + place.numel}",
+                        self.files[place.rank],
+                    )
+        if found != numel:
+            raise damaged(f"{found} of the {numel} elements of {name} are in the files", ", ".join(self.files[:4]))
+        if name in self.shapes:
+            raise damaged(f"{name} is in two groups", self.files[0])
+        self.shapes[name] = tuple(shape)
+        self.places[name] = places
+        self.group_of[name] = group
+        if scalars:
+            self.scalars[name] = dict(scalars)
+
+    def kinds(self) -> list[str]:
+        """``MODEL``, if there are weights, then the optimizer's keys, in order of appearance."""
+        found = dict.fromkeys(kind for rank in self.flats for flat in rank for kind in flat)
+        return sorted(found, key=lambda kind: kind != MODEL)
+
+    def infos(self, kind: str) -> dict[str, TensorInfo]:
+        """The parameters of which there is state of this kind."""
+        infos = {}
+        for name, shape in self.shapes.items():
+            first = next(iter(self.places[name]), None)
+            if first is not None and kind in self.flats[first.rank][first.flat]:
+                infos[name] = TensorInfo(self.flats[first.rank][first.flat][kind].dtype, shape)
+        return infos
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        """A parameter, or its state, whole. Memory: its bytes.
+
+        Raises: CheckpointError: a rank's file lacks its part.
+        """
+        whole: torch.Tensor | None = None
+        at = 0
+        for place in self.places[name]:
+            flat = self.flats[place.rank][place.flat].get(kind)
+            if flat is None:
+                raise damaged(f"{kind} of {name} is missing in group {place.flat}", self.files[place.rank])
+            if whole is None:
+                whole = torch.empty(math.prod(self.shapes[name]), dtype=flat.dtype)
+            whole[at : at + place.numel] = flat.reshape(-1)[place.start : place.start + place.numel]
+            at += place.numel
+        if whole is None:
+            raise damaged(f"{name} lies nowhere", self.files[0])
+        return whole.view(self.shapes[name])
+
+
+def read_partitioned(
+    states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]
+) -> Trained:
+    """Stages 1 and 2.
+
+    Args:
+        states: ``optimizer_state_dict`` of each rank.
+        shapes: of each group, the parameters in the order in which they lie.
+
+    Raises: CheckpointError: the files contradict each other.
+    """
+    base = [entry(state, "base_optimizer_state", file) for state, file in zip(states, files, strict=True)]
+    weights = [entry(state, "single_partition_of_fp32_groups", file) for state, file in zip(states, files, strict=True)]
+    paddings = [state.get("group_paddings", [0] * len(shapes)) for state in states]
+    _check_counts(weights, len(shapes), files)
+    trained = Trained([], files)
+    scalars: list[dict[str, Any]] = []
+    for rank, flats in enumerate(weights):
+        trained.flats.append([])
+        for index, flat in enumerate(flats):
+            state = _state_of(base[rank], index, files[rank])
+            numels = (flat.numel(), flat.numel() + int(paddings[rank][index]))
+            tensors, numbers = sort_state(state, numels, trained.notes)
+            trained.flats[rank].append({MODEL: flat.detach(), **tensors})
+            if rank == 0:
+                scalars.append(numbers)
+    trained.groups, steps = hyperparameters(base[0], len(shapes), trained.notes)
+    gaps = states[0].get("param_alignment_paddings")
+    for group, members in enumerate(shapes):
+        where = _lined_up(
+            [flats[group].numel() for flats in weights],
+            [int(padding[group]) for padding in paddings],
+            [int(gap) for gap in gaps[group]] if gaps else [0] * len(members),
+            group,
+            members,
+            files,
+        )
+        for name, shape in members.items():
+            numbers = {**steps[group], **scalars[group]}
+            trained.add(name, tuple(shape), group, where[name], numbers if math.prod(shape) else {})
+    return trained
+
+
+def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]) -> Trained:
+    """Stage 3.
+
+    Args:
+        states: ``optimizer_state_dict`` of each rank.
+        shapes: of each flat tensor, the parameters in the order in which they lie.
+
+    Raises: CheckpointError: the files contradict each other.
+    """
+    weights = [entry(state, "fp32_flat_groups", file) for state, file in zip(states, files, strict=True)]
+    base = [entry(state, "optimizer_state_dict", file) for state, file in zip(states, files, strict=True)]
+    _check_counts(weights, len(shapes), files)
+    trained = Trained([], files)
+    scalars: list[dict[str, Any]] = []
+    for rank, flats in enumerate(weights):
+        trained.flats.append([])
+        for index, flat in enumerate(flats):
+            needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes[index].values())
+            if flat.numel() != needed:
+                raise damaged(f"flat group {index} has {flat.numel()} elements, expected {needed}", files[rank])
+            tensors, numbers = sort_state(_state_of(base[rank], index, files[rank]), (needed,), trained.notes)
+            trained.flats[rank].append({MODEL: flat.detach(), **tensors})
+            if rank == 0:
+                scalars.append(numbers)
+    of_flat = {
+        int(index): group
+        for group, settings in enumerate(entry(base[0], "param_groups", files[0]))
+        for index in settings["params"]
+    }
+    trained.groups, steps = hyperparameters(base[0], max(of_flat.values(), default=-1) + 1, trained.notes)
+    for index, members in enumerate(shapes):
+        start = 0
+        for name, shape in members.items():
+            spread = Spread(index, start, math.prod(shape), len(states))
+            group = of_flat.get(index, 0)
+            trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
+            start += spread.numel_per_rank
+    return trained
+
+
+def sort_state(
+    state: Mapping[str, Any], numels: Sequence[int], notes: list[str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's entries: those with an element for each of the weights, by kind, and those of one number.
+
+    Args:
+        numels: how many elements the former may have.
+        notes: gets a sentence for each entry that is neither.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for key, value in state.items():
+        # A parameter of one number without a dim has state like that too.
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and (key == "step" or 1 not in numels):
+            numbers[key] = value.item()
+        elif isinstance(value, torch.Tensor) and value.numel() in numels:
+            tensors[f"optimizer/{key}"] = value.detach()
+        elif isinstance(value, bool | int | float):
+            numbers[key] = value
+        elif value is not None:
+            note = f"The optimizer's {key!r} is not one value per element of the weights, and was left out."
+            if note not in notes:
+                notes.append(note)
+    return tensors, numbers
+
+
+def hyperparameters(base: Any, count: int, notes: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of each group, its hyperparameters, and its step where the optimizer counts there.
+
+    Args:
+        base: the optimizer's ``state_dict()``; or a list without settings, which elastic checkpoints have.
+    """
+    if not isinstance(base, Mapping):
+        notes.append("An elastic checkpoint does not hold the groups' hyperparameters (lr, betas, ...).")
+        return [{} for _ in range(count)], [{} for _ in range(count)]
+    groups, steps = [], []
+    for group in list(base.get("param_groups", ()))[:count]:
+        plain = {key: value.item() if _is_number(value) else value for key, value in group.items()}
+        steps.append({"step": plain["step"]} if "step" in plain else {})
+        groups.append({key: value for key, value in plain.items() if key not in _NO_GROUP and key[:1] != "_"})
+    missing = count - len(groups)
+    return groups + [{}] * missing, steps + [{}] * missing
+
+
+def entry(state: Any, key: str, file: str) -> Any:
+    """Raises: CheckpointError: no such entry."""
+    if not isinstance(state, Mapping) or key not in state:
+        raise damaged(f"entry {key!r} is missing", file)
+    return state[key]
+
+
+def damaged(what: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is not whole: {what}.",
+        where=where,
+        do="copy it once more from where it came, or load another checkpoint.",
+        code="checkpoint-damaged",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _check_counts(weights: list[Any], expected: int, files: list[str]) -> None:
+    for flats, file in zip(weights, files, strict=True):
+        if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
+            raise damaged("the flat weights are not a list of tensors", file)
+        if len(flats) != expected:
+            raise damaged(f"{len(flats)} flat groups, and the model file speaks of {expected}", file)
+
+
+def _state_of(base: Any, index: int, file: str) -> Mapping[str, Any]:
+    """The optimizer's entries for one flat tensor; none before the first step."""
+    if isinstance(base, list):
+        found = base[index] if index < len(base) else {}
+    else:
+        found = entry(base, "state", file).get(index, {})
+    if not isinstance(found, Mapping):
+        raise damaged(f"the optimizer's state of group {index} is a {type(found).__name__}", file)
+    return found
+
+
+def _lined_up(
+    sizes: list[int],
+    paddings: list[int],
+    gaps: Sequence[int],
+    group: int,
+    members: Mapping[str, Sequence[int]],
+    files: list[str],
+) -> dict[str, list[Place]]:
+    """Where the parameters of a group lie, one behind the other over all ranks.
+
+    DeepSpeed also writes down where each of them lies (``param_slice_mappings``), but in another order than they do
+    when ``round_robin_gradients`` is on (0.19.8), so this goes by the shapes, as its ``zero_to_fp32.py`` does.
+
+    Args:
+        sizes: elements in each rank's file.
+        paddings: elements at a rank's end that were left out of it.
+        gaps: elements after each parameter that are nobody's.
+    """
+    parts = set(sizes)
+    if len(parts) > 1:
+        parts = {size + padding for size, padding in zip(sizes, paddings, strict=True)}
+    if len(parts) > 1:
+        raise damaged(f"the ranks' parts of group {group} have {sorted(parts)} elements", files[0])
+    part = parts.pop()
+    if len(gaps) != len(members):
+        raise damaged(f"{len(gaps)} paddings for the {len(members)} parameters of group {group}", files[0])
+    found: dict[str, list[Place]] = {}
+    at = 0
+    for (name, shape), gap in zip(members.items(), gaps, strict=True):
+        end = at + math.prod(shape)
+        if end > part * len(sizes):
+            raise damaged(f"group {group} ends before {name}", files[-1])
+        found[name] = []
+        while at < end:
+            rank, start = divmod(at, part)
+            numel = min(end - at, part - start)
+            found[name].append(Place(rank, group, start, numel))
+            at += numel
+        at += gap
+    return found

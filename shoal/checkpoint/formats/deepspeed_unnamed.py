@@ -1,0 +1,218 @@
+"""Stage 0: an optimizer's state without names, and how each tensor finds its parameter.
+
+DeepSpeed keeps the optimizer's ``state_dict()`` as it is: groups of numbered tensors. The parameters are known in the
+model's order. What is assumed is that a group lists its parameters in that order too (as a comprehension over
+``model.parameters()`` does); then few assignments fit, because shapes have to agree, and in 16 bits the values as well:
+the optimizer's fp32 weight rounds to the model's. Exactly one has to fit, or else the caller has to say the names.
+
+    model          embed [11, 7]   up [13, 7]   bias [13]   norm [7]
+    group 0        [11, 7]         [13, 7]                              -> embed, up
+    group 1                                     [13]        [7]         -> bias, norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_state import Flat, Place, Trained, entry, hyperparameters, sort_state
+from shoal.checkpoint.portable import MODEL
+from shoal.errors import CheckpointError
+
+_MAX_STATES = 20_000
+
+
+class Row(Protocol):
+    """A group's tensors in order, without names. A position is where the next parameter's begins."""
+
+    end: int
+
+    def fits(self, position: int, tensor: torch.Tensor, *, by_value: bool) -> int | None:
+        """The next position, if a parameter with the weights ``tensor`` can be the one here; None: it cannot."""
+        ...
+
+    def fewest(self, position: int) -> int:
+        """How many parameters are still to come at least."""
+        ...
+
+    def place(self, position: int, tensor: torch.Tensor) -> Place: ...
+
+
+class _Whole:
+    """One tensor for each parameter; ``first`` is the number of the first one."""
+
+    def __init__(self, first: int, flats: list[Flat]) -> None:
+        self._first, self._flats = first, flats
+        self.end = len(flats)
+
+    def fits(self, position: int, tensor: torch.Tensor, *, by_value: bool) -> int | None:
+        flats = self._flats[position]
+        if any(flat.shape != tensor.shape for flat in flats.values()):
+            return None
+        if by_value and MODEL in flats and not _rounds_to(flats[MODEL], tensor):
+            return None
+        return position + 1
+
+    def fewest(self, position: int) -> int:
+        return self.end - position
+
+    def place(self, position: int, tensor: torch.Tensor) -> Place:
+        return Place(0, self._first + position, 0, tensor.numel())
+
+
+class _Joined:
+    """All of a group's parameters in one flat tensor, which has the number ``index``."""
+
+    def __init__(self, index: int, weights: torch.Tensor) -> None:
+        self._index, self._weights, self.end = index, weights, weights.numel()
+
+    def fits(self, position: int, tensor: torch.Tensor, *, by_value: bool) -> int | None:
+        end = position + tensor.numel()
+        if end > self.end or end == position:
+            return None
+        if by_value and not _rounds_to(self._weights[position:end].view(tensor.shape), tensor):
+            return None
+        return end
+
+    def fewest(self, position: int) -> int:
+        return int(position < self.end)
+
+    def place(self, position: int, tensor: torch.Tensor) -> Place:
+        return Place(0, self._index, position, tensor.numel())
+
+
+def read_unnamed(
+    state: dict[str, Any],
+    parameters: Mapping[str, torch.Tensor],
+    names: Sequence[Sequence[str]] | None,
+    file: str,
+) -> Trained:
+    """The optimizer's state at stage 0.
+
+    Args:
+        state: ``optimizer`` of the model file.
+        parameters: the model's, in its order, each once.
+        names: of each group, its parameters, where the caller knows them.
+
+    Raises: CheckpointError: no assignment of names fits, or more than one.
+    """
+    masters, joined = state.get("fp32_groups"), state.get("fp32_groups_flat")
+    base = state.get("optimizer_state_dict", state)
+    groups = entry(base, "param_groups", file)
+    trained = Trained([[]], [file])
+    flats = trained.flats[0]
+    scalars: list[dict[str, Any]] = []
+    rows: list[Row] = []
+    for index, group in enumerate(groups):
+        first = len(flats)
+        for position, number in enumerate(group["params"]):
+            entries = entry(base, "state", file).get(number, {})
+            weights = joined[index] if joined is not None else masters[index][position] if masters is not None else None
+            numel = weights.numel() if weights is not None else _numel_of(entries)
+            tensors, numbers = sort_state(entries, (numel,), trained.notes)
+            flats.append({**({} if weights is None else {MODEL: weights.detach()}), **tensors})
+            scalars.append(numbers)
+        rows.append(_Whole(first, flats[first:]) if joined is None else _Joined(first, joined[index].detach()))
+    trained.groups, steps = hyperparameters(base, len(groups), trained.notes)
+    said = names if names is not None else _said(groups)
+    found = _follow(said, rows, parameters, file) if said is not None else _search(rows, parameters, file)
+    for name, (index, place) in found.items():
+        shape = tuple(parameters[name].shape)
+        trained.add(name, shape, index, [place], {**steps[index], **scalars[place.flat]})
+    return trained
+
+
+def _said(groups: list[dict[str, Any]]) -> list[list[str]] | None:
+    """The names, of an optimizer that was made from named parameters."""
+    if not all(len(group.get("param_names", ())) == len(group["params"]) for group in groups):
+        return None
+    return [list(group["param_names"]) for group in groups]
+
+
+def _follow(
+    names: Sequence[Sequence[str]], rows: Sequence[Row], parameters: Mapping[str, torch.Tensor], file: str
+) -> dict[str, tuple[int, Place]]:
+    found = {}
+    if len(names) != len(rows):
+        raise _unclear(f"{len(names)} groups were named, and the optimizer has {len(rows)}", file)
+    for index, (group, row) in enumerate(zip(names, rows, strict=True)):
+        position = 0
+        for name in group:
+            if name not in parameters:
+                raise _unclear(f"the model has no parameter {name!r}", file)
+            after = row.fits(position, parameters[name], by_value=False) if position < row.end else None
+            if after is None:
+                raise _unclear(f"{name} is not the tensor at {position} of group {index}", file)
+            found[name] = (index, row.place(position, parameters[name]))
+            position = after
+        if position != row.end:
+            raise _unclear(f"group {index} has more tensors than names", file)
+    return found
+
+
+def _search(rows: Sequence[Row], parameters: Mapping[str, torch.Tensor], file: str) -> dict[str, tuple[int, Place]]:
+    """The one way to give each tensor a name, in the model's order."""
+    end = tuple(row.end for row in rows)
+    # After each parameter, the positions that the rows can be at: in how many ways, from where, and by which row.
+    steps: list[dict[tuple[int, ...], _Reached]] = [{(0,) * len(rows): _Reached(1, (), None)}]
+    for count, tensor in enumerate(parameters.values(), start=1):
+        reached: dict[tuple[int, ...], _Reached] = {}
+        fitting: dict[tuple[int, int], int | None] = {}
+        for before, how in steps[-1].items():
+            options: list[tuple[tuple[int, ...], int | None]] = [(before, None)]  # None: it is not trained
+            for index, row in enumerate(rows):
+                at = before[index]
+                if at < row.end:
+                    if (index, at) not in fitting:
+                        fitting[index, at] = row.fits(at, tensor, by_value=True)
+                    after = fitting[index, at]
+                    if after is not None:
+                        options.append(((*before[:index], after, *before[index + 1 :]), index))
+            for positions, taken in options:
+                to_come = sum(row.fewest(at) for row, at in zip(rows, positions, strict=True))
+                if to_come <= len(parameters) - count:
+                    ways = how.ways + (reached[positions].ways if positions in reached else 0)
+                    reached[positions] = _Reached(ways, before, taken)
+        if len(reached) > _MAX_STATES:
+            raise _unclear("too many assignments of names to its tensors are possible", file)
+        steps.append(reached)
+    ways = steps[-1][end].ways if end in steps[-1] else 0
+    if ways != 1:
+        raise _unclear(f"{ways or 'no'} assignments of names to its tensors fit", file)
+    found: dict[str, tuple[int, Place]] = {}
+    positions = end
+    for (name, tensor), reached in zip(reversed(list(parameters.items())), reversed(steps), strict=False):
+        how = reached[positions]
+        positions = how.before
+        if how.taken is not None:
+            found[name] = (how.taken, rows[how.taken].place(positions[how.taken], tensor))
+    return {name: found[name] for name in parameters if name in found}
+
+
+@dataclass(frozen=True)
+class _Reached:
+    ways: int
+    before: tuple[int, ...]
+    taken: int | None
+
+
+def _rounds_to(weights: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return torch.equal(weights.detach().to(tensor.dtype), tensor)
+
+
+def _numel_of(entries: Mapping[str, Any]) -> int:
+    """The elements of a parameter of which only the state is known."""
+    return max((value.numel() for value in entries.values() if isinstance(value, torch.Tensor)), default=0)
+
+
+def _unclear(what: str, file: str) -> CheckpointError:
+    return CheckpointError(
+        f"at stage 0 DeepSpeed saves the optimizer's state without names, and {what}.",
+        where=file,
+        do="say which parameters each group has, in the order in which they were given to the optimizer:"
+        " DeepSpeedSource(folder, names=[['embed.weight', ...], ...]); names=() leaves the optimizer's state out.",
+        code="checkpoint-unnamed",
+    )

@@ -267,10 +267,12 @@ class Save:
 
 
 def _words(problem: BaseException) -> tuple[str, str]:
-    if isinstance(problem, CheckpointError):
-        return problem.code, problem.what
-    code = "checkpoint-write" if isinstance(problem, OSError) else "checkpoint"
-    return code, f"{type(problem).__name__}: {problem}"
+    """A problem's code and text, as they go to the other ranks."""
+    if not isinstance(problem, CheckpointError):
+        text = f"{type(problem).__name__}: {problem}"
+        is_writing = isinstance(problem, OSError)
+        problem = CheckpointError(text, code="checkpoint-write") if is_writing else CheckpointError(text)
+    return problem.code, problem.what
 
 
 def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[str, Any]]:

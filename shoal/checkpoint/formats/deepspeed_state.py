@@ -27,7 +27,8 @@ from shoal.checkpoint.portable import MODEL, TensorInfo
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
-_NO_GROUP = ("params", "param_names", "step")
+# What a group holds beside hyperparameters: its members, and how, not what, its optimizer computes.
+_NO_HYPERPARAMETERS = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -241,11 +242,11 @@ def sort_state(
     for key, value in state.items():
         # A parameter of one number without a dim has state like that too.
         if isinstance(value, torch.Tensor) and value.dim() == 0 and (key == "step" or 1 not in numels):
-            numbers[key] = value.item()
+            numbers[key] = _as_counted(value) if key == "step" else value.detach().clone()
         elif isinstance(value, torch.Tensor) and value.numel() in numels:
             tensors[f"optimizer/{key}"] = value.detach()
         elif isinstance(value, bool | int | float):
-            numbers[key] = value
+            numbers[key] = _as_counted(value) if key == "step" else value
         elif value is not None:
             note = f"The optimizer's {key!r} is not one value per element of the weights, and was left out."
             if note not in notes:
@@ -265,8 +266,8 @@ def hyperparameters(base: Any, count: int, notes: list[str]) -> tuple[list[dict[
     groups, steps = [], []
     for group in list(base.get("param_groups", ()))[:count]:
         plain = {key: value.item() if _is_number(value) else value for key, value in group.items()}
-        steps.append({"step": plain["step"]} if "step" in plain else {})
-        groups.append({key: value for key, value in plain.items() if key not in _NO_GROUP and key[:1] != "_"})
+        steps.append({"step": _as_counted(plain["step"])} if "step" in plain else {})
+        groups.append({key: value for key, value in plain.items() if key not in _NO_HYPERPARAMETERS and key[:1] != "_"})
     missing = count - len(groups)
     return groups + [{}] * missing, steps + [{}] * missing
 
@@ -285,6 +286,11 @@ def damaged(what: str, where: str) -> CheckpointError:
         do="copy it once more from where it came, or load another checkpoint.",
         code="checkpoint-damaged",
     )
+
+
+def _as_counted(step: Any) -> torch.Tensor:
+    """The step as PyTorch's optimizers hold it; DeepSpeed's own hold an integer."""
+    return torch.tensor(float(step))
 
 
 def _is_number(value: Any) -> bool:

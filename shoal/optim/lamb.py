@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.errors import OptimizerError
+from shoal.optim.options import check_options
 from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, Plan, node_keys, partial_sums, plan_sums
 from shoal.optim.whole import Flat, Parts, Segment, WholeTensorOptimizer, chunks
 
@@ -46,17 +46,16 @@ class Lamb(WholeTensorOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        wrong = []
-        if not lr >= 0:
-            wrong.append(f"lr is {lr}, expected 0 or above")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
-        if not eps >= 0:
-            wrong.append(f"eps is {eps}, expected 0 or above")
-        if not 0 <= min_coeff <= max_coeff:
-            wrong.append(f"min_coeff is {min_coeff} and max_coeff {max_coeff}, expected 0 <= min_coeff <= max_coeff")
-        if wrong:
-            raise OptimizerError("; ".join(wrong) + ".", where="Lamb", code="optimizer-params")
+        check_options(
+            "Lamb",
+            not_negative={"lr": lr, "eps": eps},
+            betas=betas,
+            others={
+                f"min_coeff is {min_coeff} and max_coeff {max_coeff}, expected 0 <= min_coeff <= max_coeff": not (
+                    0 <= min_coeff <= max_coeff
+                )
+            },
+        )
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,

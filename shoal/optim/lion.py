@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shoal.errors import OptimizerError
+from shoal.optim.options import check_options
 
 
 class Lion(torch.optim.Optimizer):
@@ -29,15 +30,7 @@ class Lion(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        wrong = []
-        if not lr >= 0:
-            wrong.append(f"lr is {lr}, expected 0 or above")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
-        if not weight_decay >= 0:
-            wrong.append(f"weight_decay is {weight_decay}, expected 0 or above")
-        if wrong:
-            raise OptimizerError("; ".join(wrong) + ".", where="Lion", code="optimizer-params")
+        check_options("Lion", not_negative={"lr": lr, "weight_decay": weight_decay}, betas=betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
+from shoal.optim.options import check_options
 from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
 from shoal.optim.whole import Flat, Part, Parts, Segment, WholeTensorOptimizer, chunks
 
@@ -94,19 +95,16 @@ class Muon(WholeTensorOptimizer):
         eps: float = 1e-8,
         use_muon: bool = True,
     ) -> None:
-        wrong = []
-        if not lr >= 0:
-            wrong.append(f"lr is {lr}, expected 0 or above")
-        if not 0 <= momentum < 1:
-            wrong.append(f"momentum is {momentum}, expected a number in [0, 1)")
-        if ns_method not in METHODS:
-            wrong.append(f"ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}")
-        if ns_steps < 1:
-            wrong.append(f"ns_steps is {ns_steps}, expected at least 1")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
-        if wrong:
-            raise OptimizerError("; ".join(wrong) + ".", where="Muon", code="optimizer-params")
+        check_options(
+            "Muon",
+            not_negative={"lr": lr},
+            betas=betas,
+            others={
+                f"momentum is {momentum}, expected a number in [0, 1)": not 0 <= momentum < 1,
+                f"ns_method is {ns_method!r}, expected one of {', '.join(METHODS)}": ns_method not in METHODS,
+                f"ns_steps is {ns_steps}, expected at least 1": ns_steps < 1,
+            },
+        )
         self._sharings: dict[Hashable, Sharing] = {}
         self._buffers: dict[Hashable, _Buffer] = {}
         defaults = {

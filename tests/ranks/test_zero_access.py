@@ -34,10 +34,11 @@ from tests.ranks.training import (
     finish,
     largest_difference,
     make,
+    masters,
     micro_step,
     run_steps,
-    sgd,
     start,
+    start_with,
     train_alone,
 )
 
@@ -354,7 +355,7 @@ def test_a_model_built_under_zero_init_is_bit_equal_to_one_built_directly(world:
                 return Initialised()
 
         engine = start(build, config(stage))
-        found = {name: engine.access.full_parameter(p).clone() for name, p in named(engine).items()}
+        found = masters(engine)
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         run_steps(engine, 1)
         engine.destroy()
@@ -381,8 +382,8 @@ def unlocked(stage: int) -> Callable[[], Any]:
     def job() -> Any:
         with zero.Init():
             model = Initialised()
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
-        found = {name: engine.access.full_parameter(p).clone() for name, p in named(engine).items()}
+        engine = start_with(model, config(stage))
+        found = masters(engine)
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         run_steps(engine, 1)
         engine.destroy()
@@ -422,7 +423,7 @@ def test_parameters_under_zero_init_can_be_gathered_before_initialize() -> None:
         with zero.GatheredParameters(weight, modifier_rank=1):
             if current_world().rank == 1:
                 weight.data.fill_(5.0)
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(3))[0]
+        engine = start_with(model, config(3))
         found = engine.access.full_parameter(weight).clone()
         engine.destroy()
         return [found]
@@ -455,8 +456,8 @@ def test_a_model_from_the_meta_device_is_bit_equal_to_one_built_directly(stage: 
         with torch.device("meta"):
             model = Untied()
         torch.manual_seed(0)
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
-        found = {name: engine.access.full_parameter(p).clone() for name, p in named(engine).items()}
+        engine = start_with(model, config(stage))
+        found = masters(engine)
         run_steps(engine, 1)
         engine.destroy()
         return found
@@ -471,7 +472,7 @@ def test_ranks_that_start_from_the_meta_device_agree(stage: int) -> None:
             model = WithBuffers()
         model.register_buffer("shift", torch.rand(HIDDEN))
         model.register_buffer("mask", torch.rand(HIDDEN) > 0.5)
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
+        engine = start_with(model, config(stage))
         run_steps(engine, 2)
         return finish(engine, []).masters  # such a model stays sharded after destroy()
 
@@ -555,15 +556,15 @@ def test_a_meta_model_that_initialises_its_modules_is_bit_equal_to_one_built_dir
     def job() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         with torch.device("meta"):
             model = Pretrained()
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
-        found = {name: engine.access.full_parameter(p).clone() for name, p in named(engine).items()}
+        engine = start_with(model, config(stage))
+        found = masters(engine)
         run_steps(engine, 2)
         return found, finish(engine, []).masters
 
     results = run_ranks(world, job)
-    for found, masters in results:
+    for found, trained in results:
         assert are_bit_equal(found, expected)
-        assert are_bit_equal(masters, results[0][1])
+        assert are_bit_equal(trained, results[0][1])
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -32,20 +32,13 @@ from tests.ranks.training import (
     config,
     finish,
     make,
+    masters,
     micro_step,
     run_steps,
     sgd,
     start,
     train_ranks,
 )
-
-
-def masters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
-    return {
-        name: engine.access.full_parameter(p).clone()
-        for name, p in engine.module.named_parameters()
-        if engine.access.knows(p)
-    }
 
 
 def poisoned_step(engine: shoal.Engine, index: int, bad_rank: int, value: float = float("nan")) -> None:
@@ -137,17 +130,24 @@ def test_bad_steps_are_applied_when_the_user_asks_for_a_warning_only(caplog: pyt
     assert any("applied all the same" in record.message for record in caplog.records)
 
 
-def test_ten_bad_steps_in_a_row_are_an_error_even_when_they_may_be_skipped() -> None:
+FP16 = {"enabled": True, "initial_scale_power": 4}
+
+
+@pytest.mark.parametrize(("policy", "limit"), [("raise", 1), ("skip", 10)])
+@pytest.mark.parametrize("sections", [{}, {"fp16": FP16}], ids=["fp32", "fp16"])
+def test_the_file_says_how_many_bad_losses_in_a_row_are_too_many(
+    sections: dict[str, Any], policy: str, limit: int
+) -> None:
     def job() -> int:
-        engine = start(Plain, config(2, precision={"nonfinite": "skip"}))
-        for index in range(9):
+        engine = start(Plain, config(2, precision={"nonfinite": policy}, **sections))
+        for index in range(limit - 1):
             poisoned_step(engine, index, bad_rank=0)
-        with pytest.raises(NonFiniteError, match="10 steps in a row"):
-            poisoned_step(engine, 9, bad_rank=0)
+        with pytest.raises(NonFiniteError, match="not finite" if limit == 1 else f"{limit} steps in a row"):
+            poisoned_step(engine, limit - 1, bad_rank=0)
         engine.destroy()
         return engine.skipped_steps
 
-    assert run_ranks(2, job) == [10, 10]
+    assert run_ranks(2, job) == [limit, limit]
 
 
 class BadGradient(torch.autograd.Function):
@@ -233,7 +233,7 @@ def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_r
     stage: int, value: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     def job() -> tuple[str, int, bool]:
-        engine = start(Plain, config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+        engine = start(Plain, config(stage, fp16=FP16))
         poisoned_step(engine, 0, bad_rank=1, value=value)
         poisoned_step(engine, 1, bad_rank=1, value=value)
         micro_step(engine, 2)  # a good one: the count begins anew
@@ -255,21 +255,6 @@ def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_r
     assert [text[:46] for text in warned[::2]] == [
         f"step {n} skipped: the loss of rank 1 is not fini" for n in (0, 1, 3, 4)
     ]
-
-
-@pytest.mark.parametrize(("policy", "limit"), [("raise", 1), ("skip", 10)])
-def test_the_file_says_how_many_bad_losses_under_fp16_are_too_many(policy: str, limit: int) -> None:
-    def job() -> int:
-        settings = config(2, fp16={"enabled": True, "initial_scale_power": 4}, precision={"nonfinite": policy})
-        engine = start(Plain, settings)
-        for index in range(limit - 1):
-            poisoned_step(engine, index, bad_rank=0)
-        with pytest.raises(NonFiniteError):
-            poisoned_step(engine, limit - 1, bad_rank=0)
-        engine.destroy()
-        return engine.skipped_steps
-
-    assert run_ranks(2, job) == [limit, limit]
 
 
 def test_overflows_under_fp16_may_go_on_for_longer_than_bad_losses() -> None:

@@ -26,6 +26,7 @@ from tests.ranks.training import (
     finish,
     largest_difference,
     make,
+    masters,
     micro_step,
     run_steps,
     sgd,
@@ -231,16 +232,16 @@ def test_a_state_dict_is_loaded_inside_gathered_parameters(stage: int, sections:
         with shoal.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
             if current_world().rank == 0:
                 engine.module.load_state_dict(other.state_dict())
-        masters = {n: engine.access.full_parameter(p).clone() for n, p in engine.module.named_parameters()}
+        found = masters(engine)
         micro_step(engine, 0)
         engine.destroy()
-        return masters
+        return found
 
-    for masters in run_ranks(2, job):
+    for found in run_ranks(2, job):
         for name, parameter in other.named_parameters():
             # Where the 16-bit value is the old one, the old master weight stays, bits below it included.
             dtype = torch.bfloat16 if sections else torch.float32
-            assert torch.equal(masters[name].to(dtype), parameter.detach().to(dtype))
+            assert torch.equal(found[name].to(dtype), parameter.detach().to(dtype))
 
 
 def test_a_sharded_parameter_refuses_to_be_written_where_it_is_not_whole() -> None:

@@ -25,7 +25,7 @@ from shoal.device import MemoryReading
 from shoal.observe.ledger import Entry, Ledger
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.models import VOCABULARY, Plain, cross_entropy
-from tests.ranks.training import STAGES, config, run_steps, sgd, start
+from tests.ranks.training import STAGES, config, run_steps, sgd, start, start_with
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -257,7 +257,7 @@ def test_building_a_model_sharded_never_holds_more_than_the_shards_and_one_unit(
             built = live.peak if how == "zero.Init" else 0
             live.reset_peak()
             settings = config(3, units={"names": ["layers.*"]})
-            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+            engine = start_with(model, settings)
             found = built, live.peak, live.now()
         engine.destroy()
         return found
@@ -276,7 +276,7 @@ def test_building_directly_and_then_sharding_frees_the_model_unit_by_unit() -> N
         with LiveStorages() as live:
             model = Tower()
             settings = config(3, units={"names": ["layers.*"]})
-            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+            engine = start_with(model, settings)
             found = live.peak, live.now()
         engine.destroy()
         return found

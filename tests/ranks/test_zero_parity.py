@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.ranks.models import OddParameters, Plain
@@ -19,7 +18,7 @@ from tests.ranks.training import (
     config,
     largest_difference,
     make,
-    sgd,
+    start_with,
     train_alone,
     train_by_hand,
     train_ranks,
@@ -83,7 +82,7 @@ def test_the_values_of_rank_0_are_everybodys() -> None:
     def job(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
         rank = current_world().rank
         model = make(Plain, seed=rank)
-        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(stage))[0]
+        engine = start_with(model, config(stage))
         engine.destroy()
         return model.blocks[1].up.weight.detach().clone(), make(Plain, seed=0).blocks[1].up.weight.detach()
 

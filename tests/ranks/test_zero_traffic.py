@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-import shoal
 from shoal import zero
 from shoal.comm.recorder import Entry
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.ranks.models import VOCABULARY, cross_entropy
-from tests.ranks.training import batch, config, run_steps, sgd, start
+from tests.ranks.training import batch, config, run_steps, start, start_with
 
 PSI = 40_960  # bytes
 
@@ -215,7 +214,7 @@ def test_initialize_sends_each_parameter_once(how: str) -> None:
         with zero.Init(enabled=how == "zero.Init"):
             model = Unpadded()
         with current_world().recorder.recording() as entries:
-            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=config(3))[0]
+            engine = start_with(model, config(3))
         engine.destroy()
         return entries
 

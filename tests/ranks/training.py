@@ -63,9 +63,19 @@ def config(stage: int, **sections: Any) -> dict[str, Any]:
 
 def start(factory: Factory, settings: dict[str, Any], optimizer: OptimizerFactory | None = sgd) -> shoal.Engine:
     """An engine on this rank."""
-    model = make(factory)
+    return start_with(make(factory), settings, optimizer)
+
+
+def start_with(model: nn.Module, settings: dict[str, Any], optimizer: OptimizerFactory | None = sgd) -> shoal.Engine:
+    """An engine of this very model."""
     made = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer is not None else None
     return shoal.initialize(model=model, optimizer=made, config=settings)[0]
+
+
+def masters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
+    """The whole master weights of what is trained, by name; copies."""
+    named = engine.module.named_parameters()
+    return {name: engine.access.full_parameter(p).clone() for name, p in named if engine.access.knows(p)}
 
 
 @dataclass
@@ -102,9 +112,7 @@ def finish(engine: shoal.Engine, losses: list[float]) -> Trained:
     """Masters and parameters, then the engine's end."""
     model = engine.module
     trained = Trained(losses=losses)
-    trained.masters = {
-        name: engine.access.full_parameter(p).clone() for name, p in model.named_parameters() if engine.access.knows(p)
-    }
+    trained.masters = masters(engine)
     engine.destroy()
     trained.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return trained

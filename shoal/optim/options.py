@@ -1,0 +1,35 @@
+"""Refuses an optimizer's numbers that are outside their range: all of them in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shoal.errors import OptimizerError
+
+
+def check_options(
+    kind: str,
+    *,
+    not_negative: Mapping[str, float | torch.Tensor],
+    betas: tuple[float, float],
+    others: Mapping[str, bool] | None = None,
+) -> None:
+    """Check what optimizers have in common, and what one has for itself.
+
+    Args:
+        others: what is wrong, in words, where it is true.
+
+    Raises: OptimizerError: a number outside its range.
+    """
+    wrong = [f"{name} is {value}, expected 0 or above" for name, value in not_negative.items() if not value >= 0]
+    if not _are_betas(betas):
+        wrong.append(f"betas are {betas}, expected two numbers in [0, 1)")
+    wrong += [text for text, is_wrong in (others or {}).items() if is_wrong]
+    if wrong:
+        raise OptimizerError("; ".join(wrong) + ".", where=kind, code="optimizer-params")
+
+
+def _are_betas(betas: Sequence[float]) -> bool:
+    return len(betas) == 2 and all(0 <= beta < 1 for beta in betas)

@@ -7,7 +7,8 @@ run that died between the commit and the hint loses nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.checkpoint import manifest as manifests
@@ -40,22 +41,40 @@ def look(storage: Storage) -> list[Found]:
     """The checkpoints of a folder, the newest first, those that cannot be read last.
 
     Only manifests and sizes are looked at.
+
+    Raises: CheckpointError: the folder itself cannot be read.
     """
-    found = []
-    for name in storage.names():
-        staging = STAGING.fullmatch(name)
-        if (staging is not None and staging["what"] == "tmp") or not storage.is_folder(name):
-            continue
-        if not storage.exists(f"{name}/{manifests.NAME}"):
-            if is_ours(storage, name):
-                problem = _missing_manifest(storage, name)
-                found.append(Found(name, None, problem))
-            continue
-        try:
-            found.append(Found(name, inspect(storage, name)))
-        except CheckpointError as error:
-            found.append(Found(name, None, error))
+    with _reading(storage):
+        names = storage.names()
+    found = [entry for name in names if (entry := _look_at(storage, name)) is not None]
     return sorted(found, key=lambda entry: entry.order, reverse=True)
+
+
+def _look_at(storage: Storage, name: str) -> Found | None:
+    staging = STAGING.fullmatch(name)
+    try:
+        with _reading(storage):
+            if (staging is not None and staging["what"] == "tmp") or not storage.is_folder(name):
+                return None
+            if not storage.exists(f"{name}/{manifests.NAME}"):
+                return Found(name, None, _missing_manifest(storage, name)) if is_ours(storage, name) else None
+        return Found(name, inspect(storage, name))
+    except CheckpointError as error:
+        return Found(name, None, error)
+
+
+@contextmanager
+def _reading(storage: Storage) -> Iterator[None]:
+    """Raises: CheckpointError: instead of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder cannot be read: {error}.",
+            where=storage.url,
+            do="see who may read it, and whether the disk is there and works.",
+            code="checkpoint-storage",
+        ) from error
 
 
 def inspect(storage: Storage, folder: str) -> Manifest:
@@ -76,7 +95,7 @@ def inspect(storage: Storage, folder: str) -> Manifest:
             do="see who may read the folder, and whether the disk works; or load another checkpoint.",
             code="checkpoint-damaged",
         ) from error
-    manifest = manifests.parse(data, f"{where}, {manifests.NAME}")
+    manifest = manifests.parse(data, f"{where}, {manifests.NAME}", present)
     problems = []
     for file in manifest.files:
         if file.name not in names:
@@ -135,10 +154,11 @@ def hint(storage: Storage) -> str | None:
 def find_tag(storage: Storage, tag: str) -> str:
     """The folder of a tag.
 
-    Raises: CheckpointError: there is none; it names those that there are.
+    Raises: CheckpointError: there is none, and it names those that there are; or the folder cannot be read.
     """
-    if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
-        return tag
+    with _reading(storage):
+        if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
+            return tag
     others = look(storage)
     for found in others:  # one that was being replaced when its run died
         if found.manifest is not None and found.manifest.tag == tag:
@@ -158,7 +178,12 @@ def find_tag(storage: Storage, tag: str) -> str:
 def is_ours(storage: Storage, folder: str) -> bool:
     """Does the folder hold nothing but files that a save of Shoal's writes, and at least one?"""
     names = storage.names(folder)
-    return bool(names) and all(_OUR_FILE.fullmatch(name) for name in names)
+    return bool(names) and all(map(is_our_file, names))
+
+
+def is_our_file(name: str) -> bool:
+    """Is it a name that a save of Shoal's gives to a file inside a checkpoint?"""
+    return _OUR_FILE.fullmatch(name) is not None
 
 
 def _missing_manifest(storage: Storage, folder: str) -> CheckpointError:

@@ -8,25 +8,34 @@
     6  rank 0   writes ``latest`` beside it and renames it into place
     7  rank 0   removes what need not be kept, gives the lock back
 
-Before 5 the older checkpoints are all there is; after it the new one is the newest. On an object store the files lie in
-TAG from the start, under names of their own, and the manifest's writing is the commit.
+Before 5 the older checkpoints are all there is; after it the new one is the newest, and what fails then is told but
+takes nothing back. On an object store the files lie in TAG from the start, under names of their own, and the manifest's
+writing is the commit.
 
 Source: the order of flushes and renames is what POSIX promises to keep: fsync a file before the rename that names it.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.catalogue import LATEST, STAGING, Found, is_ours, look
+from shoal.checkpoint.catalogue import LATEST, STAGING, Found, hint, inspect, is_our_file, is_ours, look
 from shoal.checkpoint.lock import FolderLock
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import LocalStorage, Storage
 from shoal.errors import CheckpointError
 from shoal.text import format_bytes
+
+logger = logging.getLogger("shoal")
+
+_HINT_STAGING = re.compile(re.escape(LATEST) + r"\.tmp-\d+")  # of LocalStorage.replace
 
 Phase = Callable[[str], None]  # called by name as a save goes on; tests let it fail there
 
@@ -67,7 +76,8 @@ class Commit:
         Args:
             nbytes: that all ranks together will write.
 
-        Raises: CheckpointError: another job saves here, or there is too little space. OSError: no permission.
+        Raises: CheckpointError: another job saves here, the tag names what is no checkpoint, or there is too little
+            space. OSError: no permission.
         """
         storage = self.storage
         storage.make_folder("")
@@ -76,6 +86,7 @@ class Commit:
             lock.acquire()
             self._lock = lock
         self._sweep()
+        self._refuse_foreign()
         free = storage.free_bytes()
         if free is not None and free < nbytes + nbytes // 100:
             raise CheckpointError(
@@ -89,47 +100,113 @@ class Commit:
     def _sweep(self) -> None:
         """Remove what saves that died have left. Only under the lock: nobody else is writing."""
         for name in self.storage.names():
-            found = STAGING.fullmatch(name)
-            if found is None or not self.storage.is_folder(name):
-                continue
-            is_leftover = found["what"] == "tmp" or self.storage.exists(f"{found['tag']}/{manifests.NAME}")
-            if is_leftover and (is_ours(self.storage, name) or not self.storage.names(name)):
-                self.storage.remove(name)
+            try:
+                if self._is_leftover(name):
+                    self.storage.remove(name)
+            except OSError as error:
+                logger.warning("%s was left by a save that died, and cannot be removed: %s", name, error)
 
-    def publish(self, manifest: Manifest, retention: Retention, *, save_latest: bool) -> None:
-        """Steps 4 to 7. Raises: OSError."""
+    def _is_leftover(self, name: str) -> bool:
+        storage = self.storage
+        if _HINT_STAGING.fullmatch(name):
+            return not storage.is_folder(name)
+        found = STAGING.fullmatch(name)
+        if found is None or not storage.is_folder(name):
+            return False
+        if storage.names(name) and not is_ours(storage, name):
+            return False
+        return found["what"] == "tmp" or _is_whole(storage, found["tag"])
+
+    def _refuse_foreign(self) -> None:
+        """Only a checkpoint, or what a save has left of one, is ever replaced."""
         storage, tag = self.storage, self.tag
+        if not storage.exists(tag):
+            return
+        if storage.is_folder(tag) and (
+            not storage.names(tag) or is_ours(storage, tag) or storage.exists(f"{tag}/{manifests.NAME}")
+        ):
+            return
+        raise CheckpointError(
+            f"{tag!r} is there already and is no checkpoint, so it is not replaced.",
+            where=storage.url,
+            do="save under another tag, or to another folder.",
+            code="checkpoint-tag",
+        )
+
+    def publish(self, manifest: Manifest, retention: Retention, *, save_latest: bool) -> list[str]:
+        """Steps 4 to 7.
+
+        Returns: what failed after the commit, in words.
+        Raises: OSError, CheckpointError: it is not committed.
+        """
+        storage, tag = self.storage, self.tag
+        manifest = self._later_than_the_newest(manifest)
         data = manifests.dump(manifest)
+        manifests.refuse_oversized(data, manifest.nbytes, f"checkpoint {tag}")
         self._on_phase("manifest")
-        old: list[str] = []
-        replaced: str | None = None
         if storage.can_rename:
-            with storage.create(f"{self.folder}/{manifests.NAME}") as sink:
-                sink.write(memoryview(data))
-                sink.flush()
-            storage.flush_folder(self.folder)
-            self._on_phase("rename")
-            if storage.exists(tag):
-                replaced = f"{tag}.old-{self.token}"
-                storage.rename(tag, replaced)
-            storage.rename(self.folder, tag)
-            storage.flush_folder()
+            replaced = self._rename_into_place(data)
         else:
-            kept = {file.name for file in manifest.files} | {manifests.NAME}
-            old = [name for name in storage.names(tag) if name not in kept]
+            replaced = None
             self._on_phase("rename")
             storage.replace(f"{tag}/{manifests.NAME}", data)
+            self._is_committed = True
+
+        def write_hint() -> None:
+            self._on_phase("latest")
+            if save_latest:
+                storage.replace(LATEST, tag.encode())
+
+        def collect() -> None:
+            self._on_phase("gc")
+            if replaced is not None and is_ours(storage, replaced):
+                storage.remove(replaced)
+            if not storage.can_rename:
+                kept = {file.name for file in manifest.files} | {manifests.NAME}
+                for name in storage.names(tag):
+                    if name not in kept and is_our_file(name):
+                        storage.remove(f"{tag}/{name}")
+            if retention.keep_last:
+                for found in prunable(look(storage), retention, protected=tag):
+                    discard(storage, found.folder)
+
+        return [
+            *_attempt(write_hint, f"checkpoint {tag!r} is saved, but {LATEST!r} does not name it"),
+            *_attempt(collect, f"checkpoint {tag!r} is saved, but what it replaces could not be removed"),
+        ]
+
+    def _rename_into_place(self, manifest: bytes) -> str | None:
+        """Steps 4 and 5. Returns: where the checkpoint that had this tag lies now."""
+        storage, tag = self.storage, self.tag
+        with storage.create(f"{self.folder}/{manifests.NAME}") as sink:
+            sink.write(memoryview(manifest))
+            sink.flush()
+        storage.flush_folder(self.folder)
+        self._on_phase("rename")
+        replaced = None
+        if storage.exists(tag):
+            replaced = f"{tag}.old-{self.token}"
+            storage.rename(tag, replaced)
+        try:
+            storage.rename(self.folder, tag)
+        except OSError:
+            if replaced is not None:
+                with suppress(OSError):  # where it lies, a load finds it too
+                    storage.rename(replaced, tag)
+            raise
         self._is_committed = True
-        self._on_phase("latest")
-        if save_latest:
-            storage.replace(LATEST, tag.encode())
-        self._on_phase("gc")
-        if replaced is not None:
-            storage.remove(replaced)
-        for name in old:
-            storage.remove(f"{tag}/{name}")
-        for found in prunable(look(storage), retention, protected=tag):
-            storage.remove(found.folder)
+        storage.flush_folder()
+        return replaced
+
+    def _later_than_the_newest(self, manifest: Manifest) -> Manifest:
+        """Clocks of machines differ, and are set back; what is saved later must say so all the same."""
+        named = hint(self.storage)
+        with suppress(CheckpointError, OSError, ValueError, OverflowError):
+            newest = inspect(self.storage, named).created if named is not None else ""
+            if newest >= manifest.created:
+                later = datetime.fromisoformat(newest) + timedelta(microseconds=1)
+                return manifest.model_copy(update={"created": later.isoformat(timespec="microseconds")})
+        return manifest
 
     def end(self) -> None:
         """Give the lock back, and remove the files of a save that was not committed. Idempotent."""
@@ -140,10 +217,39 @@ class Commit:
                 for name in self.storage.names(self.folder):
                     if self.suffix in name:
                         self.storage.remove(f"{self.folder}/{name}")
+        except OSError as error:
+            logger.warning("%s of a save that failed stays for now: %s", self.folder, error)
         finally:
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+
+
+def _is_whole(storage: Storage, folder: str) -> bool:
+    try:
+        inspect(storage, folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _attempt(act: Callable[[], None], what: str) -> list[str]:
+    try:
+        act()
+    except (OSError, CheckpointError) as error:
+        return [f"{what}: {error}"]
+    return []
+
+
+def discard(storage: Storage, folder: str) -> None:
+    """Remove a checkpoint so that no half of one is left in its place, whenever this process dies. Raises: OSError."""
+    if storage.can_rename:
+        doomed = f"{folder}.tmp-{secrets.token_hex(6)}"
+        storage.rename(folder, doomed)
+        storage.remove(doomed)
+    else:
+        storage.remove(f"{folder}/{manifests.NAME}")
+        storage.remove(folder)
 
 
 def prunable(found: Sequence[Found], retention: Retention, protected: str | None = None) -> list[Found]:

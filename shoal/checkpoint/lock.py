@@ -1,7 +1,7 @@
 """One job at a time saves to a folder.
 
-The lock is a file that names host and process. It beats: a job on another host that sees it still for a while knows
-that its owner is gone. Of a process on this host, the kernel says whether it lives.
+The lock is a file that names machine and process. It beats: a job on another machine that sees it still for a while
+knows that its owner is gone. Of a process on this machine, the kernel says whether it lives.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from contextlib import suppress
@@ -21,6 +22,9 @@ from shoal.errors import CheckpointError
 NAME = ".shoal-lock"
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 20.0  # a lock of another host that does not beat for so long is stale
+_MAX_BYTES = 4096
+_ATTEMPTS = 100  # to take a lock that others take and give back at the same time
+_BIRTH_SECONDS = 1.0  # what its owner gets between making the file and writing its name into it
 
 
 class FolderLock:
@@ -39,14 +43,21 @@ class FolderLock:
 
     def acquire(self) -> None:
         """Raises: CheckpointError: another job that lives is saving here. OSError: the folder cannot be written."""
-        while True:
+        for _ in range(_ATTEMPTS):
             try:
-                self._write(os.O_EXCL)
+                self._write()
                 break
             except FileExistsError:
                 self._judge()
-        self._thread = threading.Thread(target=self._beat, name="shoal-lock", daemon=True)
-        self._thread.start()
+        else:
+            raise self._held({})
+        thread = threading.Thread(target=self._beat, name="shoal-lock", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads: without a beat it would be taken for stale
+            self._path.unlink(missing_ok=True)
+            raise
+        self._thread = thread
 
     def release(self) -> None:
         """Give it back, if it is still this one's. Idempotent."""
@@ -55,55 +66,57 @@ class FolderLock:
         self._stop.set()
         self._thread.join()
         self._thread = None
-        owner = self._read()
+        owner = _read(self._path)
         if owner is not None and owner.get("token") == self._token:
             with suppress(OSError):
                 self._path.unlink()
 
-    def _write(self, flags: int) -> None:
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o644)
-        with os.fdopen(fd, "w") as file:
-            json.dump(
-                {"host": _host(), "pid": os.getpid(), "started": _started(os.getpid()), "token": self._token}, file
-            )
-
-    def _read(self) -> dict[str, Any] | None:
+    def _write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(self._path, flags, 0o644)
         try:
-            found = json.loads(self._path.read_text()[:4096])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            with os.fdopen(fd, "w") as file:
+                json.dump({**_self(), "token": self._token}, file)
+        except BaseException:  # a full disk: a lock that names nobody would hold up the next save
+            self._path.unlink(missing_ok=True)
+            raise
 
     def _judge(self) -> None:
         """Return once the lock that is there is gone. Raises: CheckpointError: its owner lives."""
-        owner = self._read()
+        owner = _read(self._path)
+        deadline = time.monotonic() + min(_BIRTH_SECONDS, self._still_seconds)
+        while owner == {} and time.monotonic() < deadline:
+            time.sleep(0.02)
+            owner = _read(self._path)
         if owner is None:
             return
-        pid = owner.get("pid")
-        if owner.get("host") == _host() and isinstance(pid, int):
-            if _started(pid) == owner.get("started") and _started(pid) is not None:
+        here, pid = _self(), owner.get("pid")
+        if owner.get("host") == here["host"] and owner.get("machine") == here["machine"] and isinstance(pid, int):
+            if _lives(pid, owner.get("started")):
                 raise self._held(owner)
-        elif self._beats(owner):
+        elif self._beats():
             raise self._held(owner)
         self._break(owner)
 
-    def _beats(self, owner: dict[str, Any]) -> bool:
+    def _beats(self) -> bool:
         """Watch a lock whose owner cannot be asked."""
         before = self._changed()
         deadline = time.monotonic() + self._still_seconds
         while time.monotonic() < deadline:
             time.sleep(min(0.2, self._still_seconds))
             if self._changed() != before:
-                return self._read() is not None
+                return _read(self._path) is not None
         return False
 
     def _changed(self) -> int | None:
         try:
-            return self._path.stat().st_mtime_ns
+            fd = _open(self._path)  # a network file system asks its server when a file is opened, not when it is named
         except OSError:
             return None
+        try:
+            return os.fstat(fd).st_mtime_ns
+        finally:
+            os.close(fd)
 
     def _break(self, owner: dict[str, Any]) -> None:
         """Take a stale lock away; where another job was faster, leave that one's alone."""
@@ -112,11 +125,7 @@ class FolderLock:
             os.rename(self._path, aside)
         except FileNotFoundError:
             return
-        try:
-            taken = json.loads(aside.read_text())
-        except (OSError, ValueError):
-            taken = {}
-        if taken != owner:
+        if _read(aside) != owner:
             with suppress(OSError):
                 os.link(aside, self._path)
         aside.unlink(missing_ok=True)
@@ -135,14 +144,60 @@ class FolderLock:
                 os.utime(self._path)
 
 
-def _host() -> str:
-    return socket.gethostname()
+def _self() -> dict[str, Any]:
+    """This process, and the machine whose kernel knows it."""
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+
+
+def _machine() -> str:
+    """One boot of one kernel and one namespace of processes: hosts may share a name, and a pid is one only here."""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
+
+
+def _lives(pid: int, started: Any) -> bool:
+    if started is not None:
+        return bool(_started(pid) == started)
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        pass
+    return True
 
 
 def _started(pid: int) -> int | None:
-    """When the process started, in ticks since boot; None: it has ended."""
+    """When the process started, in ticks since boot; None: it has ended, or the system does not say."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _open(path: Path) -> int:
+    # Not blocking: a pipe in the place of the lock must not hold the job up.
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Who holds the lock; nobody by name if it cannot be read; None: it is gone."""
+    try:
+        fd = _open(path)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        return {}
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        found = json.loads(os.read(fd, _MAX_BYTES)) if is_file else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    finally:
+        os.close(fd)
+    return found if isinstance(found, dict) else {}

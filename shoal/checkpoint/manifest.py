@@ -19,19 +19,23 @@ Nothing in a manifest is trusted: names stay inside the folder, and every length
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from itertools import pairwise
 from typing import Annotated, Any
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.cover import cover_problem
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
 
@@ -42,11 +46,16 @@ EXTRA = "extra"
 MAX_SMALL_BLOCK = 4 << 20  # bytes of a block whatever its file's size
 _MAX_FREE_BYTES = 4 << 20  # a manifest may be this large whatever it describes, and then
 _MAX_SHARE = 32  # one byte for so many bytes of tensors
+_MAX_FREE_LISTS = 150_000  # lists and objects, which take far more memory than their text, and then
+_MAX_LIST_SHARE = 256  # one for so many bytes of tensors
+_MAX_DEPTH = 500  # of lists in lists
+_MAX_KEYS = 100  # of an object whose keys are known
 
 Count = Annotated[int, Field(ge=0, le=2**62)]
 Text = Annotated[str, Field(max_length=4096)]
-Shape = Annotated[tuple[Count, ...], Field(max_length=64)]
-Chunk = tuple[Count, Count, Shape, Shape]
+# JSON has no tuples: these are made of its lists. Lists stop at their first error, so that a hostile one stays cheap.
+Shape = Annotated[tuple[Count, ...], Field(max_length=64, strict=False), FailFast()]
+Chunk = Annotated[tuple[Count, Count, Shape, Shape], Field(strict=False)]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -60,7 +69,7 @@ class FileRecord(_Model):
     name: Text
     nbytes: Count
     block_nbytes: Annotated[int, Field(ge=1)]
-    blocks: list[Text]  # xxh3, 64 bits, hexadecimal; one per block of ``block_nbytes``
+    blocks: Annotated[list[Text], FailFast()]  # xxh3, 64 bits, hexadecimal; one per block of ``block_nbytes``
 
 
 class TensorRecord(_Model):
@@ -70,7 +79,7 @@ class TensorRecord(_Model):
     name: Text
     dtype: Text
     shape: Shape
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], FailFast()]
 
     @property
     def numel(self) -> int:
@@ -84,7 +93,7 @@ class ParameterRecord(_Model):
     """One parameter as the model has it."""
 
     name: Text
-    aliases: list[Text] = []  # other names of the same parameter (tied weights)
+    aliases: Annotated[list[Text], FailFast()] = []  # other names of the same parameter (tied weights)
     dtype: Text
     shape: Shape
     group: int | None = None  # of the optimizer; None: not trained
@@ -101,13 +110,13 @@ class Manifest(_Model):
     is_for_resuming: bool = True  # False: loaded only where its tag is asked for (``save_latest=False``)
     versions: dict[str, str]
     world: dict[str, Any] = {}  # ranks and axes that saved it
-    table: list[dict[str, str]] = []
+    table: Annotated[list[dict[str, str]], FailFast()] = []
     config: dict[str, Any] = {}  # the effective one
     groups: list[Any] = []  # the optimizer's hyperparameters by group, as trees
     optimizer: Text | None = None  # its class
-    parameters: list[ParameterRecord]
-    tensors: list[TensorRecord]
-    files: list[FileRecord]
+    parameters: Annotated[list[ParameterRecord], FailFast()]
+    tensors: Annotated[list[TensorRecord], FailFast()]
+    files: Annotated[list[FileRecord], FailFast()]
     engine: dict[str, Any] = {}  # counters, schedule, loss scale, data position: trees
     client_state: Any = None
 
@@ -148,10 +157,14 @@ def dump(manifest: Manifest) -> bytes:
     return f'{{"checksum":"xxh3:{checksum(rest)}",\n'.encode() + rest
 
 
-def parse(data: bytes, where: str) -> Manifest:
+def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
     """Check and read a manifest's bytes.
 
+    Args:
+        tensor_bytes: of the files that lie beside it: what describes much may be large.
+
     Raises: CheckpointError: it is damaged, of a newer format, or says something that cannot be.
+    Memory: what it says, and a few dozen megabytes if it is hostile.
     """
     head, newline, rest = data.partition(b"\n")
     found = re.fullmatch(rb'\{"checksum":"xxh3:([0-9a-f]{16})",', head)
@@ -160,6 +173,13 @@ def parse(data: bytes, where: str) -> Manifest:
     expected, actual = found.group(1).decode(), checksum(rest)
     if actual != expected:
         raise _damaged(where, f"its checksum is {actual}, and {expected} was written")
+    if (problem := _size_problem(data, tensor_bytes)) is not None:
+        raise _unsafe(where, problem)
+    with _collecting_nothing():
+        return _parse(rest, where)
+
+
+def _parse(rest: bytes, where: str) -> Manifest:
     try:
         raw = json.loads(b"{" + rest, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -167,9 +187,11 @@ def parse(data: bytes, where: str) -> Manifest:
     if not isinstance(raw, dict):
         raise _damaged(where, "it is not a JSON object")
     _check_format(raw.get("format"), raw.get("versions"), where)
+    if (problem := _nesting_problem(raw)) is not None:
+        raise _unsafe(where, problem)
     try:
-        manifest = Manifest.model_validate_json(b"{" + rest)
-    except (ValidationError, RecursionError) as error:
+        manifest = Manifest.model_validate(raw)
+    except ValidationError as error:
         raise _damaged(where, _first_problems(error)) from error
     _check(manifest, where)
     return manifest
@@ -178,6 +200,63 @@ def parse(data: bytes, where: str) -> Manifest:
 def most_bytes(tensor_bytes: int) -> int:
     """How long a manifest may be that describes files of ``tensor_bytes`` in all."""
     return _MAX_FREE_BYTES + tensor_bytes // _MAX_SHARE
+
+
+@contextmanager
+def _collecting_nothing() -> Iterator[None]:
+    """Many new lists make the garbage collector walk all that a process holds, again and again, and find nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def refuse_oversized(data: bytes, tensor_bytes: int, where: str) -> None:
+    """Before a manifest is written: one that could not be read again is an error now.
+
+    Raises: CheckpointError: what stands beside the tensors is too much for JSON.
+    """
+    if (problem := _size_problem(data, tensor_bytes)) is not None:
+        raise CheckpointError(
+            f"what is saved beside the tensors is too large: {problem}.",
+            where=where,
+            do="keep large values in client_state (and in the schedule's or loader's state) as tensors or arrays.",
+            code="checkpoint-state",
+        )
+
+
+def _size_problem(data: bytes, tensor_bytes: int) -> str | None:
+    if len(data) > (most := most_bytes(tensor_bytes)):
+        return f"the manifest has {len(data)} bytes, and at most {most} are allowed beside {tensor_bytes} of tensors"
+    num_lists, most = data.count(b"[") + data.count(b"{"), _MAX_FREE_LISTS + tensor_bytes // _MAX_LIST_SHARE
+    if num_lists > most:
+        return f"the manifest has {num_lists} lists and objects, and at most {most} are allowed"
+    return None
+
+
+def _nesting_problem(raw: dict[str, Any]) -> str | None:
+    """Lists too deep to walk, or keys so many that naming each would take long."""
+    records = [entry for key in ("parameters", "tensors", "files", "table") for entry in _listed(raw.get(key))]
+    for known in (raw, raw.get("versions"), *records):
+        if isinstance(known, dict) and len(known) > _MAX_KEYS:
+            return f"an object has {len(known)} keys"
+    level: list[Any] = [raw]
+    for _ in range(_MAX_DEPTH):
+        inner: list[Any] = []
+        for value in level:
+            inside = value.values() if isinstance(value, dict) else value
+            inner += [item for item in inside if isinstance(item, dict | list)]
+        if not inner:
+            return None
+        level = inner
+    return f"it is nested deeper than {_MAX_DEPTH}"
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _check_format(number: Any, versions: Any, where: str) -> None:
@@ -237,9 +316,7 @@ def _check(manifest: Manifest, where: str) -> None:
         raise _unsafe(where, "a parameter is named twice")
 
 
-def _first_problems(error: ValidationError | RecursionError) -> str:
-    if isinstance(error, RecursionError):
-        return "it is nested too deep"
+def _first_problems(error: ValidationError) -> str:
     shown = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False)[:3]]
     return "; ".join(shown)
 

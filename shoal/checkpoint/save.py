@@ -7,6 +7,7 @@ done at the next steps, on the thread that trains.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterReco
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
+
+logger = logging.getLogger("shoal")
 
 
 @dataclass
@@ -133,26 +136,31 @@ class Save:
         folder, suffix = where[0]
         name = f"rank-{comm.rank:05d}{suffix}.safetensors"
         self._record = described
+        before_flush = lambda: self._on_phase("shard_fsync")  # noqa: E731
         if not self._options.is_async:
-            self._on_phase("shard_write")
-            try:
-                self._outcome = write_file(self._storage, folder, name, plan, lambda: self._on_phase("shard_fsync"))
-            except Exception as error:
-                self._outcome = error
+
+            def write() -> FileRecord:
+                self._on_phase("shard_write")
+                return write_file(self._storage, folder, name, plan, before_flush)
+
+            self._outcome = _attempt(write)
             self._exchange()
             self._finish_commit()
             self._end_commit()
             return
-        self._on_phase("snapshot")
-        try:
-            image = image_of(plan, host_memory)
-        except Exception as error:  # no memory: told at the end of the write, with the others' causes
-            self._outcome = error
+
+        def take() -> torch.Tensor:
+            self._on_phase("snapshot")
+            return image_of(plan, host_memory)
+
+        image = _attempt(take)
+        if isinstance(image, Exception):  # no memory: told at the end of the write, with the others' causes
+            self._outcome = image
             return
 
-        def run() -> Any:
+        def run() -> FileRecord:
             self._on_phase("shard_write")
-            return write_image(self._storage, folder, name, plan, image, lambda: self._on_phase("shard_fsync"))
+            return write_image(self._storage, folder, name, plan, image, before_flush)
 
         self._start(run)
 
@@ -164,13 +172,17 @@ class Save:
                 self._outcome = error
 
         self._outcome = None
-        self._thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no more threads: told with the others' causes
+            self._outcome = error
+            return
+        self._thread = thread
 
     def _exchange(self) -> None:
         """All files are written, or not: tell each other."""
-        self._on_phase("exchange")
-        problem = self._problem()
+        problem = self._problem() or _attempt(lambda: self._on_phase("exchange"))
         record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
         records = self._agree(problem, record, "checkpoint: files")
         self._stage = _Stage.COMMITTING
@@ -179,20 +191,20 @@ class Save:
         if self._comm.rank:
             return
 
-        def run() -> None:
+        def run() -> list[str]:
             manifest = _manifest(self.tag, self._state, records, self._options)
-            self._commit.publish(manifest, self._options.retention, save_latest=self._options.save_latest)
+            return self._commit.publish(manifest, self._options.retention, save_latest=self._options.save_latest)
 
         if self._options.is_async:
             self._start(run)
-            return
-        try:
-            run()
-        except Exception as error:
-            self._outcome = error
+        else:
+            self._outcome = _attempt(run)
 
     def _finish_commit(self) -> None:
-        self._agree(self._problem(), None, "checkpoint: commit")
+        problem = self._problem()
+        notes = self._agree(problem, None if problem is not None else self._outcome, "checkpoint: commit")[0]
+        for note in notes:
+            logger.warning("%s", note)
         self._stage = _Stage.DONE
 
     def _end_commit(self) -> None:
@@ -254,9 +266,9 @@ class Save:
 
     def _advance(self) -> None:
         try:
+            if self._outcome is None and (self._stage is _Stage.WRITING or self._comm.rank == 0):
+                self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
             if self._stage is _Stage.WRITING:
-                if self._outcome is None:
-                    self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
                 self._exchange()
             else:
                 self._finish_commit()
@@ -264,6 +276,14 @@ class Save:
         except BaseException:
             self._give_up()
             raise
+
+
+def _attempt(run: Callable[[], Any]) -> Any:
+    """What ``run`` returns, or the error that it raised."""
+    try:
+        return run()
+    except Exception as error:
+        return error
 
 
 def _words(problem: BaseException) -> tuple[str, str]:

@@ -56,7 +56,9 @@ class Storage(Protocol):
 
     def size(self, path: str) -> int: ...
 
-    def make_folder(self, path: str) -> None: ...
+    def make_folder(self, path: str) -> None:
+        """With those above it. The root and those above it survive a loss of power."""
+        ...
 
     def create(self, path: str) -> Any:
         """A context manager that gives a ``Sink`` to a file that is not there yet."""
@@ -134,7 +136,10 @@ class LocalStorage:
         return found.st_size
 
     def make_folder(self, path: str) -> None:
+        missing = [place for place in (self.root, *self.root.parents) if not place.exists()]
         self._at(path).mkdir(parents=True, exist_ok=True)
+        for place in missing:
+            _flush_folder(place.parent)
 
     @contextmanager
     def create(self, path: str) -> Iterator[Sink]:
@@ -180,14 +185,7 @@ class LocalStorage:
         os.rename(self._at(source), self._at(target))
 
     def flush_folder(self, path: str = "") -> None:
-        fd = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # some file systems cannot, and need not
-                raise
-        finally:
-            os.close(fd)
+        _flush_folder(self._at(path))
 
     def remove(self, path: str) -> None:
         place = self._at(path)
@@ -201,6 +199,17 @@ class LocalStorage:
         while not place.exists():
             place = place.parent
         return shutil.disk_usage(place).free
+
+
+def _flush_folder(place: Path) -> None:
+    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+            raise
+    finally:
+        os.close(fd)
 
 
 class _LocalSink:

@@ -26,15 +26,17 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def go_on(folder: Path, precision: str, stage: int, steps: int, more: dict[str, Any]) -> dict[str, Any]:
-    """Load on this rank, and train."""
-    rank = current_world().rank
+def go_on(
+    folder: Path, precision: str, stage: int, steps: int, more: dict[str, Any], saved_by: int = 2
+) -> dict[str, Any]:
+    """Load on this rank, and train. Of ``saved_by`` ranks' batches, fewer ranks take several."""
+    rank, size = current_world().rank, current_world().size
     model = build_model()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)  # all of it has to come from the checkpoint
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3,
+        "train_micro_batch_size_per_gpu": 3 * saved_by // size,
         "gradient_clipping": 0.0,
         "units": {"classes": ["Block"]},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -50,7 +52,8 @@ def go_on(folder: Path, precision: str, stage: int, steps: int, more: dict[str, 
     loaded = engine.global_steps, engine.global_samples, engine.skipped_steps, engine.loss_scale
     full = {n: engine.access.full_parameter(p).clone() for n, p in model.named_parameters() if p.requires_grad}
     for step in range(3, 3 + steps):
-        loss = engine(tokens_of(step, rank))
+        batch = torch.cat([tokens_of(step, each) for each in range(rank, saved_by, size)])
+        loss = engine(batch)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -93,13 +96,21 @@ def test_losses_in_bf16_are_those_of_deepspeed_but_for_rounding(case: str, stage
 
 @pytest.mark.parametrize(("case", "stage"), [("stage2-fp16", 3), ("stage3-fp16", 1)])
 def test_the_loss_scale_goes_on_in_fp16(case: str, stage: int, tmp_path: Path) -> None:
-    found = goes_on(case, stage, 2e-3, tmp_path)
+    found = goes_on(case, stage, 4e-3, tmp_path)
     assert found[0]["loaded"] == (3, 18, 0, 128.0)
 
 
 def test_a_schedule_and_an_optimizer_from_the_config_go_on(tmp_path: Path) -> None:
     sections = {name: CASES["stage2-bf16-schedule"][name] for name in ("optimizer", "scheduler")}
     goes_on("stage2-bf16-schedule", 2, 4e-3, tmp_path, **sections)
+
+
+@pytest.mark.parametrize("saved", [2, 3])
+def test_one_rank_goes_on_with_what_two_saved(saved: int, tmp_path: Path) -> None:
+    run = convert(f"stage{saved}-fp32", tmp_path)
+    (found,) = run_ranks(1, go_on, tmp_path, "fp32", 3, 3, {})
+    for loss, expected in zip(found["losses"], run["losses"][3:], strict=True):
+        assert loss == pytest.approx(sum(expected) / 2, abs=1e-5)
 
 
 def test_without_the_optimizers_state_the_losses_are_others(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, note
+from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
 from tests.ranks import models
@@ -117,6 +117,9 @@ def run_of(layout: Layout, model: str, optimizer: str) -> Run:
     return Run(settings, layout.world, FACTORIES[model], OPTIMIZERS.get(optimizer), rows=ROWS)
 
 
+FEW = settings(max_examples=10) if settings.get_current_profile_name() != "thorough" else settings()
+
+
 def transfer(saver: Layout, loader: Layout, model: str = "Plain", optimizer: str = "AdamW") -> None:
     first, second = run_of(saver, model, optimizer), run_of(loader, model, optimizer)
     with tempfile.TemporaryDirectory() as folder:
@@ -153,6 +156,7 @@ def largest_relative_difference(ours: State, theirs: State) -> float:
     return worst
 
 
+@FEW
 @given(
     saver=LAYOUTS,
     loader=LAYOUTS,
@@ -171,6 +175,10 @@ def largest_relative_difference(ours: State, theirs: State) -> float:
 def test_any_layout_loads_what_any_other_saved(saver: Layout, loader: Layout, model: str, optimizer: str) -> None:
     if loader.precision == "bf16 without masters":  # would lose digits of fp32 master weights
         saver = replace(saver, precision=loader.precision)
+    if model == "Shared":
+        # torch keeps one cache of autocast's casts for all threads. Where another rank empties it between two uses of
+        # a weight, their gradients are added in another dtype: that is no two runs' same bits.
+        saver, loader = (replace(x, precision="fp32") if x.precision == "autocast" else x for x in (saver, loader))
     if model == "SeveralDtypes":
         loader = replace(loader, precision=saver.precision)
     transfer(saver, loader, model, optimizer)

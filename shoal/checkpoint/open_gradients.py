@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from shoal.errors import CheckpointError
-from shoal.zero.gradient import GradientState
 from shoal.zero.step import BucketState
 
 
@@ -23,7 +20,7 @@ def layout_of(states: Sequence[BucketState]) -> list[list[Any]]:
             state.bucket.label,
             state.bucket.layout.numel,
             state.bucket.end - state.bucket.begin,
-            str(state.gradient.dtype),
+            str(state.bucket.dtype),
             str(state.unit.row.gradient_between),
         ]
         for state in states
@@ -32,28 +29,10 @@ def layout_of(states: Sequence[BucketState]) -> list[list[Any]]:
 
 def take(states: Sequence[BucketState]) -> list[Any]:
     """This rank's open gradients, as nested values with tensors; empty between steps."""
-    found: list[Any] = []
-    for index, state in enumerate(states):
-        gradient = state.gradient
-        if state.is_native:
-            gradients = {str(i): p.grad for i, p in enumerate(gradient.parameters) if p.grad is not None}
-            if gradients:
-                found.append({"bucket": index, "gradients": gradients})
-        elif gradient.state is not GradientState.NONE or gradient.has_new():
-            late = {str(i): p.grad for i, p in enumerate(gradient.parameters) if p.grad is not None}
-            found.append(
-                {
-                    "bucket": index,
-                    "state": gradient.state.value,
-                    "touched": list(gradient.touched),
-                    "accumulator": gradient.accumulator(),
-                    "gradients": late,
-                }
-            )
-    return found
+    exported = [(index, state.gradient.export()) for index, state in enumerate(states)]
+    return [{"bucket": index, **values} for index, values in exported if values is not None]
 
 
-@torch.no_grad()
 def put(states: Sequence[BucketState], saved: list[Any], layout: Any) -> None:
     """Set what ``take`` gave.
 
@@ -73,11 +52,4 @@ def put(states: Sequence[BucketState], saved: list[Any], layout: Any) -> None:
             code="checkpoint-open-gradients",
         )
     for entry in saved:
-        gradient = states[entry["bucket"]].gradient
-        if "accumulator" in entry:
-            gradient.accumulator().copy_(entry["accumulator"])
-            gradient.state = GradientState(entry["state"])
-            gradient.touched = bytearray(entry["touched"])
-        for index, value in entry["gradients"].items():
-            parameter = gradient.parameters[int(index)]
-            parameter.grad = value.to(parameter.device, parameter.dtype)
+        states[entry["bucket"]].gradient.restore(entry)

@@ -152,6 +152,7 @@ class Checkpoints:
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
             engine={
                 "counters": {name: getattr(engine, name) for name in _COUNTERS},
+                "micro_in_step": engine._micro_in_step,
                 "accumulation_steps": engine.gradient_accumulation_steps(),
                 "micro_batch": engine.train_micro_batch_size_per_gpu(),
                 "schedule": _schedule_state(engine.lr_scheduler),
@@ -395,6 +396,7 @@ class Checkpoints:
             loader.load_state_dict(saved["data"])
         engine._forget_losses()
         engine._has_backward = False
+        engine._micro_in_step = int(saved.get("micro_in_step", 0))
         own = trees["own"]
         if own is None:
             logger.warning(

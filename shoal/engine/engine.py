@@ -81,6 +81,7 @@ class Engine(nn.Module):
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
+        self._micro_in_step = 0  # micro-batches since the last boundary
         self.skipped_steps = 0
         self.optimizer: ShardedOptimizer | None = (
             ShardedOptimizer(optimizer_step, self._step_now, self.zero_grad) if optimizer_step is not None else None
@@ -323,7 +324,7 @@ class Engine(nn.Module):
             return self._forced_boundary
         if not self._is_managed:
             return True
-        return (self.micro_steps + 1) % self._accumulation_steps == 0
+        return self._micro_in_step + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
@@ -357,6 +358,7 @@ class Engine(nn.Module):
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.micro_steps += 1
+        self._micro_in_step = 0 if is_boundary else self._micro_in_step + 1
         self.global_samples += self._micro_batch * self.dp_world_size
 
     def _step_now(self) -> None:
@@ -408,7 +410,7 @@ class Engine(nn.Module):
                 self.optimizer.overflow = not is_applied
         if is_applied:
             self._update(view, unscale)
-        if self._loss_scale is not None:
+        if self._loss_scale is not None and not view.bad_loss_ranks:  # a bad loss is no overflow
             self._nonfinite.report_scale(self._loss_scale.update(not view.is_finite), self.global_steps)
             if self.optimizer is not None:
                 self.optimizer.loss_scale = self._loss_scale.scale

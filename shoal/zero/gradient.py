@@ -10,9 +10,10 @@ the latest at the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -203,11 +204,15 @@ class BucketGradient:
         if self._sum_dtype == self.bucket.dtype or not self._has_unmoved():
             return
         self._widen()
+        self._hold_room()
+        self._take(self._held_views, add=True)
+
+    def _hold_room(self) -> torch.Tensor:
         if self._held is None:
             layout = self.layout
             self._held = torch.zeros(layout.numel, dtype=self.dtype, device=self.bucket.full.device)
             self._held_views = [self._held[s.offset : s.offset + s.numel].view(s.shape) for s in layout.slots]
-        self._take(self._held_views, add=True)
+        return self._held
 
     # over the ranks
 
@@ -356,6 +361,38 @@ class BucketGradient:
 
     def _drop_held(self) -> None:
         self._held, self._held_views = None, []
+
+    # to and from a checkpoint
+
+    def export(self) -> dict[str, Any] | None:
+        """What is open between two passes, as nested values with tensors; None: nothing is."""
+        gradients = {str(i): p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        if self.state is GradientState.NONE and self._held is None and not gradients:
+            return None
+        return {
+            "is_wide": self.dtype == self._sum_dtype,
+            "state": self.state.value,
+            "touched": list(self.touched),
+            "accumulator": None if self.state is GradientState.NONE else self.accumulator(),
+            "held": self._held,
+            "gradients": gradients,
+        }
+
+    @torch.no_grad()
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Set what ``export`` gave on the same rank of the same layout."""
+        self.reset()
+        if saved["is_wide"]:
+            self._widen()
+        if saved["accumulator"] is not None:
+            self.accumulator().copy_(saved["accumulator"])
+        self.state = GradientState(saved["state"])
+        self.touched = bytearray(saved["touched"])
+        if saved["held"] is not None:
+            self._hold_room().copy_(saved["held"])
+        for index, parameter in enumerate(self.parameters):
+            value = saved["gradients"].get(str(index))
+            parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
 
     def free(self) -> None:
         self.reset()

@@ -281,3 +281,27 @@ def test_the_table_and_the_ledger_are_printed_at_start_up(caplog: pytest.LogCapt
     assert text.count("parameter at rest") == 1  # rank 0 only
     assert "blocks.2 (4)" in text
     assert "bytes per parameter" in text
+
+
+def test_another_batch_size_in_mid_run_begins_with_a_whole_step() -> None:
+    """A step has as many micro-batches as its losses are divided by, whatever was counted before."""
+
+    def run() -> list[int]:
+        model = torch.nn.Linear(4, 2)
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1}}
+        engine, *_ = shoal.initialize(model=model, config=config)
+        counts, steps = [], 0
+        for accumulation in (2, 3, 4):
+            engine.set_train_batch_size(accumulation)
+            micro = 0
+            while engine.global_steps == steps:
+                engine.backward(engine(torch.ones(1, 4)).sum())
+                engine.step()
+                micro += 1
+            counts.append(micro)
+            steps = engine.global_steps
+        engine.destroy()
+        return counts
+
+    assert run() == [2, 3, 4]

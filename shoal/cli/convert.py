@@ -96,7 +96,7 @@ def _convert(
             code="checkpoint-format",
         )
     check_free(target)
-    found = from_.value if from_ is not None else detect(source, tag)
+    found = from_.value if from_ is not None else detect(source)
     opened = open_source(source, tag, found)
     keeps_all = to in (Target.shoal, Target.dcp)
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]

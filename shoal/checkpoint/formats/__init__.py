@@ -15,7 +15,7 @@ Format = Literal["shoal", "deepspeed", "huggingface", "state_dict", "dcp"]
 _DEEPSPEED = re.compile(r"(mp_rank_\d+|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+|layer_\d+.*)_(model|optim)_states\.pt")
 
 
-def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
+def detect(path: str | os.PathLike[str]) -> Format:
     """The format of a file or folder, by the names in it.
 
     Raises: CheckpointError: nothing is there, or nothing that Shoal knows.
@@ -27,7 +27,7 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
         return _of_file(Path(text).expanduser())
     if text.endswith(".safetensors"):
         return "huggingface"
-    found = _of_folder(open_storage(text), tag)
+    found = _of_folder(open_storage(text))
     if found is None:
         names = open_storage(text).names()
         raise CheckpointError(
@@ -57,7 +57,7 @@ def _of_file(path: Path) -> Format:
     )
 
 
-def _of_folder(storage: Storage, tag: str | None) -> Format | None:
+def _of_folder(storage: Storage) -> Format | None:
     names = set(storage.names())
     if ".metadata" in names:
         return "dcp"
@@ -70,7 +70,7 @@ def _of_folder(storage: Storage, tag: str | None) -> Format | None:
     if names & {"pytorch_model.bin", "pytorch_model.bin.index.json"}:
         return "state_dict"
     # A folder of checkpoints: each tag has a folder of its own.
-    for name in [tag] if tag is not None else sorted(names):
+    for name in sorted(names):
         if not storage.is_folder(name):
             continue
         below = storage.names(name)
@@ -90,7 +90,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
 
     Raises: CheckpointError: it is of no format that Shoal knows, damaged, or asks for more than data.
     """
-    found = format if format is not None else detect(path, tag)
+    found = format if format is not None else detect(path)
     if tag is not None and found not in ("shoal", "deepspeed"):
         raise CheckpointError(
             f"tag {tag!r} was given, and {os.fspath(path)} is {found}, which has none.",

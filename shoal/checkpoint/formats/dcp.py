@@ -142,10 +142,9 @@ class DcpSource:
         return self._load(item.parts[0])
 
     def _load(self, part: Part) -> Any:
-        data = bytearray(part.nbytes)
+        where = f"byte {part.offset} of {self._folder.url}/{part.file}"
         with self._folder.open(part.file) as file:
-            file.read_into(part.offset, memoryview(data))
-        return load_part(bytes(data), f"byte {part.offset} of {self._folder.url}/{part.file}")
+            return load_part(file, part.offset, part.nbytes, where)
 
 
 def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:

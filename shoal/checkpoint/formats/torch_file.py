@@ -11,11 +11,15 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
+from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _ZIP = b"PK\x03\x04"
 
@@ -42,13 +46,49 @@ def load(path: str | os.PathLike[str]) -> Any:
         raise _refused(error, str(place), place) from error
 
 
-def load_part(data: bytes, where: str) -> Any:
-    """What a part of a file holds, as ``load``."""
-    check_zip(io.BytesIO(data), where)
+def load_part(file: Reader, offset: int, nbytes: int, where: str) -> Any:
+    """What a part of a file holds, as ``load``; its tensors are read at once."""
+    part = cast(IO[bytes], _Part(file, offset, nbytes))
+    check_zip(part, where)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        part.seek(0)
+        return torch.load(part, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise _refused(error, where, io.BytesIO(data)) from error
+        part.seek(0)
+        raise _refused(error, where, part) from error
+
+
+class _Part(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, file: Reader, begin: int, nbytes: int) -> None:
+        self._file = file
+        self._begin = begin
+        self._nbytes = nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError("before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        target = memoryview(buffer).cast("B")
+        target = target[: max(0, min(len(target), self._nbytes - self._position))]
+        self._file.read_into(self._begin + self._position, target)
+        self._position += len(target)
+        return len(target)
 
 
 def check_zip(file: IO[bytes], where: str) -> None:

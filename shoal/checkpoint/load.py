@@ -306,7 +306,9 @@ class Load:
                 # State in its master weight's dtype stays so where the master weights have become wider.
                 dtypes.append(
                     {
-                        key: state.master.dtype if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
+                        key: state.master.dtype
+                        if master is not None and dtype == master.dtype
+                        else tree.dtype_of(dtype)
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )

@@ -17,6 +17,11 @@ from shoal.errors import CheckpointError
 
 _MARK = "__is__"
 _MAX_DEPTH = 100
+_SEQUENCES: dict[str, type[tuple[Any, ...]] | type[set[Any]] | type[frozenset[Any]]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str = "client_state") -> Any:
@@ -35,15 +40,18 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path, what=what)
     if isinstance(value, np.ndarray):
-        name = path
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
-        return {_MARK: "array", "name": name}
+        try:
+            copied = torch.from_numpy(np.array(value, order="C"))
+        except TypeError:
+            raise _refused(value, f" of {value.dtype}", path, what) from None
+        return {_MARK: "array", "name": _put(copied, tensors, path)}
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         number = encode(value.item(), tensors, path, what=what)
         return {_MARK: "scalar", "dtype": name_of(value.dtype), "value": number}
     if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach()
-        return {_MARK: "tensor", "name": path}
+        if value.layout is not torch.strided:
+            raise _refused(value, f" of layout {value.layout}", path, what)
+        return {_MARK: "tensor", "name": _put(value.detach(), tensors, path)}
     if isinstance(value, torch.dtype):
         return {_MARK: "dtype", "value": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
@@ -61,9 +69,23 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str
         items = [encode(item, tensors, f"{path}/{index}", what=what) for index, item in enumerate(value)]
         if isinstance(value, list):
             return items
-        return {_MARK: "tuple" if isinstance(value, tuple) else "set", "items": items}
-    raise CheckpointError(
-        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not keep.",
+        mark = next(name for name, kind in _SEQUENCES.items() if isinstance(value, kind))
+        return {_MARK: mark, "items": items}
+    raise _refused(value, "", path, what)
+
+
+def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
+    """Keep a tensor. Returns: its name; two paths may be written alike ({"a": {"b": ...}, "a/b": ...})."""
+    name, number = path, 1
+    while name in tensors:
+        name, number = f"{path}~{number}", number + 1
+    tensors[name] = tensor
+    return name
+
+
+def _refused(value: Any, more: str, path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint does not keep.",
         where=path,
         do="keep numbers, text, lists, dicts and tensors; of an object, its state_dict().",
         code="checkpoint-state",
@@ -94,10 +116,10 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return dtype_of(value["value"])
     if mark == "map":
         return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
-    items = [decode(item, tensor) for item in value["items"]] if mark in ("tuple", "set") else None
-    if items is None:
+    kind = _SEQUENCES.get(mark) if isinstance(mark, str) else None
+    if kind is None:
         raise CheckpointError(f"unknown mark {mark!r} in a checkpoint's state.", code="checkpoint-damaged")
-    return tuple(items) if mark == "tuple" else set(items)
+    return kind(decode(item, tensor) for item in value["items"])
 
 
 _DTYPES = {

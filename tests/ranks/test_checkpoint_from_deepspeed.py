@@ -89,6 +89,11 @@ def test_losses_in_fp32_are_those_of_deepspeed_going_on(saved: int, stage: int, 
     assert found[0]["loaded"] == (3, 18, 0, 1.0)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_that_deepspeeds_own_optimizer_counted_goes_on_in_torchs(stage: int, tmp_path: Path) -> None:
+    goes_on("stage2-fp32-offload", stage, 1e-5, tmp_path)
+
+
 @pytest.mark.parametrize(("case", "stage"), [("stage1-bf16", 3), ("stage3-bf16", 2), ("stage2-bf16-round-robin", 1)])
 def test_losses_in_bf16_are_those_of_deepspeed_but_for_rounding(case: str, stage: int, tmp_path: Path) -> None:
     goes_on(case, stage, 4e-3, tmp_path)

@@ -107,6 +107,20 @@ def test_hyperparameters_and_the_step_come_along(stage: int) -> None:
     assert about.notes == []
 
 
+@pytest.mark.parametrize(
+    ("case", "step"),
+    [("stage2-fp32-offload", 3), ("stage3-bf16-offload", 3), ("stage1-bf16-fused", 3), ("stage0-bf16-fused", 4)],
+)
+def test_the_step_of_deepspeeds_own_optimizers_is_a_tensor_as_torchs(case: str, step: int) -> None:
+    """At stage 0 in 16 bits DeepSpeed takes a first step without gradients, so it counts one more."""
+    about = made(case).about
+    value = about.scalars["norm.bias"]["step"]
+    assert (value.item(), value.dtype, value.shape) == (step, torch.float32, ())
+    assert about.optimizer == "AdamW"
+    assert about.groups[0]["betas"] == (0.9, 0.95)
+    assert "step" not in about.groups[0]
+
+
 def test_an_optimizer_without_moments_has_its_momentum() -> None:
     source = made("stage2-fp32-sgd")
     assert list(source.kinds()) == ["model", "optimizer/momentum_buffer"]
@@ -202,6 +216,14 @@ def test_missing_model_files_of_stage_3_are_named(rank: int, copy: Any) -> None:
     folder = copy("stage3-fp32")
     (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match=f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
+        DeepSpeedSource(folder)
+
+
+def test_a_rank_of_any_number_takes_no_time(copy: Any) -> None:
+    folder = copy("stage3-fp32")
+    file = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    file.rename(folder / "zero_pp_rank_99999999999999_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"99999999999998 model files are missing: zero_pp_rank_1_.* and others"):
         DeepSpeedSource(folder)
 
 
@@ -319,6 +341,58 @@ def test_a_model_file_that_tells_of_what_is_not_built_is_refused(key: str, value
     torch.save(torch.load(model, weights_only=True) | {key: value}, model)
     with pytest.raises(NotBuiltError, match=what):
         DeepSpeedSource(model.parent)
+
+
+def test_a_few_bytes_that_claim_to_be_a_large_tensor_are_refused(copy: Any) -> None:
+    model = copy("stage2-fp32") / "mp_rank_00_model_states.pt"
+    state = torch.load(model, weights_only=True)
+    state["module"]["gain"] = torch.ones(1).expand(1 << 40)
+    torch.save(state, model)
+    with pytest.raises(CheckpointError, match="gain is 4398046511104 bytes, of which the file holds 4"):
+        DeepSpeedSource(model.parent)
+
+
+JUNK: list[Any] = [None, "x", -1, 10**30, 1.5, [], {}, [None], {"a": 1}, torch.tensor(0.0), torch.ones(2, 2), True]
+
+
+def spoil(value: Any, random: Any, depth: int = 0) -> Any:
+    """A copy in which one entry is another value, or gone."""
+    if isinstance(value, dict | list) and value and (depth == 0 or random.random() < 0.8):
+        changed = dict(value) if isinstance(value, dict) else list(value)
+        key = random.choice(list(value)) if isinstance(value, dict) else random.randrange(len(value))
+        if isinstance(changed, dict) and random.random() < 0.15:
+            del changed[key]
+        else:
+            changed[key] = spoil(value[key], random, depth + 1)
+        return changed
+    return random.choice(JUNK)
+
+
+@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups"])
+def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, copy: Any) -> None:
+    import random
+
+    folder = copy(case)
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(60):
+        file = generator.choice(sorted(folder.glob("*.pt")))
+        before = file.read_bytes()
+        state = open_file(file, verify=False)
+        inner = state.get("optimizer_state_dict")
+        if inner is not None:  # the stand-ins cannot be saved
+            plain = {"loss_scaler": None, "param_slice_mappings": None, "zero_stage": int(inner.get("zero_stage", 0))}
+            state = {"optimizer_state_dict": inner | plain}
+        spoiled = spoil(state, generator)
+        file.unlink()  # it is mapped
+        torch.save(spoiled, file)
+        try:
+            everything(DeepSpeedSource(folder))
+        except (CheckpointError, NotBuiltError):
+            refused += 1
+        file.unlink()
+        file.write_bytes(before)
+    assert 5 < refused < 60
 
 
 class Payload:

@@ -22,7 +22,7 @@ from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_state import Spread, Trained, damaged, entry, read_partitioned, read_spread
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.portable import MODEL, About, TensorInfo
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
 
 
 class DeepSpeedSource:
@@ -53,10 +53,21 @@ class DeepSpeedSource:
         verify: bool = True,
     ) -> None:
         files = find_files(folder, tag)
+        try:
+            self._open(files, names, verify)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, ShoalError):
+                raise
+            # A value of another type than DeepSpeed writes.
+            raise damaged(f"{type(error).__name__}: {error}", str(files.folder)) from error
+
+    def _open(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, verify: bool) -> None:
         model = open_file(files.model[0], verify=verify)
         self._module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3)
         notes = self._module.notes
         size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
+        if size < 1:
+            raise damaged(f"{size} ranks saved it", str(files.model[0]))
         self._frozen = _frozen(files, model, size, notes, verify) if files.is_stage_3 else None
         self._trained, scale = _trained(files, self._module, size, names, verify)
         held = {} if self._trained is None else {kind: self._trained.infos(kind) for kind in self._trained.kinds()}
@@ -130,8 +141,11 @@ def _trained(
 def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], verify: bool) -> Trained | None:
     """Stage 3: the parameters that no optimizer has, each rank's part from its model file."""
     if len(files.model) < size:
-        missing = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(files.model), size)]
-        raise damaged(f"{', '.join(missing[:8])} is missing", str(files.folder))
+        raise damaged(
+            f"there are model files of {len(files.model)} ranks, not of {size}: the next would be"
+            f" zero_pp_rank_{len(files.model)}_mp_rank_00_model_states.pt",
+            str(files.folder),
+        )
     if len(files.model) > size:
         notes.append(f"{len(files.model) - size} model files of ranks beyond {size - 1} were left out.")
     shapes = model.get("frozen_param_shapes")

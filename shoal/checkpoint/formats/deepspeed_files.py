@@ -15,6 +15,7 @@ import re
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,12 +59,14 @@ class CheckpointFiles:
 
         Raises: CheckpointError: some are missing.
         """
-        missing = [rank for rank in range(size) if rank not in self.optimizer]
-        if missing:
+        number = size - sum(rank < size for rank in self.optimizer)
+        if number > 0:
             example = next(iter(self.optimizer.values())).name
+            missing = islice((rank for rank in range(size) if rank not in self.optimizer), 8)
             names = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example, count=1) for rank in missing]
             raise CheckpointError(
-                f"the optimizer files of {len(missing)} of {size} ranks are missing: {_listed(names)}.",
+                f"the optimizer files of {number} of {size} ranks are missing: {', '.join(names)}"
+                f"{' and others' if number > 8 else ''}.",
                 where=str(self.folder),
                 do="copy them there: each rank holds a part of every parameter.",
                 code="checkpoint-damaged",
@@ -112,12 +115,12 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
             )
         return CheckpointFiles(place, (model[None],), False, _ranks(optimizer))
     ranks = _ranks(model)
-    missing = [rank for rank in range(max(ranks) + 1) if rank not in ranks]
-    if missing:
+    number = max(ranks) + 1 - len(ranks)
+    if number:
+        missing = islice((rank for rank in range(max(ranks)) if rank not in ranks), 8)
+        names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing]
         raise CheckpointError(
-            "model files are missing: "
-            + _listed([f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing])
-            + ".",
+            f"{number} model files are missing: {', '.join(names)}{' and others' if number > 8 else ''}.",
             where=str(place),
             do="copy them there.",
             code="checkpoint-damaged",
@@ -191,7 +194,7 @@ def _tag_folder(root: Path, tag: str | None) -> Path:
 
 def _tags(root: Path) -> str:
     found = sorted(path.parent.name for path in root.glob("*/*mp_rank_00_model_states.pt")) if root.is_dir() else []
-    return f"Tags in it: {_listed(list(dict.fromkeys(found)))}." if found else "No tag is in it."
+    return f"Tags in it: {', '.join(list(dict.fromkeys(found))[:8])}." if found else "No tag is in it."
 
 
 def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int | None, Path]:
@@ -239,7 +242,3 @@ def _check_sums(path: Path) -> None:
                     do="copy it once more from where it came, or load another checkpoint.",
                     code="checkpoint-damaged",
                 ) from error
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -9,7 +9,7 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed_files import not_built
 from shoal.checkpoint.formats.deepspeed_objects import DynamicLossScaler, LossScaler
-from shoal.checkpoint.formats.deepspeed_state import Trained, damaged, entry
+from shoal.checkpoint.formats.deepspeed_state import Trained, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
 
 # Everything else at the top of a model file is the client's.
@@ -50,6 +50,8 @@ class ModelFile:
         self.tensors: dict[str, torch.Tensor] = {
             name: value for name, value in module.items() if isinstance(value, torch.Tensor)
         }
+        for name, tensor in self.tensors.items():
+            check_stored(name, tensor, file)
         buffers = set(state.get("buffer_names") or ())
         self.buffers = {name for name in self.tensors if name in buffers or name.endswith("_extra_state")}
         self.aliases = self._tied()

@@ -27,6 +27,7 @@ from shoal.checkpoint.portable import MODEL, TensorInfo
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
+_MAX_REPEATED_BYTES = 64 << 20  # of a buffer that was expanded
 # What a group holds beside hyperparameters: its members, and how, not what, its optimizer computes.
 _NO_HYPERPARAMETERS = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
 
@@ -101,6 +102,7 @@ class Trained:
                         f" {place.start} to {place.start + place.numel}",
                         self.files[place.rank],
                     )
+                check_stored(f"{kind} of group {place.flat}", flat, self.files[place.rank])
         if found != numel:
             raise damaged(f"{found} of the {numel} elements of {name} are in the files", ", ".join(self.files[:4]))
         if name in self.shapes:
@@ -266,6 +268,8 @@ def hyperparameters(base: Any, count: int, notes: list[str]) -> tuple[list[dict[
     groups, steps = [], []
     for group in list(base.get("param_groups", ()))[:count]:
         plain = {key: value.item() if _is_number(value) else value for key, value in group.items()}
+        if isinstance(plain.get("betas"), list):  # as JSON has it
+            plain["betas"] = tuple(plain["betas"])
         steps.append({"step": _as_counted(plain["step"])} if "step" in plain else {})
         groups.append({key: value for key, value in plain.items() if key not in _NO_HYPERPARAMETERS and key[:1] != "_"})
     missing = count - len(groups)
@@ -277,6 +281,17 @@ def entry(state: Any, key: str, file: str) -> Any:
     if not isinstance(state, Mapping) or key not in state:
         raise damaged(f"entry {key!r} is missing", file)
     return state[key]
+
+
+def check_stored(what: str, tensor: torch.Tensor, file: str) -> None:
+    """Raises: CheckpointError: a file's few bytes claim to be a large tensor, by strides of 0."""
+    if tensor.nbytes > max(tensor.untyped_storage().nbytes(), _MAX_REPEATED_BYTES):
+        raise CheckpointError(
+            f"{what} is {tensor.nbytes} bytes, of which the file holds {tensor.untyped_storage().nbytes()}.",
+            where=file,
+            do="do not trust this checkpoint.",
+            code="checkpoint-unsafe",
+        )
 
 
 def damaged(what: str, where: str) -> CheckpointError:

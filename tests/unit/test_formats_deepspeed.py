@@ -456,6 +456,41 @@ def test_at_stage_3_the_optimizer_files_are_needed(copy: Any) -> None:
         DeepSpeedSource(folder)
 
 
+@pytest.mark.parametrize("case", ["stage1-fp32", "stage3-bf16"])
+def test_before_the_first_step_there_are_weights_and_groups_and_no_state(case: str, copy: Any) -> None:
+    folder = copy(case)
+    for file in folder.glob("*_optim_states.pt"):
+        state = open_file(file, verify=True)
+        inner = state["optimizer_state_dict"]
+        inner["optimizer_state_dict" if case.startswith("stage3") else "base_optimizer_state"]["state"] = {}
+        inner |= {"zero_stage": int(inner["zero_stage"]), "loss_scaler": None, "param_slice_mappings": None}
+        rewrite(file, {"optimizer_state_dict": inner})
+    source = DeepSpeedSource(folder)
+    assert list(source.kinds()) == ["model"]
+    assert source.about.groups[1]["lr"] == 0.02
+    assert source.about.scalars == {}
+    assert source.read(MODEL, "norm.bias").dtype == torch.float32
+
+
+def test_a_parameter_without_elements_keeps_its_shape_at_stage_3(copy: Any) -> None:
+    folder = copy("stage3-bf16")
+    for file in folder.glob("*_model_states.pt"):
+        state = open_file(file, verify=True)
+        state["module"]["none"] = torch.empty(0, dtype=torch.bfloat16)
+        state["frozen_param_shapes"]["none"] = torch.Size([0, 4])
+        state["frozen_param_fragments"]["none"] = torch.empty(0, dtype=torch.bfloat16)
+        rewrite(file, state)
+    source = DeepSpeedSource(folder)
+    assert source.about.parameters["none"].shape == (0, 4)
+    assert source.read(MODEL, "none").shape == (0, 4)
+
+
+def rewrite(file: Path, state: Any) -> None:
+    """Not in place: what is written may be mapped from it."""
+    torch.save(state, file.with_suffix(".new"))
+    os.replace(file.with_suffix(".new"), file)
+
+
 @pytest.mark.parametrize("case", ["stage1-fp32", "stage2-fp16", "stage2-bf16-round-robin"])
 def test_files_that_do_not_say_where_parameters_lie_are_read_by_arithmetic(case: str, copy: Any) -> None:
     folder = copy(case)
@@ -464,9 +499,7 @@ def test_files_that_do_not_say_where_parameters_lie_are_read_by_arithmetic(case:
         inner = state["optimizer_state_dict"]
         del inner["param_slice_mappings"], inner["param_alignment_paddings"]
         inner |= {"zero_stage": int(inner["zero_stage"]), "loss_scaler": None}
-        copied = {"optimizer_state_dict": inner}
-        torch.save(copied, file.with_suffix(".new"))
-        os.replace(file.with_suffix(".new"), file)
+        rewrite(file, {"optimizer_state_dict": inner})
     held = load_file(MADE / case / "held.safetensors")
     found = everything(DeepSpeedSource(folder))
     assert len(found) == 30

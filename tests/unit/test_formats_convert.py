@@ -134,7 +134,7 @@ def test_a_damaged_source_leaves_nothing_behind(tmp_path: Path) -> None:
 # memory
 
 PROGRAM = """
-import sys, threading, time, torch
+import os, shutil, sys, threading, time, torch
 from shoal.checkpoint.formats import open_source
 from shoal.checkpoint.formats.dcp_writing import write_dcp
 from shoal.checkpoint.formats.huggingface import write_huggingface
@@ -181,6 +181,7 @@ for name, write in writers.items():
         for key in source.tensors("model"):
             assert source.read("model", key)[-1, -1] == float(key.split(".")[1])
     print(name, wrote, peak.most - peak.before)
+    (shutil.rmtree if os.path.isdir(f"{folder}/{name}") else os.remove)(f"{folder}/{name}")
 """
 
 

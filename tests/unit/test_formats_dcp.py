@@ -74,7 +74,45 @@ def test_what_fsdp2_users_save_is_read_with_the_optimizer(tmp_path: Path, is_fla
     assert rates == [0.1, 0.001]
     assert len(source.about.groups) == 2
     assert source.about.groups[0]["betas"] == (0.9, 0.999)
+    assert source.about.optimizer == "AdamW"
     assert source.about.notes == ([] if depth else ["'epoch': neither model nor optimizer; left out."])
+
+
+def test_a_tied_weight_that_pytorch_saved_twice_is_one_again(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model[3].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    model(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer, is_flat=False)}
+    source = DcpSource(save(tree, tmp_path / "d"))
+    assert source.about.aliases == {"0.weight": ("2.weight",)}
+    assert source.about.notes == ["'2.weight' has the bits of '0.weight' and is not trained: taken for tied."]
+    assert list(source.tensors(MODEL)) == list(source.about.parameters)
+    assert "2.weight" not in source.tensors(MODEL)
+    assert "3.weight" in source.tensors(MODEL)
+    assert source.about.optimizer == "SGD"
+
+
+@pytest.mark.parametrize(
+    ("made", "name"),
+    [
+        (lambda p: torch.optim.Adam(p), "Adam"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD"),
+        (lambda p: torch.optim.Adagrad(p), "Adagrad"),
+        (lambda p: torch.optim.RMSprop(p), None),
+    ],
+)
+def test_the_optimizers_class_is_told_by_its_state_where_it_can_be(tmp_path: Path, made: Any, name: str | None) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = made(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tree = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer, is_flat=False)}
+    source = DcpSource(save(tree, tmp_path / "d"))
+    assert source.about.optimizer == name
+    assert ("the optimizer's class is not said, and its state does not tell." in source.about.notes) is (name is None)
 
 
 def test_a_bare_state_dict_is_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ optimizer's part is ``{"state.layers.0.w.exp_avg": ..., "param_groups.layers.0.w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,10 @@ class DcpSource:
         self._items.update({(MODEL, name): item for name, item in sorting.model.items()})
         self._take_state(sorting, tensors)
         self._take_groups(sorting)
+        self._take_twins()
+        self.about.optimizer = _optimizer(self._kinds, self.about.groups)
+        if self.about.optimizer is None and len(self._kinds) > 1:
+            self.about.notes.append("the optimizer's class is not said, and its state does not tell.")
         if sorting.left:
             self.about.notes.append(f"{', '.join(map(repr, sorting.left[:5]))}: neither model nor optimizer; left out.")
 
@@ -62,8 +66,7 @@ class DcpSource:
             if name not in tensors:
                 self.about.notes.append(f"optimizer state {key!r} of {name!r}, which is not in the model; left out.")
             elif item.dtype is None or (not item.shape and (key == "step" or tensors[name].shape)):
-                value = self._object(item) if item.dtype is None else self._tensor(item).item()
-                self.about.scalars.setdefault(name, {})[key] = value
+                self.about.scalars.setdefault(name, {})[key] = self._object(item)
             elif item.shape == tensors[name].shape:
                 kind = f"optimizer/{key}"
                 self._kinds.setdefault(kind, {})[name] = TensorInfo(_dtype(item), item.shape)
@@ -91,6 +94,36 @@ class DcpSource:
                 groups.append(values)
             self.about.group_of[name] = groups.index(values)
         self.about.groups = groups
+
+    def _take_twins(self) -> None:
+        """Find tied weights, which PyTorch saves once per name: a matrix without optimizer state that has the bits of
+        one with it.
+        """
+        trained = self.about.group_of.keys() & self.about.parameters.keys()
+        alone = [name for name, info in self.about.parameters.items() if name not in trained and len(info.shape) > 1]
+        if not trained or not alone:
+            return
+        by_sample: dict[tuple[object, ...], list[str]] = {}
+        for name in sorted(trained):
+            by_sample.setdefault(self._sample(name), []).append(name)
+        for name in alone:
+            for twin in by_sample.get(self._sample(name), ()):
+                if torch.equal(self.read(MODEL, name), self.read(MODEL, twin)):
+                    self.about.aliases[twin] = (*self.about.aliases.get(twin, ()), name)
+                    self.about.notes.append(f"{name!r} has the bits of {twin!r} and is not trained: taken for tied.")
+                    del self._kinds[MODEL][name], self.about.parameters[name]
+                    break
+
+    def _sample(self, name: str) -> tuple[object, ...]:
+        """What differs between most tensors that differ, at the cost of one small read."""
+        item = self._items[MODEL, name]
+        if not item.parts:
+            return (name,)
+        part = item.parts[0]
+        data = bytearray(min(4096, part.nbytes))
+        with self._folder.open(part.file) as file:
+            file.read_into(part.offset + (part.nbytes - len(data)) // 2, memoryview(data))
+        return item.dtype, item.shape, tuple(part.rectangle for part in item.parts), bytes(data)
 
     def kinds(self) -> Iterable[str]:
         return tuple(self._kinds)
@@ -157,6 +190,21 @@ def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:
             aliases[same] = (*aliases.get(same, ()), name)
             del model[name]
     return aliases
+
+
+def _optimizer(kinds: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """The class of torch.optim that has such state and such hyperparameters, if that can be told."""
+    state = {kind.partition("/")[2] for kind in kinds if kind != MODEL}
+    known = {key for group in groups for key in group}
+    if {"exp_avg", "exp_avg_sq"} <= state and "betas" in known:
+        # Both classes say so since 2.9; before, nothing told them apart.
+        is_decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
+        return "AdamW" if is_decoupled else "Adam"
+    if state <= {"momentum_buffer"} and "nesterov" in known:
+        return "Muon" if "ns_steps" in known else "SGD"
+    if state == {"sum"} and "lr_decay" in known:
+        return "Adagrad"
+    return None
 
 
 def _dtype(item: Item) -> torch.dtype:

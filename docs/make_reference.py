@@ -46,7 +46,7 @@ ENGINE_ATTRIBUTES = {
 ENGINE_INSIDE = {"sharded", "axes", "progress", "access", "checkpoints"}
 
 FACE = [
-    ("shoal", ["initialize", "init_distributed", "add_config_arguments"]),
+    ("shoal", ["initialize", "init_distributed", "add_config_arguments", "load_hf"]),
     ("shoal.comm.world", ["current_world", "World"]),
 ]
 WORLD_ATTRIBUTES = {

@@ -18,6 +18,7 @@ from shoal.errors import ShoalError
 
 if TYPE_CHECKING:
     from shoal import comm, errors, zero
+    from shoal.checkpoint.loading_hf import load_hf
     from shoal.comm.world import init_distributed
     from shoal.config import add_config_arguments
     from shoal.engine.engine import Engine
@@ -34,6 +35,7 @@ __all__ = [
     "errors",
     "init_distributed",
     "initialize",
+    "load_hf",
     "zero",
 ]
 
@@ -42,6 +44,7 @@ _MODULES = {
     "add_config_arguments": "shoal.config",
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.engine",
+    "load_hf": "shoal.checkpoint.loading_hf",
 }
 _PARTS = ("comm", "errors", "zero")
 

@@ -32,7 +32,8 @@ class About:
         aliases: other names of the same parameter (tied weights), by its name.
         group_of: index of the optimizer's group by parameter name; missing: not trained.
         groups: the groups' hyperparameters (``lr``, ``betas``, ...), without their parameters.
-        scalars: optimizer state that is one number for a whole parameter: {name: {"step": 3.0}}.
+        scalars: optimizer state that is one number for a whole parameter: {name: {"step": tensor}}; a 0-d
+            tensor stays one.
         optimizer: the class's name, e.g. ``"AdamW"``.
         schedule: the learning rate schedule's ``state_dict()``.
         counters: ``global_steps``, ``global_samples``, ``micro_steps``, ``skipped_steps``, as far as they are known.

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from shoal.cli.checkpoint import app as checkpoint_app
+from shoal.cli.convert import convert
 
 app = typer.Typer(
     name="shoal",
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("convert")(convert)
 
 
 class Precision(StrEnum):

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
 from shoal.text import format_bytes
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def convert(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb)
-    except CheckpointError as error:
+    except ShoalError as error:
         console.print(f"[red]{escape(str(error))}[/red]")
         raise typer.Exit(1) from None
     for note in notes:

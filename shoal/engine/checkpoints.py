@@ -420,6 +420,8 @@ class Checkpoints:
 
     def _config_changes(self, chosen: Chosen) -> list[str]:
         """Which settings are not what they were when the checkpoint was saved."""
+        if not chosen.manifest.config:
+            return []  # it was converted from another format
         before, now = _flat(chosen.manifest.config), _flat(_plain(self._engine._config_object.effective()))
         changes = [
             f"{key}: {before.get(key)!r} when saved, {now.get(key)!r} now"

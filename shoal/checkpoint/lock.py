@@ -6,6 +6,7 @@ knows that its owner is gone. Of a process on this machine, the kernel says whet
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -119,16 +120,29 @@ class FolderLock:
             os.close(fd)
 
     def _break(self, owner: dict[str, Any]) -> None:
-        """Take a stale lock away; where another job was faster, leave that one's alone."""
-        aside = self._path.with_name(f"{NAME}.stale-{self._token}")
+        """Take a stale lock away, and never one that another job has taken meanwhile.
+
+        Who breaks a lock holds the kernel's lock on that very file, so of several only one finds it still in its place.
+        """
         try:
-            os.rename(self._path, aside)
+            fd = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             return
-        if _read(aside) != owner:
-            with suppress(OSError):
-                os.link(aside, self._path)
-        aside.unlink(missing_ok=True)
+        except OSError:  # a folder, a link: no job of ours has put it there
+            aside = self._path.with_name(f"{NAME}.stale-{self._token}")
+            with suppress(FileNotFoundError):
+                os.rename(self._path, aside)
+                aside.unlink(missing_ok=True)
+            return
+        try:
+            with suppress(OSError):  # some network file systems have no such locks, and must do without
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.path.samestat(os.fstat(fd), os.lstat(self._path)) and _read(self._path) == owner:
+                self._path.unlink()
+        except FileNotFoundError:
+            return
+        finally:
+            os.close(fd)
 
     def _held(self, owner: dict[str, Any]) -> CheckpointError:
         return CheckpointError(

@@ -1,4 +1,4 @@
-"""Pairs of real processes of which one dies: forked from a process that has imported everything, in tenths of seconds."""
+"""Pairs of real processes of which one dies: forked, in tenths of seconds, from one that has imported everything."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
 
 
 def go_on(oracle: Oracle, folder: Path, tag: str | None = None) -> int:
-    """A fresh pair loads, is where the oracle was, trains a step as it did, and saves. Returns: the step that it found."""
+    """A fresh pair loads, is where the oracle was, trains a step as it did, saves. Returns: the step that it found."""
     run = tiny()
 
     def rank() -> tuple[int, State, State, float]:

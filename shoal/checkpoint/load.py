@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import catalogue, tree
+from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.holdings import OPTIMIZER, Holding, Holdings, owned_range
 from shoal.checkpoint.manifest import MODEL, Manifest
 from shoal.checkpoint.reader import CheckpointReader
@@ -90,8 +91,8 @@ def candidates(comm: Communicator, storage: Storage, tag: str | None) -> list[st
     folders: list[str] = []
     if comm.rank == 0:
         try:
-            folders = [catalogue.find_tag(storage, tag)] if tag is not None else _resumable(storage)
-        except (CheckpointError, OSError) as error:
+            folders = [catalogue.find_tag(storage, str(tag))] if tag is not None else _resumable(storage)
+        except Exception as error:
             problem = error
     return list(agree(comm, problem, folders, "checkpoint: choice")[0])
 
@@ -108,7 +109,9 @@ def _resumable(storage: Storage) -> list[str]:
         raise CheckpointError(
             f"no whole checkpoint in {storage.url}"
             + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
-            do="see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+            do="load from the folder around it, with its name as the tag."
+            if storage.exists(manifests.NAME)
+            else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
             code="checkpoint-missing",
         )
     hinted = catalogue.hint(storage)
@@ -133,6 +136,7 @@ class Load:
         self._holdings = holdings
         self._buffers = buffers
         self._wanted = wanted
+        self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that are not contiguous, and their values
 
     def open(self, storage: Storage, folder: str) -> tuple[Chosen, CheckpointReader]:
         """Read the manifest on every rank. Raises: CheckpointError: damaged, or not the same everywhere."""
@@ -247,8 +251,12 @@ class Load:
 
     def _targets(self, chosen: Chosen, *, is_real: bool) -> list[Holding]:
         targets = list(self._holdings.model())
+        self._apart.clear()
         for name, buffer in self._buffers.items():
-            targets.append(Holding(MODEL, name, tuple(buffer.shape), 0, (_flat_target(buffer),)))
+            flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1).clone()
+            if not buffer.is_contiguous():
+                self._apart.append((buffer, flat))
+            targets.append(Holding(MODEL, name, tuple(buffer.shape), 0, (flat,)))
         if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
             targets += list(self._holdings.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
         return [target for target in targets if target.numel]
@@ -288,6 +296,9 @@ class Load:
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
+        for buffer, flat in self._apart:
+            _set(buffer, flat.view(buffer.shape))
+        self._apart.clear()
         self.publish()
 
     def _make_room(self, manifest: Manifest) -> None:
@@ -326,13 +337,12 @@ class Load:
             work.wait()
 
 
-def _flat_target(buffer: torch.Tensor) -> torch.Tensor:
-    if not buffer.is_contiguous():
-        raise CheckpointError(
-            f"a buffer of shape {tuple(buffer.shape)} is not contiguous, so it cannot be loaded in place.",
-            do="register buffers as contiguous tensors.",
-        )
-    return buffer.detach().view(-1)
+def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy into a view of any strides. An expanded dim has one element in memory, and is written once."""
+    for dim, stride in enumerate(buffer.stride()):
+        if stride == 0 and buffer.shape[dim] > 1:
+            buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    buffer.copy_(value)
 
 
 def _some(names: Sequence[str]) -> str:

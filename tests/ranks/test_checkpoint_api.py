@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,13 @@ from tests.ranks import models
 from tests.ranks.models import Block, Plain
 from tests.ranks.resuming import Run, State, differences, engine_of, micro_steps, resume, state_of, stop
 from tests.ranks.training import adamw, config, make, sgd
+
+
+@pytest.fixture(autouse=True)
+def _all_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever level another test has set."""
+    with caplog.at_level("INFO", logger="shoal"):
+        yield
 
 
 def run_of(stage: int = 3, world: int = 2, **sections: Any) -> Run:
@@ -122,8 +129,7 @@ def test_not_strict_takes_what_fits_and_names_the_rest(tmp_path: Path, caplog: p
         engine.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
         return before, state_of(engine, micro_steps(engine, longer, 0, 0))
 
-    with caplog.at_level("INFO", logger="shoal"):
-        found = on_ranks(longer, use)
+    found = on_ranks(longer, use)
     assert "the checkpoint does not have 6: blocks.2.norm.weight" in caplog.text
     assert "the model does not have 2: norm.weight, norm.bias" in caplog.text
     for before, after in found:
@@ -188,8 +194,7 @@ def test_changed_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     stop(run, tmp_path, at=1)
     changed = {"type": "AdamW", "params": {"lr": 0.5}}
     other = replace(run_of(2, optimizer=changed, gradient_clipping=0.25), optimizer=None)
-    with caplog.at_level("INFO", logger="shoal"):
-        rates = on_ranks(other, lambda engine: (engine.load_checkpoint(tmp_path), engine.get_lr())[1])
+    rates = on_ranks(other, lambda engine: (engine.load_checkpoint(tmp_path), engine.get_lr())[1])
     assert "gradient_clipping: 0.0 when saved, 0.25 now" in caplog.text
     assert "optimizer.params.lr: 0.01 when saved, 0.5 now" in caplog.text
     assert rates == [[0.01]] * 2  # a checkpoint's hyperparameters win
@@ -269,10 +274,9 @@ def test_frozen_parameters_can_be_left_out(tmp_path: Path, caplog: pytest.LogCap
         engine.load_checkpoint(tmp_path)
         return before, state_of(engine)
 
-    with caplog.at_level("INFO", logger="shoal"):
-        for before, after in on_ranks(replace(run, settings=config(2)), use):
-            for name, value in after.parameters.items():
-                assert torch.equal(value, (saved.parameters if name in names else before)[name]), name
+    for before, after in on_ranks(replace(run, settings=config(2)), use):
+        for name, value in after.parameters.items():
+            assert torch.equal(value, (saved.parameters if name in names else before)[name]), name
     assert "frozen parameters were left out" in caplog.text
 
 
@@ -378,6 +382,9 @@ def test_tags_name_folders_and_the_newest_is_loaded(tmp_path: Path, caplog: pyte
         assert "global_step1" in str(error) and "best-1.5+a=b" in str(error)
     for error in refusals(run, tmp_path / "nowhere"):
         assert error.code == "checkpoint-missing"
+    for error in refusals(run, tmp_path / "aside"):
+        assert error.code == "checkpoint-missing"
+        assert "load from the folder around it, with its name as the tag" in str(error)
 
 
 def test_a_tag_that_is_there_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -388,6 +395,29 @@ def test_a_tag_that_is_there_is_replaced_as_a_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "same"]
     loaded = resume(run, tmp_path, at=2)
     assert differences(saved, loaded) == []
+
+
+def test_a_tag_may_be_a_number(tmp_path: Path) -> None:
+    saved = stop(run_of(1), tmp_path, at=1, tag=5)
+    assert differences(saved, resume(run_of(1), tmp_path, at=1, tag=5)) == []
+
+
+def test_sums_need_not_be_checked(tmp_path: Path) -> None:
+    saved = stop(run_of(1), tmp_path, at=1)
+    unchecked = run_of(3, 3, checkpoint={"verify": False})
+    assert differences(saved, resume(unchecked, tmp_path, at=1)) == []
+
+
+def test_client_state_that_is_too_large_for_a_manifest_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    def use(engine: shoal.Engine) -> str:
+        with pytest.raises(CheckpointError, match="what is saved beside the tensors is too large") as caught:
+            engine.save_checkpoint(tmp_path, client_state={"history": list(range(10**6))})
+        engine.save_checkpoint(tmp_path, client_state={"history": torch.arange(10**6)})
+        return caught.value.code
+
+    assert on_ranks(run_of(1), use) == ["checkpoint-state"] * 2
+    loaded = resume(run_of(1), tmp_path, at=0)
+    assert loaded[0].client_state["history"].tolist() == list(range(10**6))
 
 
 def test_ranks_with_different_tags(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -704,7 +734,7 @@ def test_frozen_parameters_can_be_left_out_of_the_weights() -> None:
 # memory
 
 MEASURES = """
-import sys, resource, torch, shoal
+import sys, torch, shoal
 
 def peak():
     with open("/proc/self/status") as file:
@@ -725,8 +755,11 @@ settings = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "log
 engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
 engine.backward(engine(torch.ones(1, 1024, dtype=torch.bfloat16)).float().sum())
 engine.step()
-engine.save_checkpoint(folder, tag="warm")
-for use in (lambda: engine.save_checkpoint(folder, tag="t"), lambda: engine.load_checkpoint(folder, tag="t")):
+for use in (
+    lambda: torch.ones(10 << 20).sum(),  # 40 MiB: does the gauge see it?
+    lambda: engine.save_checkpoint(folder, tag="t"),
+    lambda: engine.load_checkpoint(folder, tag="t"),
+):
     reset()
     before = now()
     use()
@@ -742,7 +775,8 @@ def test_saving_and_loading_take_little_host_memory(stage: int, tmp_path: Path) 
         [sys.executable, "-c", MEASURES, str(stage), str(tmp_path)], capture_output=True, text=True, timeout=55
     )
     assert done.returncode == 0, done.stderr
-    saving, loading = map(float, done.stdout.split())
+    gauge, saving, loading = map(float, done.stdout.split())
+    assert 39 < gauge < 48
     assert saving < 16, f"{saving} MiB"
     assert loading < 16, f"{loading} MiB"
 

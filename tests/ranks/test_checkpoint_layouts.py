@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from hypothesis import example, given, note, settings
 from hypothesis import strategies as st
 
+from shoal.comm.threads import run_ranks
 from tests.ranks import models
-from tests.ranks.resuming import Run, State, differences, resume, stop
-from tests.ranks.training import config
+from tests.ranks.resuming import Run, State, differences, engine_of, micro_steps, resume, state_of, stop
+from tests.ranks.training import batch, config
 
 AT, UNTIL = 3, 5  # micro-batches before the save, and in all
 ROWS = 12  # of each step, shared by 1 to 4 ranks
@@ -182,3 +184,97 @@ def test_any_layout_loads_what_any_other_saved(saver: Layout, loader: Layout, mo
     if model == "SeveralDtypes":
         loader = replace(loader, precision=saver.precision)
     transfer(saver, loader, model, optimizer)
+
+
+def test_a_run_moves_through_many_worlds_and_nothing_changes(tmp_path: Path) -> None:
+    """8, 4, 3, 1 and 5 ranks, at other stages, each loading what the one before it saved."""
+    route = [Layout(8, 3), Layout(4, 1, hybrid="mics"), Layout(3, 2), Layout(1, 0), Layout(5, 3, bucket=40)]
+    runs = [
+        replace(
+            run_of(layout, "OddParameters", "AdamW"), rows=None, settings={**layout.settings(), "log_level": "error"}
+        )
+        for layout in route
+    ]
+    saved = stop(runs[0], tmp_path / "0", at=2)
+    for index, run in enumerate(runs[1:]):
+
+        def move(run: Run = run, index: int = index) -> State:
+            engine = engine_of(replace(run, seed=1))
+            engine.load_checkpoint(tmp_path / f"{index}")
+            engine.save_checkpoint(tmp_path / f"{index + 1}")
+            state = state_of(engine)
+            engine.destroy()
+            return state
+
+        assert differences(saved, run_ranks(run.world, move)) == []
+    again = resume(runs[0], tmp_path / f"{len(runs) - 1}", at=2, until=3)
+    straight = resume(runs[0], tmp_path / "0", at=2, until=3)
+    assert differences(straight, again) == []
+
+
+class WithState(models.Plain):
+    """Buffers that are transposed, expanded, not saved, and of no elements; and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("transposed", torch.rand(3, 2).t())
+        self.register_buffer("expanded", torch.rand(3, 1).expand(3, 4))
+        self.register_buffer("passing", torch.rand(3), persistent=False)
+        self.register_buffer("empty", torch.zeros(0, 2))
+        self.history: dict[str, object] = {}
+
+    def get_extra_state(self) -> dict[str, object]:
+        return self.history
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.history = state
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_buffers_of_any_strides_and_a_modules_own_state_come_back(verify: bool, tmp_path: Path) -> None:
+    settings = {**Layout(2, 1).settings(), "checkpoint": {"verify": verify}}
+    run = Run(settings, 2, WithState, OPTIMIZERS["AdamW"])
+
+    def save() -> dict[str, torch.Tensor]:
+        engine = engine_of(run)
+        micro_steps(engine, run, 0, 1)
+        engine.module.history = {"seen": (1, torch.ones(2))}
+        engine.save_checkpoint(tmp_path)
+        buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        engine.destroy()
+        return buffers
+
+    def load() -> tuple[dict[str, torch.Tensor], Any, torch.Tensor]:
+        engine = engine_of(replace(run, seed=1))
+        passing = engine.module.passing.clone()
+        engine.load_checkpoint(tmp_path)
+        buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
+        history = engine.module.history
+        engine.destroy()
+        return buffers, history, passing
+
+    expected = run_ranks(2, save)[0]
+    for buffers, history, passing in run_ranks(3, load):
+        assert torch.equal(buffers.pop("passing"), passing)
+        assert set(buffers) == {"transposed", "expanded", "empty"}
+        assert all(torch.equal(value, expected[name]) for name, value in buffers.items())
+        assert history["seen"][0] == 1 and torch.equal(history["seen"][1], torch.ones(2))
+
+
+def test_a_load_after_a_forward_without_a_backward(tmp_path: Path) -> None:
+    run = run_of(Layout(2, 3), "Plain", "AdamW")
+    straight = stop(run, tmp_path, at=2, until=3)
+
+    def load() -> State:
+        engine = engine_of(replace(run, seed=1))
+        micro_steps(engine, run, 0, 1)
+        loss = engine(*batch(7, 0, 1))
+        engine.load_checkpoint(tmp_path)
+        del loss
+        state = state_of(engine, micro_steps(engine, run, 2, 1))
+        engine.destroy()
+        return state
+
+    resumed = run_ranks(2, load)
+    assert differences(straight, resumed) == []
+    assert [state.losses for state in resumed] == [state.losses for state in straight]

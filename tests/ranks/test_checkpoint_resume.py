@@ -145,7 +145,7 @@ def test_a_stop_in_the_middle_of_an_accumulation_changes_no_bit(
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 1), (3, 3), (5, 2), (8, 3)])
-@pytest.mark.parametrize("model", ["OddParameters", "TiedBetweenBlocks"])
+@pytest.mark.parametrize("model", ["OddParameters", "TiedBetweenBlocks", "Normalised"])
 def test_odd_sizes_and_more_ranks_than_elements_stop_and_go_on(
     model: str, world: int, stage: int, tmp_path: Path
 ) -> None:

@@ -19,11 +19,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.optim import lr_scheduler
 
 import shoal
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
+from shoal.data import RepeatingLoader
 from shoal.errors import CheckpointError, UsageError
 from tests.ranks import models
 from tests.ranks.models import Block, Plain
@@ -199,6 +201,86 @@ def test_changed_settings_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "optimizer.params.lr: 0.01 when saved, 0.5 now" in caplog.text
     assert rates == [[0.01]] * 2  # a checkpoint's hyperparameters win
     assert caplog.text.count("settings differ") == 1
+
+
+class Shorter(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.xfail(strict=True, reason="the place in the data is set after the tensors, and refused then")
+def test_data_of_another_size_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    run = run_of(2)
+
+    def save() -> None:
+        engine = engine_of(run, training_data=Shorter(53))
+        micro_steps(engine, run, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    def load() -> list[str]:
+        engine = engine_of(replace(run, seed=1), training_data=Shorter(40))
+        before = state_of(engine)
+        with pytest.raises((CheckpointError, UsageError), match="53 samples"):
+            engine.load_checkpoint(tmp_path)
+        after = state_of(engine)
+        engine.destroy()
+        return differences([before], [after])
+
+    run_ranks(2, save)
+    assert run_ranks(2, load) == [[], []]
+
+
+@pytest.mark.xfail(strict=True, reason="a schedule's class is not compared")
+@pytest.mark.parametrize("name", ["CosineAnnealingLR", "SequentialLR"])
+def test_another_schedule_is_refused_before_anything_changes(name: str, tmp_path: Path) -> None:
+    def sequential(optimizer: Any) -> Any:
+        parts = [lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    stop(replace(run_of(1), schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.5)), tmp_path, at=1)
+    cosine: Callable[[Any], Any] = lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 9)  # noqa: E731
+    other = replace(run_of(1), schedule=sequential if name == "SequentialLR" else cosine)
+    for error in refusals(other, tmp_path):
+        assert "ExponentialLR" in error.what and name in error.what
+
+
+@pytest.mark.xfail(strict=True, reason="a module that is gone gets its state")
+def test_the_own_state_of_a_module_that_is_gone_is_left_out_where_it_is_not_strict(tmp_path: Path) -> None:
+    class WithState(Plain):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"a": 1}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    stop(replace(run_of(), factory=lambda: WithState(2)), tmp_path, at=1)
+    on_ranks(run_of(), lambda engine: engine.load_checkpoint(tmp_path, load_module_strict=False))
+
+
+@pytest.mark.xfail(strict=True, reason="an iterator that has begun goes on in the old order")
+def test_a_load_in_the_middle_of_a_loop_moves_the_loop(tmp_path: Path) -> None:
+    """A run that goes back to its last checkpoint reads again what came after it."""
+
+    def rank() -> list[list[int]]:
+        engine = engine_of(run_of(1), training_data=Shorter(53))
+        batches = iter(RepeatingLoader(engine.training_dataloader))
+        next(batches)
+        engine.save_checkpoint(tmp_path)
+        first = next(batches).tolist()
+        engine.load_checkpoint(tmp_path)
+        again = next(batches).tolist()
+        engine.destroy()
+        return [first, again]
+
+    for first, again in run_ranks(2, rank):
+        assert first == again
 
 
 # parts

@@ -1,0 +1,289 @@
+"""The disk as a tier: room by name, and reads and writes of it that go on while the device computes.
+
+    tier = DiskTier("/scratch", rank=0)
+    tier.reserve(nbytes)                         # asked before the run
+    extent = tier.allocate("layers.3", nbytes)
+    tier.write(extent, tensor)                   # both return at once; the read waits for the write
+    tier.read(extent, buffer).wait()
+
+The tensor of a write must not be changed, and that of a read not be used, until its ticket is done.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+import weakref
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from shoal.errors import UsageError
+from shoal.memory.aligned import PAGE, aligned_empty, round_up
+from shoal.memory.io_threads import IoThreads, Ticket
+from shoal.memory.private_folder import PrivateFolder
+from shoal.memory.tier_error import NO_ROOM, TierError, failed, free_nbytes, no_room
+from shoal.memory.transfer import Extent, Traffic, Transfer, Way
+
+logger = logging.getLogger("shoal")
+
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+class DiskTier:
+    """This rank's part of a disk: a private folder with a file for each extent, and the threads that read and write.
+
+    Args:
+        folder: on a local disk; must exist. A folder of this rank's own is made in it, what dead processes of this
+            machine left there is removed first, and its own goes at ``close()`` or when the process ends.
+        num_threads: that read and write, for all extents together.
+        block_nbytes: of one request to the device, rounded up to whole pages.
+        queue_depth: requests that the device is given at once by all threads together. A thread asks for
+            ``queue_depth / num_threads`` blocks in one call, which the kernel splits.
+        max_pending: reads and writes that may be unfinished before the next one makes its caller wait.
+        uses_direct: past the page cache (``O_DIRECT``); "auto": where the file system lets us.
+        checks_sums: keep the xxh3 of each block in memory and check it on every read (for debugging: a block is then
+            written whole, so a write of a part of one reads it first).
+        job: 32 hexadecimal digits, the same on all ranks of a job; None: of this tier's own.
+
+    Raises: TierError: the folder is not there, not writable, or refuses ``O_DIRECT`` where ``uses_direct`` is True.
+    Memory: per thread one buffer as large as its calls.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        rank: int,
+        num_threads: int = 4,
+        block_nbytes: int = 1 << 20,
+        queue_depth: int = 8,
+        max_pending: int = 64,
+        uses_direct: bool | Literal["auto"] = "auto",
+        checks_sums: bool = False,
+        job: str | None = None,
+    ) -> None:
+        if min(num_threads, block_nbytes, queue_depth, max_pending) < 1:
+            raise UsageError(
+                f"num_threads {num_threads}, block_nbytes {block_nbytes}, queue_depth {queue_depth} and max_pending "
+                f"{max_pending} must all be at least 1."
+            )
+        block_nbytes = round_up(block_nbytes, PAGE)
+        piece_nbytes = block_nbytes * -(-queue_depth // num_threads)
+        self._folder = PrivateFolder(Path(folder), rank=rank, job=job)
+        try:
+            is_direct = _takes_direct(self._folder, uses_direct)
+            self._way = Way(is_direct, checks_sums, block_nbytes, piece_nbytes)
+            self._threads = IoThreads(
+                num_threads, name=f"shoal-disk-{rank}", bounce_nbytes=piece_nbytes, max_pending=max_pending
+            )
+        except BaseException:
+            self._folder.remove()
+            raise
+        self._lock = threading.Lock()  # guards the counts and the extents
+        self._extents: dict[str, Extent] = {}
+        self._num_made = 0
+        self._promised_nbytes = 0
+        self.traffic = Traffic()
+        # Also at the interpreter's end, and when the last reference goes.
+        self._finalizer = weakref.finalize(self, _close, self._threads, self._folder, os.getpid())
+
+    @property
+    def path(self) -> Path:
+        """The private folder."""
+        return self._folder.path
+
+    @property
+    def is_direct(self) -> bool:
+        return self._way.is_direct
+
+    @property
+    def extents(self) -> dict[str, Extent]:
+        """By name."""
+        return dict(self._extents)
+
+    @property
+    def allocated_nbytes(self) -> int:
+        """Bytes of all extents, in whole pages."""
+        with self._lock:
+            return sum(extent.file_nbytes for extent in self._extents.values())
+
+    @property
+    def available_nbytes(self) -> int:
+        """Bytes that the file system has free beyond what was reserved and is not allocated yet."""
+        return max(0, free_nbytes(str(self.path)) - self._promised_nbytes)
+
+    def reserve(self, nbytes: int, *, num_ranks: int = 1) -> None:
+        """Make sure that ``nbytes`` more will fit; allocations use up what was reserved. Writes nothing.
+
+        Args:
+            num_ranks: that reserve as much on the same disk.
+
+        Raises: OutOfMemoryError: less is free, with what is needed and what is available.
+        """
+        available = self.available_nbytes
+        if nbytes * num_ranks > available:
+            raise no_room(
+                nbytes * num_ranks,
+                available,
+                where=str(self._folder.parent),
+                what="the disk has too little room for the state to be offloaded"
+                + (f" by {num_ranks} ranks" if num_ranks > 1 else ""),
+            )
+        with self._lock:
+            self._promised_nbytes += nbytes
+
+    def allocate(self, name: str, nbytes: int) -> Extent:
+        """Room for ``nbytes``, taken on the disk at once, so that a later write finds it.
+
+        Raises: UsageError: the name is taken, or the tier closed. OutOfMemoryError: no room; nothing is left behind.
+            TierError: the disk fails.
+        """
+        with self._lock:
+            if name in self._extents or nbytes < 0 or not self._finalizer.alive:
+                raise UsageError(
+                    f"no extent {name!r} of {nbytes} bytes can be made: the name is taken, the size negative, or "
+                    "the tier closed.",
+                    where=str(self.path),
+                    do="free the old one first.",
+                )
+            file_name = f"extent-{self._num_made:04}.bin"
+            path = str(self.path / file_name)
+            file_nbytes = round_up(nbytes, PAGE)
+            try:
+                fd = self._folder.make(file_name)
+                try:
+                    if file_nbytes:
+                        os.posix_fallocate(fd, 0, file_nbytes)
+                    status = os.fstat(fd)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                # Free space is asked for the message before the file that may have taken it goes.
+                cause = failed(error, f"making room for {name!r}", path=path, start=0, nbytes=file_nbytes)
+                self._folder.unlink(file_name)
+                if error.errno in NO_ROOM:
+                    cause = no_room(
+                        file_nbytes,
+                        free_nbytes(str(self.path)),
+                        where=path,
+                        what=f"making room for {name!r} failed ({error.strerror})",
+                    )
+                raise cause from error
+            self._num_made += 1
+            extent = Extent(name, nbytes, path, file_name, (status.st_dev, status.st_ino))
+            self._extents[name] = extent
+            self._promised_nbytes = max(0, self._promised_nbytes - file_nbytes)
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent's room back. Order: blocks the host until its reads and writes are done."""
+        self._own(extent)
+        extent.is_free = True
+        self._threads.drain(extent)
+        self._folder.unlink(extent.file_name)
+        with self._lock:
+            del self._extents[extent.name]
+
+    def write(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
+        """Store a tensor's bytes at ``offset`` of the extent.
+
+        Args:
+            tensor: in host memory, contiguous, of any shape and dtype. Where it begins on a page (and ``offset`` is a
+                multiple of 4096) it is read where it lies, otherwise it is copied piece by piece.
+            offset: in bytes.
+
+        Raises: UsageError: the tensor is elsewhere or too long, or the tier closed.
+        Order: returns at once, unless too much is pending. Reads and writes of the same bytes keep their order.
+        """
+        return self._submit(extent, tensor, offset, is_write=True)
+
+    def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
+        """Fetch bytes at ``offset`` of the extent into a tensor. Arguments, errors and order: see ``write``.
+
+        What was never written, or whose write failed, is an error of the ticket, never zeros.
+        """
+        return self._submit(extent, tensor, offset, is_write=False)
+
+    def drain(self) -> None:
+        """Block the host until no read or write is pending. Their failures are told by their tickets."""
+        self._threads.drain()
+
+    def close(self) -> None:
+        """Stop the threads and remove the files. Idempotent. What is pending fails: ``drain()`` first if it matters."""
+        self._finalizer()
+
+    def _submit(self, extent: Extent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
+        self._own(extent)
+        if offset < 0 or offset + tensor.nbytes > extent.nbytes:
+            raise UsageError(
+                f"{tensor.nbytes} bytes at offset {offset} are not inside {extent.name!r}, which has {extent.nbytes}.",
+                do="allocate a larger extent, or move a smaller tensor.",
+            )
+        return self._threads.submit(
+            Transfer(
+                extent,
+                tensor,
+                offset,
+                is_write=is_write,
+                way=self._way,
+                open_file=self._folder.open,
+                traffic=self.traffic,
+            )
+        )
+
+    def _own(self, extent: Extent) -> None:
+        if self._extents.get(extent.name) is not extent or extent.is_free:
+            raise UsageError(f"{extent.name!r} is not an extent of this tier, or was freed.", where=str(self.path))
+
+
+def _close(threads: IoThreads, folder: PrivateFolder, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # forked: threads and files are the parent's
+    try:
+        threads.close()
+    finally:
+        folder.remove()
+
+
+def _takes_direct(folder: PrivateFolder, wish: bool | Literal["auto"]) -> bool:
+    """Write and read a page directly, if that is wished for.
+
+    Raises: TierError: it must be, and cannot. OutOfMemoryError: there is no room for a page.
+    """
+    if wish is False:
+        return False
+    page = aligned_empty(PAGE).fill_(7).numpy().data
+    back = aligned_empty(PAGE).numpy().data
+    try:
+        fd = folder.make("probe", os.O_DIRECT)
+        try:
+            is_same = os.pwritev(fd, [page], 0) == os.preadv(fd, [back], 0) == PAGE and page == back
+        finally:
+            os.close(fd)
+        refusal = "" if is_same else "a page came back changed"
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise failed(
+                error, "trying direct access", path=str(folder.path / "probe"), start=0, nbytes=PAGE
+            ) from error
+        refusal = error.strerror or str(error)
+    finally:
+        folder.unlink("probe")
+    if refusal and wish is True:
+        raise TierError(
+            f"the file system refuses direct access (O_DIRECT): {refusal}.",
+            where=str(folder.parent),
+            do="let uses_direct be 'auto', or name a folder on a local disk (ext4, xfs).",
+            code="tier-no-direct",
+        )
+    if refusal:
+        logger.info(
+            "%s refuses direct access (O_DIRECT: %s); state is read and written through the page cache.",
+            folder.parent,
+            refusal,
+        )
+    return not refusal

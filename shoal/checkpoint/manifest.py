@@ -46,7 +46,7 @@ EXTRA = "extra"
 MAX_SMALL_BLOCK = 4 << 20  # bytes of a block whatever its file's size
 _MAX_FREE_BYTES = 4 << 20  # a manifest may be this large whatever it describes, and then
 _MAX_SHARE = 32  # one byte for so many bytes of tensors
-_MAX_FREE_LISTS = 150_000  # lists and objects, which take far more memory than their text, and then
+_MAX_FREE_LISTS = 150_000  # lists, objects and keys, which take far more memory than their text, and then
 _MAX_LIST_SHARE = 256  # one for so many bytes of tensors
 _MAX_DEPTH = 500  # of lists in lists
 _MAX_KEYS = 100  # of an object whose keys are known
@@ -56,6 +56,7 @@ Text = Annotated[str, Field(max_length=4096)]
 # JSON has no tuples: these are made of its lists. Lists stop at their first error, so that a hostile one stays cheap.
 Shape = Annotated[tuple[Count, ...], Field(max_length=64, strict=False), FailFast()]
 Chunk = Annotated[tuple[Count, Count, Shape, Shape], Field(strict=False)]
+_FIRST_LINE = re.compile(rb'\{"checksum":"xxh3:([0-9a-f]{16})",\n')
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 
@@ -166,10 +167,10 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
     Raises: CheckpointError: it is damaged, of a newer format, or says something that cannot be.
     Memory: what it says, and a few dozen megabytes if it is hostile.
     """
-    head, newline, rest = data.partition(b"\n")
-    found = re.fullmatch(rb'\{"checksum":"xxh3:([0-9a-f]{16})",', head)
-    if not newline or found is None:
+    found = _FIRST_LINE.match(data)
+    if found is None:
         raise _damaged(where, "it does not begin with its checksum")
+    rest = memoryview(data)[found.end() :]
     expected, actual = found.group(1).decode(), checksum(rest)
     if actual != expected:
         raise _damaged(where, f"its checksum is {actual}, and {expected} was written")
@@ -179,9 +180,9 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
         return _parse(rest, where)
 
 
-def _parse(rest: bytes, where: str) -> Manifest:
+def _parse(rest: memoryview, where: str) -> Manifest:
     try:
-        raw = json.loads(b"{" + rest, parse_constant=_refuse_constant)
+        raw = json.loads("{" + str(rest, "utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise _damaged(where, f"it is not JSON: {error}") from error
     if not isinstance(raw, dict):
@@ -231,9 +232,9 @@ def refuse_oversized(data: bytes, tensor_bytes: int, where: str) -> None:
 def _size_problem(data: bytes, tensor_bytes: int) -> str | None:
     if len(data) > (most := most_bytes(tensor_bytes)):
         return f"the manifest has {len(data)} bytes, and at most {most} are allowed beside {tensor_bytes} of tensors"
-    num_lists, most = data.count(b"[") + data.count(b"{"), _MAX_FREE_LISTS + tensor_bytes // _MAX_LIST_SHARE
-    if num_lists > most:
-        return f"the manifest has {num_lists} lists and objects, and at most {most} are allowed"
+    num_lists = data.count(b"[") + data.count(b"{") + data.count(b'":')
+    if num_lists > (most := _MAX_FREE_LISTS + tensor_bytes // _MAX_LIST_SHARE):
+        return f"the manifest has {num_lists} lists, objects and keys, and at most {most} are allowed"
     return None
 
 

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from shoal.errors import CheckpointError
 
+_TEXT_PIECE_NBYTES = 1 << 20
+
 
 class Sink(Protocol):
     """A file that is being written."""
@@ -69,7 +71,7 @@ class Storage(Protocol):
         ...
 
     def read(self, path: str, most: int) -> bytes:
-        """A whole small file. Raises: OSError: it has more than ``most`` bytes."""
+        """A whole small text file. Raises: OSError: it has more than ``most`` bytes, or is no text."""
         ...
 
     def replace(self, path: str, data: bytes) -> None:
@@ -163,7 +165,7 @@ class LocalStorage:
 
     def read(self, path: str, most: int) -> bytes:
         with self.open(path) as file:
-            return _read_whole(file, path, most)
+            return _read_text(file, path, most)
 
     def replace(self, path: str, data: bytes) -> None:
         staging = f"{path}.tmp-{os.getpid()}"
@@ -296,7 +298,7 @@ class ObjectStorage:
 
     def read(self, path: str, most: int) -> bytes:
         with self.open(path) as file:
-            return _read_whole(file, path, most)
+            return _read_text(file, path, most)
 
     def replace(self, path: str, data: bytes) -> None:
         with self._fs.open(self._at(path), "wb") as file:
@@ -343,9 +345,15 @@ class _ObjectReader:
             target = target[len(data) :]
 
 
-def _read_whole(file: Reader, path: str, most: int) -> bytes:
+def _read_text(file: Reader, path: str, most: int) -> bytes:
     if file.nbytes > most:
         raise OSError(errno.EFBIG, f"{path} has {file.nbytes} bytes, and at most {most} were expected")
-    data = bytearray(file.nbytes)
-    file.read_into(0, memoryview(data))
+    data = bytearray()
+    while len(data) < file.nbytes:
+        piece = bytearray(min(_TEXT_PIECE_NBYTES, file.nbytes - len(data)))
+        file.read_into(len(data), memoryview(piece))
+        if 0 in piece:
+            # A hole in a file, which takes no room on the disk and any amount of memory, reads as zeros.
+            raise OSError(errno.EINVAL, f"{path} is no text")
+        data += piece
     return bytes(data)

@@ -30,7 +30,7 @@ _PRELOADED = ["torch._dynamo", "shoal.config", "shoal.engine", "shoal.optim.buil
 
 def tiny(stage: int = 1, **sections: Any) -> Run:
     """Two blocks of 16; AdamW; clipped."""
-    settings = config(stage, gradient_clipping=1.0, log_level="error", **sections)
+    settings = config(stage, **{"gradient_clipping": 1.0, "log_level": "error", **sections})
     return Run(settings=settings, world=SIZE, factory=lambda: Plain(2, 16), optimizer=adamw)
 
 

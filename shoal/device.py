@@ -48,6 +48,18 @@ class MemoryReading:
     source: str
 
 
+class Moment:
+    """A moment on a device's stream."""
+
+    def __init__(self, event: torch.cuda.Event | None) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Order: blocks the host."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
 class Device:
     """One device of this rank. Every method is a no-op, or the plain thing, on CPU."""
 
@@ -89,6 +101,14 @@ class Device:
         """Host memory that copies from this device reach fast (pinned). Shape: [nbytes], uint8."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
 
+    def mark(self) -> Moment:
+        """A moment in what this device has been told to do so far; ``wait()`` blocks the host until it has passed."""
+        if not self.is_cuda:
+            return Moment(None)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return Moment(event)
+
     def generator_states(self) -> dict[str, torch.Tensor]:
         """The states of this device's generators, beside the CPU's. Each 1-D, uint8."""
         return {"cuda": torch.cuda.get_rng_state(self.torch_device)} if self.is_cuda else {}
@@ -109,6 +129,11 @@ def finish_copies() -> None:
     """Block until copies between host and device that were started have ended."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = True) -> torch.Tensor:
+    """Host memory that copies to and from ``device`` reach fast. Shape: [numel]."""
+    return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and device.type == "cuda")
 
 
 def in_backward() -> bool:

@@ -443,8 +443,9 @@ class Checkpoints:
                 for bucket, state in self._holdings().buckets():
                     if state is not None and state.has_own_master:
                         own = bucket.full[bucket.begin : bucket.end]
-                        changed = state.master.to(own.dtype) != own
-                        state.master.copy_(torch.where(changed, own.to(state.master.dtype), state.master))
+                        was = state.master.to(own.device)
+                        changed = was.to(own.dtype) != own
+                        state.master.copy_(torch.where(changed, own.to(was.dtype), was))
                     bucket.write_back()
         return result
 

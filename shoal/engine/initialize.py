@@ -104,6 +104,7 @@ def initialize(
     client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
     device = Device(world.device)
+    host_block = Device(torch.device("cpu")).step_block_numel
     engine_box: list[Engine] = []
     with device.use():
         sharded, states = build(
@@ -121,8 +122,9 @@ def initialize(
                 client_optimizer,
                 states,
                 axes.inner,
-                block_numel=device.step_block_numel,
+                block_numel=host_block if any(state.is_apart for state in states) else device.step_block_numel,
                 chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
+                device=device,
             )
         engine = Engine(
             model, sharded, states, step, plan, settings, world, axes, device, loss_scale_of(settings) if step else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shoal.config import Config
 from shoal.errors import ConfigError
+from shoal.memory.placement import Tier
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.zero.build import Precision, ZeroSettings
 from shoal.zero.gradient import GradientPolicy
@@ -100,6 +102,10 @@ def plan_of(config: Config, dp_size: int) -> Plan:
             max_live_numel=int(zero.stage3_max_live_parameters),
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
+            parameter_tier=_tier(zero.offload_param),
+            state_tier=_state_tier(config),
+            pins_parameters=bool(zero.offload_param.pin_memory) if zero.offload_param is not None else True,
+            pins_state=bool(zero.offload_optimizer.pin_memory) if zero.offload_optimizer is not None else True,
         ),
         precision=Precision(
             parameter=compute,
@@ -116,6 +122,23 @@ def plan_of(config: Config, dp_size: int) -> Plan:
         shard_size=shard_size,
         secondary_size=secondary_size,
     )
+
+
+def _state_tier(config: Config) -> Tier:
+    """Raises: ConfigError: stage 0, where no rank has optimizer state of its own to move."""
+    zero = config.zero_optimization
+    tier = _tier(zero.offload_optimizer)
+    if tier is not Tier.DEVICE and zero.stage == 0:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer is set with stage 0, where every rank holds the whole optimizer state.",
+            do="take stage 1 or more, or leave offload_optimizer out.",
+            code="offload-stage",
+        )
+    return tier
+
+
+def _tier(section: Any) -> Tier:
+    return Tier.HOST if section is not None and section.device == "cpu" else Tier.DEVICE
 
 
 def _scales(config: Config, dp_size: int) -> tuple[float, float]:

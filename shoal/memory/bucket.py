@@ -10,7 +10,7 @@ refuses writes).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,6 +34,7 @@ class ParameterBucket:
         is_state_sharded: this rank's optimizer owns its range (``begin`` to ``end``), not the whole (stage 0).
         secondary: the inner axis of a second sharding that the backward pass gathers from (ZeRO++ hpZ,
             arXiv:2306.10209), or None.
+        host: makes the shard's memory where it rests apart from the device; None: on the device.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ParameterBucket:
         is_sharded: bool,
         is_state_sharded: bool = True,
         secondary: Communicator | None = None,
+        host: Callable[[int, torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self.label = label
         self.layout = layout
@@ -70,7 +72,11 @@ class ParameterBucket:
         self._full_nbytes = layout.numel * self.full.element_size()
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self.stand_ins = [stand_in(slot.shape, dtype, device) for slot in layout.slots] if is_sharded else []
-        self.shard = comm.empty(end - begin, dtype, device) if is_sharded else self.full[begin:end]
+        self.is_shard_apart = is_sharded and host is not None
+        if not is_sharded:
+            self.shard = self.full[begin:end]
+        else:
+            self.shard = host(end - begin, dtype) if host is not None else comm.empty(end - begin, dtype, device)
 
     @property
     def nbytes_at_rest(self) -> int:
@@ -97,7 +103,14 @@ class ParameterBucket:
         self.is_full = True
         if from_secondary and self._secondary_comm is not None and self._secondary is not None:
             return self._secondary_comm.all_gather(self.full, self._secondary, label=self.label)
-        return self.comm.all_gather(self.full, self.shard, label=self.label)
+        return self.comm.all_gather(self.full, self._shard_on_device(), label=self.label)
+
+    def _shard_on_device(self) -> torch.Tensor:
+        if not self.is_shard_apart:
+            return self.shard
+        # A tensor of its own: peers may read it after the full bucket was released.
+        staged = self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+        return staged.copy_(self.shard, non_blocking=True)
 
     def keep_secondary(self) -> None:
         """Keep this rank's range of the inner axis for the backward pass, while the bucket is full."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
+from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import lay_out
-from shoal.memory.placement import Kind
+from shoal.memory.placement import Kind, Tier
 from shoal.memory.pool import Pool
 from shoal.zero.gradient import BucketGradient, GradientPolicy
 from shoal.zero.materialize import Materializer
@@ -60,6 +62,16 @@ class ZeroSettings:
     max_reuse_numel: int = 0
     has_overlap: bool = True
     can_be_native: bool = True  # on one rank, leave gradients where autograd puts them
+    parameter_tier: Tier = Tier.DEVICE  # of shards between uses
+    state_tier: Tier = Tier.DEVICE  # of master weights and optimizer state
+    pins_parameters: bool = True
+    pins_state: bool = True
+    is_host_apart: bool | None = None  # is the host's memory another than the device's? None: unless that is a CPU
+
+    def is_apart(self, tier: Tier, device: torch.device) -> bool:
+        """Must bytes of ``tier`` be copied before ``device`` can compute with them?"""
+        has_own_memory = device.type != "cpu" if self.is_host_apart is None else self.is_host_apart
+        return tier is not Tier.DEVICE and has_own_memory
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,8 @@ def build(
             hybrid=axes.outer is not None and axes.outer.size > 1,
             secondary=settings.has_secondary,
             persistent=spec.is_persistent,
+            parameter_tier=settings.parameter_tier,
+            state_tier=settings.state_tier,
         )
         for spec in specs
     ]
@@ -197,7 +211,9 @@ def _build_unit(
 ) -> tuple[Unit, list[BucketState]]:
     comm = axes.inner if row.state.inner is Kind.SHARD else axes.all
     outer = axes.outer if row.state.inner is Kind.SHARD else None
-    is_native = settings.can_be_native and axes.all.size == 1
+    is_state_apart = settings.is_apart(row.state_tier, device)
+    is_shard_apart = row.parameter.inner is Kind.SHARD and settings.is_apart(row.parameter_tier, device)
+    is_native = settings.can_be_native and axes.all.size == 1 and not is_state_apart
     buckets: list[ParameterBucket] = []
     trained: list[tuple[ParameterBucket, BucketGradient, torch.Tensor, bool]] = []
     for number, members in enumerate(_split(spec, parameters, group_of, settings, precision)):
@@ -217,30 +233,39 @@ def _build_unit(
             device,
             comm,
             [parameters[slot.name] for slot in layout.slots],
-            is_sharded=row.parameter.inner is Kind.SHARD and comm.size > 1,
+            is_sharded=row.parameter.inner is Kind.SHARD and (comm.size > 1 or is_shard_apart),
             is_state_sharded=row.state.inner is Kind.SHARD,
             secondary=axes.secondary if row.secondary else None,
+            host=partial(host_empty, device=device, is_pinned=settings.pins_parameters) if is_shard_apart else None,
         )
         wide = _fill(bucket, materializer, axes.all)
         buckets.append(bucket)
         if not is_trained:
             continue
-        has_own_master = dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
-        master = (
-            wide[bucket.begin : bucket.end].to(precision.master, copy=True)
-            if has_own_master
-            else (bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end])
-        )
+        is_wider = dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
+        has_own_master = is_wider or is_state_apart != is_shard_apart
+        if has_own_master:
+            source = wide[bucket.begin : bucket.end]
+            master = _master_like(source, (is_wider and precision.master) or dtype, is_state_apart, settings)
+        else:
+            master = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
         native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
         gradient_class = NativeGradient if native else BucketGradient
-        sum_dtype = precision.master if has_own_master and precision.gradient.accumulate_dtype is None else None
+        sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
         gradient = gradient_class(bucket, row, precision.gradient, comm, outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
-    states = [BucketState(unit, *parts) for parts in trained]
+    states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]
     if unit.is_sharded:
         unit.release()
     return unit, states
+
+
+def _master_like(source: torch.Tensor, dtype: torch.dtype, is_apart: bool, settings: ZeroSettings) -> torch.Tensor:
+    """A copy of the owned range, in the master's dtype, where masters rest."""
+    if not is_apart:
+        return source.to(dtype, copy=True)
+    return host_empty(source.numel(), dtype, source.device, is_pinned=settings.pins_state).copy_(source)
 
 
 def _target_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:

@@ -19,6 +19,7 @@ import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.single import SingleCommunicator
+from shoal.device import Device, Moment, host_empty
 from shoal.errors import OptimizerError
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
@@ -54,6 +55,10 @@ class BucketState:
     master: torch.Tensor  # [owned numel]
     has_own_master: bool
     pieces: list[Piece] = field(default_factory=list)
+    is_apart: bool = False  # master and optimizer state rest in memory that the device does not compute in
+    host_gradient: torch.Tensor | None = None  # [owned numel] where apart: the gradient on its way to the update
+    host_parameters: torch.Tensor | None = None  # [owned numel] where apart: the parameters on their way back
+    arrival: Moment | None = None  # of ``host_gradient``
 
     @property
     def owned_parameters(self) -> torch.Tensor:
@@ -76,6 +81,7 @@ class ShardedStep:
         shard_comm: the axis that shards optimizer state.
         block_numel: most elements of one piece; None: no limit.
         chunk_numel: most elements that are stepped in one call (``sub_group_size``).
+        device: that computes forward and backward.
     """
 
     def __init__(
@@ -86,10 +92,12 @@ class ShardedStep:
         *,
         block_numel: int | None,
         chunk_numel: int | None,
+        device: Device | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.states = list(states)
         self._comm = shard_comm
+        self._device = device if device is not None else Device(torch.device("cpu"))
         self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
         self._block = None if self._is_whole_tensor else block_numel
         limits = [limit for limit in (block_numel, chunk_numel) if limit]
@@ -101,12 +109,19 @@ class ShardedStep:
 
     @property
     def scratch_nbytes(self) -> int:
+        """Bytes of casts in flight, on the tier that updates."""
         return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
 
     @property
     def is_whole_tensor(self) -> bool:
         """Does the optimizer need whole parameters (LAMB, Muon)?"""
         return self._is_whole_tensor
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of gradients and parameters on their way between device and host."""
+        held = [t for s in self.states for t in (s.host_gradient, s.host_parameters) if t is not None]
+        return sum(tensor.nbytes for tensor in held)
 
     # pieces
 
@@ -158,6 +173,18 @@ class ShardedStep:
         """Put pieces in the place of the user's parameters."""
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
 
+        for state in self.states:
+            if state.is_apart:
+                self._send_gradient(state)
+
+    def _send_gradient(self, state: BucketState) -> None:
+        """Start to copy a gradient to where its update is computed. Does not block the host."""
+        gradient = state.gradient.owned()
+        if state.host_gradient is None or state.host_gradient.dtype != gradient.dtype:
+            state.host_gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device)
+        state.host_gradient.copy_(gradient, non_blocking=True)
+        state.arrival = self._device.mark()
+
     def end(self) -> None:
         """Give the optimizer the user's parameters back."""
         for group, params in zip(self.optimizer.param_groups, self._user_groups, strict=True):
@@ -207,7 +234,12 @@ class ShardedStep:
 
     def _load_gradients(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
         """Give each piece its gradient, in the master dtype and scaled."""
-        gradients = [state.gradient.part(piece.start, piece.stop, piece.segments) for piece in pieces]
+        if state.is_apart:
+            assert state.host_gradient is not None and state.arrival is not None
+            state.arrival.wait()
+            gradients = [state.host_gradient[piece.start : piece.stop] for piece in pieces]
+        else:
+            gradients = [state.gradient.part(piece.start, piece.stop, piece.segments) for piece in pieces]
         if gradients and gradients[0].dtype != state.master.dtype:
             sizes = [gradient.numel() for gradient in gradients]
             scratch = self._scratch_of(sum(sizes), state.master.dtype, gradients[0].device)
@@ -231,8 +263,18 @@ class ShardedStep:
         """Round the updated master weights into the parameters."""
         for piece in pieces:
             piece.param.grad = None
-        if state.has_own_master and pieces:
-            parameters = state.owned_parameters
+        if not state.has_own_master or not pieces:
+            return
+        parameters = state.owned_parameters
+        if state.is_apart and not state.bucket.is_shard_apart:
+            # Rounded on the host, so that half the bytes travel.
+            if state.host_parameters is None:
+                state.host_parameters = host_empty(parameters.numel(), parameters.dtype, parameters.device)
+            rounded = state.host_parameters
+            torch._foreach_copy_([rounded[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
+            for piece in pieces:
+                parameters[piece.start : piece.stop].copy_(rounded[piece.start : piece.stop], non_blocking=True)
+        else:
             torch._foreach_copy_([parameters[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
 
     def _step_whole(self, state: BucketState, coefficient: float, touched: bytes) -> None:

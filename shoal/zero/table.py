@@ -61,7 +61,14 @@ _HYBRID_BETWEEN = Placement(Kind.SHARD, Kind.PARTIAL)
 
 
 def row_of_stage(
-    stage: int, unit: str, *, hybrid: bool = False, secondary: bool = False, persistent: bool = False
+    stage: int,
+    unit: str,
+    *,
+    hybrid: bool = False,
+    secondary: bool = False,
+    persistent: bool = False,
+    parameter_tier: Tier = Tier.DEVICE,
+    state_tier: Tier = Tier.DEVICE,
 ) -> Row:
     """The row that a ZeRO stage means for one unit.
 
@@ -69,13 +76,25 @@ def row_of_stage(
         hybrid: shards are replicated over an outer axis (MiCS): gradients are summed over it at the step.
         secondary: hpZ.
         persistent: the parameters are too small to be worth gathering and stay whole, as at stage 2.
+        parameter_tier: of shards between uses; what rests whole rests on the device.
+        state_tier: of master weights and optimizer state. Gradients are reduced on the device and go there for the
+            update.
     """
     if persistent and stage == 3:
         stage = 2
     parameter, between, at_step, state = _STAGES[stage]
     if hybrid and between.inner is Kind.SHARD:
         between = _HYBRID_BETWEEN
-    return Row(unit, parameter, between, at_step, state, secondary=secondary and stage == 3)
+    return Row(
+        unit,
+        parameter,
+        between,
+        at_step,
+        state,
+        secondary=secondary and stage == 3,
+        parameter_tier=parameter_tier if parameter.inner is Kind.SHARD else Tier.DEVICE,
+        state_tier=state_tier,
+    )
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,20 @@ def test_a_good_file_passes_and_shows_verdicts_values_and_notes(capsys: pytest.C
     ]
 
 
+def on_a_disk(folder: pathlib.Path) -> pathlib.Path:
+    """The recipe for ZeRO-3 with offload, but to a disk."""
+    path = folder / "ds.json"
+    recipe = (RECIPES / "zero3_offload_config_accelerate.json").read_text()
+    path.write_text(recipe.replace('"device": "cpu"', '"device": "nvme", "nvme_path": "/disk"', 1))
+    return path
+
+
 def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    code, out = run(capsys, RECIPES / "zero3_offload_config_accelerate.json")
+    code, out = run(capsys, on_a_disk(tmp_path))
     assert code == 1
-    assert "not built yet: offload" in out
+    assert "not built yet: offload to disk" in out
     assert "1. zero_optimization.offload_optimizer.device (line 5)" in out
     assert "give --world-size" in out
     assert "Effective values" in out
@@ -59,8 +67,8 @@ def test_a_wrong_file_lists_all_problems(capsys: pytest.CaptureFixture[str], tmp
     assert "zero_optimizaton (line 2): no such key. -> did you mean 'zero_optimization'?" in out
 
 
-def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, RECIPES / "zero3_offload_config_accelerate.json", 4, json=True)
+def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    code, out = run(capsys, on_a_disk(tmp_path), 4, json=True)
     said = json.loads(out)
     assert code == 1
     assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}

@@ -1,0 +1,172 @@
+"""Optimizer state and parameters in host memory: the same numbers, on another tier.
+
+On CPU ranks the host's memory is the device's. Where a test says *apart*, the two are treated as different memories, so
+that every copy between them is made, as on an accelerator.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.errors import ConfigError
+from shoal.memory.placement import Tier
+from shoal.zero.build import ZeroSettings
+
+VOCABULARY = 13
+
+
+class Model(torch.nn.Module):
+    """A tied head, a frozen matrix, two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(VOCABULARY, 6)
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(6, 6) for _ in range(2)])
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.head = torch.nn.Linear(6, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + torch.tanh(block(hidden))
+        return self.head(self.frozen(hidden))
+
+
+def config(stage: int, precision: str, optimizer: str, places: tuple[str, ...], accumulation: int) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    for place in places:
+        zero[f"offload_{place}"] = {"device": "cpu", "pin_memory": True}
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": optimizer, "params": {"lr": 0.05, "weight_decay": 0.01}},
+        "zero_optimization": zero,
+        "units": {"classes": ["Linear"]},
+    }
+    if precision != "fp32":
+        found[precision] = {"enabled": True}
+    return found
+
+
+MODEL = Model()  # ranks as threads share the generator, so that each must not draw values of its own
+
+
+def train(settings: dict[str, Any], folder: str | None = None, steps: int = 3) -> tuple[list[float], dict[str, Any]]:
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    losses = []
+    if folder is not None and Path(folder).exists():
+        engine.load_checkpoint(folder)
+    for step in range(steps * engine.gradient_accumulation_steps()):
+        generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
+        tokens = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    if folder is not None and not Path(folder).exists():
+        engine.save_checkpoint(folder)
+    values = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    values |= engine.module_state_dict()
+    engine.destroy()
+    return losses, values
+
+
+def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool = True) -> None:
+    """Gradients that autograd keeps are summed for the norm in another order, so neither side leaves them there."""
+    settings = partial(ZeroSettings, is_host_apart=is_apart, can_be_native=False)
+    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", settings)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("stage", "places"),
+    [(1, ("optimizer",)), (2, ("optimizer",)), (3, ("optimizer",)), (3, ("param",)), (3, ("optimizer", "param"))],
+)
+@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 1), ("AdamW", 2), ("Lamb", 1)])
+def test_training_from_host_memory_gives_the_same_bits(
+    size: int,
+    precision: str,
+    stage: int,
+    places: tuple[str, ...],
+    optimizer: str,
+    accumulation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_apart(monkeypatch, is_apart=False)
+    plain = run_ranks(size, train, config(stage, precision, optimizer, (), accumulation))
+    make_apart(monkeypatch)
+    away = run_ranks(size, train, config(stage, precision, optimizer, places, accumulation))
+    for (losses, values), (other_losses, other_values) in zip(plain, away, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(values[name], other_values[name]) for name in values)
+
+
+def test_a_checkpoint_moves_between_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(tmp_path / "c")
+    straight = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1), None, 6)
+    first = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1), folder)
+    make_apart(monkeypatch)
+    run_ranks(2, train, config(3, "bf16", "AdamW", ("optimizer", "param"), 1), folder, 0)
+    moved = run_ranks(2, loaded, config(3, "bf16", "AdamW", ("optimizer", "param"), 1), folder)
+    assert len(straight) == 2
+    for (_, values), other in zip(first, moved, strict=True):
+        assert all(torch.equal(values[name], other[name]) for name in values)
+
+
+def loaded(settings: dict[str, Any], folder: str) -> dict[str, Any]:
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    engine.load_checkpoint(folder)
+    values = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    values |= engine.module_state_dict()
+    engine.destroy()
+    return values
+
+
+def held(settings: dict[str, Any]) -> tuple[dict[tuple[str, str], int], list[str]]:
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    tokens = torch.arange(10).view(2, 5)
+    engine.backward(engine(tokens).float().mean())
+    engine.step()
+    found: dict[tuple[str, str], int] = {}
+    for entry in engine.memory_report().entries:
+        found[entry.kind, entry.tier] = found.get((entry.kind, entry.tier), 0) + entry.nbytes
+    tiers = [row.cells()[-1] for row in engine.sharded.table]
+    engine.destroy()
+    return found, tiers
+
+
+def test_the_ledger_and_the_table_show_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_apart(monkeypatch)
+    found, tiers = run_ranks(2, held, config(3, "bf16", "AdamW", ("optimizer", "param"), 1))[0]
+    assert found["master", "host"] > 0
+    assert found["optimizer state", "host"] == 2 * found["master", "host"]
+    assert found["parameter", "host"] > 0
+    assert ("master", "device") not in found
+    assert ("parameter", "device") not in found
+    assert set(tiers) == {"host/device/host"}
+
+
+@pytest.mark.parametrize(("stage", "place"), [(0, "optimizer"), (1, "param"), (2, "param")])
+def test_a_stage_that_cannot_offload_what_was_asked_is_an_error(stage: int, place: str) -> None:
+    with pytest.raises(ConfigError, match="offload"):
+        shoal.initialize(model=copy.deepcopy(MODEL), config=config(stage, "fp32", "AdamW", (place,), 1))
+
+
+def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:
+    cpu = torch.device("cpu")
+    assert not ZeroSettings().is_apart(Tier.HOST, cpu)
+    assert ZeroSettings().is_apart(Tier.HOST, torch.device("cuda"))
+    assert not ZeroSettings().is_apart(Tier.DEVICE, torch.device("cuda"))
+    assert ZeroSettings(is_host_apart=True).is_apart(Tier.HOST, cpu)

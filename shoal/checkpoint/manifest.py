@@ -42,6 +42,7 @@ from shoal.errors import CheckpointError
 FORMAT = 1
 NAME = "manifest.json"
 MODEL = "model"
+OPTIMIZER = "optimizer/"
 EXTRA = "extra"
 MAX_SMALL_BLOCK = 4 << 20  # bytes of a block whatever its file's size
 _MAX_FREE_BYTES = 4 << 20  # a manifest may be this large whatever it describes, and then
@@ -312,9 +313,14 @@ def _check(manifest: Manifest, where: str) -> None:
         for (_, end), (begin, _) in pairwise(ranges):
             if begin < end:
                 raise _unsafe(where, f"two chunks overlap at byte {begin} of {file.name}")
-    known = {parameter.name for parameter in manifest.parameters}
-    if len(known) != len(manifest.parameters):
+    shapes = {parameter.name: parameter.shape for parameter in manifest.parameters}
+    if len(shapes) != len(manifest.parameters):
         raise _unsafe(where, "a parameter is named twice")
+    for tensor in manifest.tensors:
+        is_state = tensor.kind.startswith(OPTIMIZER)
+        if (is_state or tensor.kind == MODEL) and shapes.get(tensor.name, tensor.shape) != tensor.shape:
+            shape = list(shapes[tensor.name])
+            raise _unsafe(where, f"{tensor.kind} {tensor.name!r} has shape {list(tensor.shape)}, the parameter {shape}")
 
 
 def _first_problems(error: ValidationError) -> str:

@@ -302,6 +302,7 @@ LIES: dict[str, Callable[[Raw], Any]] = {
     "tensor twice": append("tensors", lambda raw: raw["tensors"][0]),
     "tensor in very many parts that overlap": cut_into(40_000, is_overlapping=True),
     "tensor cut in very many dims": many_dims,
+    "parameter of another shape": set_at("parameters", 0, "shape", to=[5, 6]),
     "parameter twice": append("parameters", lambda raw: raw["parameters"][0]),
     "parameter name endless": set_at("parameters", 0, "name", to="x" * 100_000),
     "key unknown": set_at("surprise", to=1),

@@ -17,6 +17,7 @@ import torch
 
 import shoal
 from shoal.checkpoint import catalogue
+from shoal.checkpoint.holdings import Holdings
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -402,7 +403,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         engine.save_checkpoint(tmp_path, client_state=client_state)
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
         client_state["list"].append(3)  # type: ignore[attr-defined]
-        holdings = engine.checkpoints._holdings()
+        holdings = holdings_of(engine)
         for holding in (*holdings.model(), *holdings.optimizer()):
             for piece in holding.pieces:
                 piece.fill_(123.0)

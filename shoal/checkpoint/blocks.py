@@ -108,7 +108,7 @@ def write_file(
     Raises: OSError: no space, no permission, a broken disk.
     Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
     """
-    with storage.create(f"{folder}/{name}") as sink:
+    with storage.create(f"{folder}/{name}" if folder else name) as sink:
         writer = _BlockWriter(sink, plan.block_nbytes)
         writer.add(memoryview(plan.header))
         for entry in plan.entries:
@@ -148,7 +148,7 @@ def write_image(
     before_flush: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write a file that ``image_of`` took. Returns, raises: as ``write_file``."""
-    with storage.create(f"{folder}/{name}") as sink:
+    with storage.create(f"{folder}/{name}" if folder else name) as sink:
         writer = _BlockWriter(sink, plan.block_nbytes)
         writer.add(_view_of(image))
         writer.finish()

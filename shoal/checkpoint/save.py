@@ -227,11 +227,11 @@ class Save:
         if failed:
             if isinstance(problem, CheckpointError) and len(failed) == 1:
                 raise problem
-            code, text = failed[0][1]
+            code, text, where = failed[0][1]
             more = "".join(f"\n  rank {rank}: {other[1]}" for rank, other in failed[1:4])
             raise CheckpointError(
                 f"checkpoint {self.tag!r} was not saved: {text}{more}",
-                where=f"rank {', '.join(str(rank) for rank, _ in failed[:8])}, {self._storage.url}",
+                where=f"rank {', '.join(str(rank) for rank, _ in failed[:8])}, {where or self._storage.url}",
                 do="older checkpoints are as they were; mend the cause and save again.",
                 code=code,
             ) from problem
@@ -286,13 +286,13 @@ def _attempt(run: Callable[[], Any]) -> Any:
         return error
 
 
-def _words(problem: BaseException) -> tuple[str, str]:
-    """A problem's code and text, as they go to the other ranks."""
+def _words(problem: BaseException) -> tuple[str, str, str]:
+    """A problem's code, text and place, as they go to the other ranks."""
     if not isinstance(problem, CheckpointError):
         text = f"{type(problem).__name__}: {problem}"
         is_writing = isinstance(problem, OSError)
         problem = CheckpointError(text, code="checkpoint-write") if is_writing else CheckpointError(text)
-    return problem.code, problem.what
+    return problem.code, problem.what, problem.where
 
 
 def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[str, Any]]:

@@ -82,6 +82,10 @@ class Storage(Protocol):
         """Raises: OSError: ``target`` is there."""
         ...
 
+    def move_over(self, source: str, target: str) -> None:
+        """Rename a file onto another: a reader sees the old one or the new one."""
+        ...
+
     def flush_folder(self, path: str = "") -> None: ...
 
     def remove(self, path: str) -> None:
@@ -185,6 +189,10 @@ class LocalStorage:
         if os.path.lexists(self._at(target)):
             raise FileExistsError(errno.EEXIST, "is there already", str(self._at(target)))
         os.rename(self._at(source), self._at(target))
+
+    def move_over(self, source: str, target: str) -> None:
+        os.replace(self._at(source), self._at(target))
+        self.flush_folder(os.path.dirname(target))
 
     def flush_folder(self, path: str = "") -> None:
         _flush_folder(self._at(path))
@@ -305,6 +313,9 @@ class ObjectStorage:
             file.write(data)
 
     def rename(self, source: str, target: str) -> None:
+        raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
+
+    def move_over(self, source: str, target: str) -> None:
         raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
 
     def flush_folder(self, path: str = "") -> None:

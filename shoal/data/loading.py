@@ -108,6 +108,7 @@ class Loader:
                 do="give more data, smaller batches, or drop_last=False.",
             )
         self._position = SamplePosition(num_samples, seed, shuffle)
+        self._num_loads = 0
 
     @property
     def global_batch(self) -> int:
@@ -133,7 +134,14 @@ class Loader:
         return self._batches_left()
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._iterate_stream() if self._is_stream else self._iterate_indices()
+        while True:
+            place = self._num_loads
+            for batch in self._iterate_stream() if self._is_stream else self._iterate_indices():
+                yield batch
+                if place != self._num_loads:  # another place was loaded: the epoch goes on from there
+                    break
+            else:
+                return
 
     def state_dict(self) -> dict[str, int | bool]:
         """What has been read, in numbers that do not depend on rank, world size or batch size."""
@@ -157,6 +165,7 @@ class Loader:
                 where="Loader.load_state_dict",
                 do="resume with the data set of the saved run, or start a new position.",
             )
+        self._num_loads += 1
         self._position = SamplePosition(
             int(state["num_samples"]), int(state["seed"]), bool(state["shuffle"]), int(state["taken"])
         )

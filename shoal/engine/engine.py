@@ -19,6 +19,7 @@ from shoal.engine.guard import ModelGuard
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
+from shoal.engine.weights import Weights
 from shoal.errors import ConfigError, OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
@@ -95,6 +96,7 @@ class Engine(nn.Module):
         self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
         self.progress: Progress | None = None
         self.checkpoints = Checkpoints(self)
+        self.weights = Weights(self)
         self.access = Access(sharded, self._states, optimizer_step, self._unscale)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
@@ -555,7 +557,7 @@ class Engine(nn.Module):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._check_alive()
-        return self.checkpoints.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's whole values by name, on the host, on every rank. Every rank calls.
@@ -563,7 +565,7 @@ class Engine(nn.Module):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._check_alive()
-        return self.checkpoints.module_state_dict(exclude_frozen=exclude_frozen_parameters)
+        return self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters)
 
     def load_module_state_dict(
         self,
@@ -580,7 +582,7 @@ class Engine(nn.Module):
         Raises: CheckpointError: missing, unexpected or of another shape; all of them.
         """
         self._check_alive()
-        self.checkpoints.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
+        self.weights.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
 
     # the rest
 

@@ -214,7 +214,6 @@ class Shorter(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
-@pytest.mark.xfail(strict=True, reason="the place in the data is set after the tensors, and refused then")
 def test_data_of_another_size_is_refused_before_anything_changes(tmp_path: Path) -> None:
     run = run_of(2)
 
@@ -237,7 +236,6 @@ def test_data_of_another_size_is_refused_before_anything_changes(tmp_path: Path)
     assert run_ranks(2, load) == [[], []]
 
 
-@pytest.mark.xfail(strict=True, reason="a schedule's class is not compared")
 @pytest.mark.parametrize("name", ["CosineAnnealingLR", "SequentialLR"])
 def test_another_schedule_is_refused_before_anything_changes(name: str, tmp_path: Path) -> None:
     def sequential(optimizer: Any) -> Any:
@@ -251,7 +249,6 @@ def test_another_schedule_is_refused_before_anything_changes(name: str, tmp_path
         assert "ExponentialLR" in error.what and name in error.what
 
 
-@pytest.mark.xfail(strict=True, reason="a module that is gone gets its state")
 def test_the_own_state_of_a_module_that_is_gone_is_left_out_where_it_is_not_strict(tmp_path: Path) -> None:
     class WithState(Plain):
         def get_extra_state(self) -> dict[str, int]:
@@ -264,7 +261,6 @@ def test_the_own_state_of_a_module_that_is_gone_is_left_out_where_it_is_not_stri
     on_ranks(run_of(), lambda engine: engine.load_checkpoint(tmp_path, load_module_strict=False))
 
 
-@pytest.mark.xfail(strict=True, reason="an iterator that has begun goes on in the old order")
 def test_a_load_in_the_middle_of_a_loop_moves_the_loop(tmp_path: Path) -> None:
     """A run that goes back to its last checkpoint reads again what came after it."""
 
@@ -744,7 +740,6 @@ def test_each_rank_reads_only_its_ranges(tmp_path: Path, monkeypatch: pytest.Mon
 # weights alone
 
 
-@pytest.mark.xfail(run=False, reason="the file goes to the root of the file system")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path: Path) -> None:
     run = replace(run_of(stage, bf16={"enabled": True}), factory=models.WithBuffers)

@@ -17,10 +17,10 @@ import torch
 
 import shoal
 from shoal.checkpoint import catalogue
-from shoal.checkpoint.holdings import Holdings
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.engine.weights import holdings_of
 from shoal.errors import CheckpointError
 from tests.ranks.dying import SIZE, tiny
 from tests.ranks.resuming import Run, State, differences, engine_of, micro_steps, state_of

@@ -112,9 +112,7 @@ def write_file(
         writer = _BlockWriter(sink, plan.block_nbytes)
         writer.add(memoryview(plan.header))
         for entry in plan.entries:
-            for piece in entry.read():
-                for data in _bytes_of(piece):
-                    writer.add(data)
+            writer.add_entry(entry)
         writer.finish()
         before_flush()
         sink.flush()
@@ -168,6 +166,12 @@ class _BlockWriter:
         self._small = bytearray()
         self.sums: list[str] = []
         self.nbytes = 0
+
+    def add_entry(self, entry: Entry) -> None:
+        """An entry's pieces, none of which is held any more when this returns."""
+        for piece in entry.read():
+            for data in _bytes_of(piece):
+                self.add(data)
 
     def add(self, data: memoryview) -> None:
         while data:

@@ -17,7 +17,7 @@ import torch
 
 from shoal.checkpoint import catalogue, tree
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.holdings import OPTIMIZER, Holding, Holdings, owned_range
+from shoal.checkpoint.holdings import OPTIMIZER, Holding, Holdings, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, Manifest
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import Storage
@@ -187,7 +187,9 @@ class Load:
         if left_out and manifest.engine.get("excludes_frozen"):
             notes.append(f"{len(left_out)} frozen parameters were left out of the checkpoint and stay as they are.")
             missing = [name for name in missing if name not in frozen]
-        unexpected = [name for name in saved if name not in held]
+        # A format without aliases holds a tied weight under each of its names.
+        aliases = {alias for names in names_of(self._holdings.sharded.model)[1].values() for alias in names}
+        unexpected = [name for name in saved if name not in held and name not in aliases]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
                 text = f"{kind} {len(names)}: {_some(names)}"

@@ -110,25 +110,3 @@ def flat_begin(shape: tuple[int, ...], rectangle: Rectangle) -> int:
     for size, start in zip(shape, rectangle.start, strict=True):
         begin = begin * size + start
     return begin
-
-
-def cover_problem(shape: tuple[int, ...], parts: list[Rectangle]) -> str | None:
-    """What is wrong, in words, if ``parts`` do not hold every element of a tensor exactly once; else None."""
-    for part in parts:
-        if len(part.start) != len(shape) or len(part.shape) != len(shape):
-            return f"a part has {len(part.shape)} dims, the tensor {len(shape)}"
-        bounds = zip(part.start, part.shape, shape, strict=True)
-        if any(low < 0 or size < 1 or low + size > full for low, size, full in bounds):
-            return f"the part at {list(part.start)} of shape {list(part.shape)} is not inside {list(shape)}"
-    held, numel = sum(part.numel for part in parts), math.prod(shape)
-    open_parts: list[Rectangle] = []
-    for part in sorted(parts, key=lambda r: r.start):
-        if shape:
-            open_parts = [other for other in open_parts if other.start[0] + other.shape[0] > part.start[0]]
-        for other in open_parts:
-            if part.meet(other) is not None:
-                return f"the parts at {list(other.start)} and {list(part.start)} overlap"
-        open_parts.append(part)
-    if held != numel:
-        return f"{held} of {numel} elements are there"
-    return None

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.cover import cover_problem
 from shoal.checkpoint.formats import inert
 from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
 from shoal.checkpoint.formats.inert import Built, Symbol
-from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.tree import dtype_of, name_of
 from shoal.errors import CheckpointError
 

@@ -319,8 +319,8 @@ def _check(manifest: Manifest, where: str) -> None:
     for tensor in manifest.tensors:
         is_state = tensor.kind.startswith(OPTIMIZER)
         if (is_state or tensor.kind == MODEL) and shapes.get(tensor.name, tensor.shape) != tensor.shape:
-            shape = list(shapes[tensor.name])
-            raise _unsafe(where, f"{tensor.kind} {tensor.name!r} has shape {list(tensor.shape)}, the parameter {shape}")
+            meant = list(shapes[tensor.name])
+            raise _unsafe(where, f"{tensor.kind} {tensor.name!r} has shape {list(tensor.shape)}, the parameter {meant}")
 
 
 def _first_problems(error: ValidationError) -> str:

@@ -1,0 +1,281 @@
+"""The optimizer's step on host memory, in one pass: gradient in, master weights and moments updated, parameter out.
+
+    path        how                                                        threads
+    threads     blocks that stay in cache, through torch's fused kernels   Shoal's own, one block each
+    blocks      the same                                                   torch's, which share each block
+    plain       whole ranges, operation after operation                    torch's
+    compiled    one loop made by torch.compile                             OpenMP's
+
+All four give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``. The compiled loop is tried
+first, and not used where it differs. It takes a compiler and time, so it is used only where it was asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+from typing import Any, Literal
+
+import torch
+
+from shoal.errors import OptimizerError
+from shoal.optim import host_compiled
+from shoal.optim.host_blocks import BlockedUpdate, HostThreads
+from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Kind, Rule, kind_of
+
+__all__ = ["Choice", "HostStep", "HostWork", "Kind", "Path", "Rule", "choose_path", "kind_of"]
+
+Path = Literal["threads", "blocks", "plain", "compiled"]
+
+BLOCK_NUMEL = 256 * 1024  # a thread's block: 1 MiB of scratch; larger than that it leaves the second-level cache
+TEAM_BLOCK_NUMEL = 1024 * 1024  # a block that all of torch's threads share
+PLAIN_NUMEL = 16 * 1024 * 1024  # bounds the scratch of the plain path to 64 MiB
+TRIAL_NUMEL = 8 * 1024 * 1024  # far larger than most caches
+TRIAL_ROUNDS = 3
+FALLBACK: Path = "threads"
+
+logger = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which path, and what was measured: milliseconds for ``TRIAL_NUMEL`` elements by path (median)."""
+
+    path: Path
+    milliseconds: Mapping[Path, float]
+
+
+class HostWork:
+    """An update under way."""
+
+    def __init__(self, parts: Sequence[Future[None]] = ()) -> None:
+        self._parts = parts
+
+    def is_done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> None:
+        """Block until all of it is done. Raises: what a thread raised, after all have ended."""
+        problems = [part.exception() for part in self._parts]
+        for problem in problems:
+            if problem is not None:
+                raise problem
+
+
+class HostStep:
+    """Updates ranges of master weights in host memory.
+
+    Args:
+        path: "auto": the fastest of the paths without a compiler, by a measurement of well under a second, once in
+            this process for each rule and dtypes. "compiled": compiled when it is first needed, or by ``prepare``;
+            where that fails, one line says so and "threads" is used.
+        num_threads: None: as many as torch uses. "blocks" and "plain" always run on torch's.
+        block_numel: elements of one thread's block.
+
+    Memory: a scratch of one block per thread (two for Lion); for "plain" up to ``PLAIN_NUMEL`` elements. Until closed.
+    """
+
+    def __init__(
+        self,
+        path: Path | Literal["auto"] = "auto",
+        *,
+        num_threads: int | None = None,
+        block_numel: int = BLOCK_NUMEL,
+    ) -> None:
+        self.path = path
+        self.num_threads = num_threads or torch.get_num_threads()
+        self.block_numel = -(-block_numel // CUT_NUMEL) * CUT_NUMEL
+        self._threads: HostThreads | None = None
+        self._scratch: list[torch.Tensor] = []
+        self._failed: set[str] = set()
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes that the scratches hold now."""
+        own = 0 if self._threads is None else self._threads.scratch_nbytes
+        return own + sum(tensor.nbytes for tensor in self._scratch)
+
+    def prepare(
+        self,
+        kind: Kind,
+        hyper: Mapping[str, Any],
+        gradient: torch.dtype,
+        parameter: torch.dtype | None,
+        *,
+        step: float = 2,
+    ) -> Path:
+        """Do now what the first update would do: measure, or compile. Returns: the path that updates will take."""
+        return self._resolve(Rule.of(kind, hyper, step), gradient, parameter)[0]
+
+    def update(
+        self,
+        kind: Kind,
+        master: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        parameter: torch.Tensor | None,
+        hyper: Mapping[str, Any],
+        *,
+        step: float,
+        coefficient: float = 1.0,
+    ) -> None:
+        """Update one range, and return when it is done. Arguments as of ``start``."""
+        self.start(kind, master, states, gradient, parameter, hyper, step=step, coefficient=coefficient).wait()
+
+    def start(
+        self,
+        kind: Kind,
+        master: torch.Tensor,
+        states: Mapping[str, torch.Tensor],
+        gradient: torch.Tensor,
+        parameter: torch.Tensor | None,
+        hyper: Mapping[str, Any],
+        *,
+        step: float,
+        coefficient: float = 1.0,
+    ) -> HostWork:
+        """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
+
+        Args:
+            master: fp32.
+            states: fp32, by the optimizer's names (``Rule.state_names``); others are not touched.
+            gradient: bf16, fp16 or fp32; left as it is.
+            parameter: takes the rounded master weights, bf16, fp16 or fp32; None: nothing does.
+            hyper: the optimizer's parameter group.
+            step: the number of this step of this range, from 1. The caller counts; SGD sets its momentum in step 1.
+            coefficient: the gradient is multiplied by it, in fp32 (clipping, loss scale).
+
+        Order: with the path "threads" it returns at once and updates run in the order they were started in, though the
+            end of one may overlap with the start of the next; with the others it returns when it is done.
+        Memory: nothing of the range's size, but for "plain".
+        Raises: OptimizerError: a rule that is not known, or tensors that do not fit.
+        """
+        rule = Rule.of(kind, hyper, step)
+        held = _check(rule, master, states, gradient, parameter)
+        master, gradient = master.detach(), gradient.detach()
+        parameter = None if parameter is None else parameter.detach()
+        path, loop = self._resolve(rule, gradient.dtype, None if parameter is None else parameter.dtype)
+        if loop is not None:
+            if host_compiled.run(loop, rule, master, held, gradient, parameter, coefficient=coefficient):
+                return HostWork()
+            path = self._fall_back(rule, "torch.compile did not take these tensors")
+        block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
+        update = BlockedUpdate(rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block)
+        if path == "threads":
+            if self._threads is None:
+                self._threads = HostThreads(self.num_threads)
+            return HostWork(self._threads.start(update, block, rule.needs_room))
+        update.run(*self._own_scratch(min(block, master.numel()), rule.needs_room))
+        return HostWork()
+
+    def close(self) -> None:
+        """End the threads, after what was started; give the scratch back."""
+        if self._threads is not None:
+            self._threads.close()
+        self._threads = None
+        self._scratch = []
+
+    def _own_scratch(self, numel: int, needs_room: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count = 2 if needs_room else 1
+        if len(self._scratch) < count or self._scratch[0].numel() < numel:
+            self._scratch = [torch.empty(numel) for _ in range(count)]
+        return self._scratch[0], self._scratch[1] if needs_room else None
+
+    def _resolve(
+        self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None
+    ) -> tuple[Path, host_compiled.Loop | None]:
+        if self.path == "auto":
+            return choose_path(rule.kind, gradient, parameter, self.num_threads).path, None
+        if self.path != "compiled":
+            return self.path, None
+        found = host_compiled.compiled_loop(host_compiled.Shape.of(rule, gradient, parameter, self.num_threads))
+        if not isinstance(found, str):
+            return "compiled", found
+        return self._fall_back(rule, found), None
+
+    def _fall_back(self, rule: Rule, reason: str) -> Path:
+        if reason not in self._failed:
+            self._failed.add(reason)
+            logger.warning("host optimizer: %s is not compiled, %r is used: %s", rule.kind, FALLBACK, reason)
+        return FALLBACK
+
+
+def _check(
+    rule: Rule,
+    master: torch.Tensor,
+    states: Mapping[str, torch.Tensor],
+    gradient: torch.Tensor,
+    parameter: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """The states in the rule's order, if everything fits."""
+    missing = [name for name in rule.state_names if name not in states]
+    if missing:
+        raise OptimizerError(
+            f"{rule.kind} needs the state {', '.join(map(repr, missing))}, and got {sorted(states)}.",
+            do="make the state, zeros at first, and pass it.",
+            code="host-step-tensors",
+        )
+    held = [states[name] for name in rule.state_names]
+    tensors = {"master": master, **dict(zip(rule.state_names, held, strict=True)), "gradient": gradient}
+    if parameter is not None:
+        tensors["parameter"] = parameter
+    for name, tensor in tensors.items():
+        may_be_narrow = name in ("gradient", "parameter")
+        dtypes = (torch.bfloat16, torch.float16, torch.float32) if may_be_narrow else (torch.float32,)
+        is_range = tensor.dim() == 1 and tensor.numel() == master.numel() and tensor.is_contiguous()
+        if not is_range or tensor.dtype not in dtypes or tensor.device.type != "cpu":
+            allowed = ", ".join(str(dtype) for dtype in dtypes)
+            raise OptimizerError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} on "
+                f"{tensor.device}; expected {allowed}, contiguous, of shape ({master.numel()},) on cpu.",
+                do="pass flat ranges of one length in host memory.",
+                code="host-step-tensors",
+            )
+    return held
+
+
+@cache
+def choose_path(kind: Kind, gradient: torch.dtype, parameter: torch.dtype | None, num_threads: int) -> Choice:
+    """Measure the paths that need no compiler, in turn, and say which is fastest. Once in a process per arguments.
+
+    All of them give the same bits, so ranks may choose differently.
+
+    Memory: ``TRIAL_NUMEL`` elements of everything, 240 MiB for AdamW in bf16, until it returns.
+    """
+    paths: list[Path] = ["threads"]
+    if num_threads == torch.get_num_threads():
+        paths = ["threads", "blocks", "plain"] if num_threads > 1 else ["blocks", "plain"]
+    hyper: dict[str, Any] = dict.fromkeys(NUMBERS[kind], 1e-3) | {"betas": (0.9, 0.99)}
+    names = Rule.of(kind, hyper, 2).state_names
+    tensors = [torch.full((TRIAL_NUMEL,), 1e-3) for _ in range(1 + len(names))]
+    master, states = tensors[0], dict(zip(names, tensors[1:], strict=True))
+    grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient)
+    params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter)
+    steps: dict[Path, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
+    times: dict[Path, list[float]] = {path: [] for path in paths}
+    try:
+        for number in range(1 + TRIAL_ROUNDS):
+            for path, step in steps.items():
+                begin = time.perf_counter()
+                step.update(kind, master, states, grads, params, hyper, step=2)
+                if number:
+                    times[path].append(1e3 * (time.perf_counter() - begin))
+    finally:
+        for step in steps.values():
+            step.close()
+    found = {path: median(values) for path, values in times.items()}
+    path = min(found, key=lambda path: found[path])
+    logger.info(
+        "host optimizer: %s takes the path %r on %d threads (%s for %d Mi elements).",
+        kind,
+        path,
+        num_threads,
+        ", ".join(f"{name} {value:.1f} ms" for name, value in found.items()),
+        TRIAL_NUMEL >> 20,
+    )
+    return Choice(path, found)

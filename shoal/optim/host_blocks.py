@@ -1,0 +1,135 @@
+"""One update cut into blocks that stay in cache: cast the gradient, run torch's kernel, cast the parameter.
+
+    memory   gradient (bf16)   master, moments (fp32)   parameter (bf16)
+                 | read          | read    ^ written      ^ written
+                 v               v         |              |
+    cache    scratch (fp32) --> torch's kernel --> master, still in cache
+
+Any number of threads take blocks off one update, each the next one that nobody has: a thread that the machine holds up
+holds up one block.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from shoal.optim.host_rules import Rule
+
+
+class BlockedUpdate:
+    """One update of one range, as blocks to be taken.
+
+    Args:
+        master: fp32. Shape: [numel].
+        states: fp32, in the order of ``rule.state_names``. Each [numel].
+        gradient: bf16, fp16 or fp32, left as it is. Shape: [numel].
+        parameter: takes the rounded result; None: nothing does. Shape: [numel].
+        coefficient: the gradient is multiplied by it, in fp32.
+        block_numel: of one block; a multiple of ``CUT_NUMEL``.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        master: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        gradient: torch.Tensor,
+        parameter: torch.Tensor | None,
+        *,
+        coefficient: float,
+        block_numel: int,
+    ) -> None:
+        self._masters = master.split(block_numel)
+        self._states = list(zip(*(state.split(block_numel) for state in states), strict=True))
+        self._gradients = gradient.split(block_numel)
+        self._parameters = None if parameter is None else parameter.split(block_numel)
+        self._kernel = rule.kernel()
+        self._coefficient = coefficient
+        self._is_cast = gradient.dtype != torch.float32
+        self._next = itertools.count()
+        self.num_blocks = len(self._masters) if master.numel() else 0
+
+    def run(self, scratch: torch.Tensor, room: torch.Tensor | None) -> None:
+        """Take blocks until there are no more.
+
+        Args:
+            scratch, room: fp32, of at least a block each, this thread's own.
+        """
+        states: Sequence[torch.Tensor] = ()
+        with torch.no_grad():
+            while (index := next(self._next)) < self.num_blocks:
+                master = self._masters[index]
+                gradient = self._load(self._gradients[index], scratch)
+                if self._states:
+                    states = self._states[index]
+                own_room = None if room is None else room[: master.numel()]
+                self._kernel(master, gradient, states, own_room)
+                if self._parameters is not None:
+                    self._parameters[index].copy_(master)
+
+    def _load(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        if not self._is_cast and self._coefficient == 1.0:
+            return gradient
+        if gradient.numel() != scratch.numel():
+            scratch = scratch[: gradient.numel()]
+        if not self._is_cast:
+            return torch.mul(gradient, self._coefficient, out=scratch)
+        scratch.copy_(gradient)
+        return scratch if self._coefficient == 1.0 else scratch.mul_(self._coefficient)
+
+
+class HostThreads:
+    """Threads that each run torch's operations alone, without a team of their own.
+
+    Memory: a thread's scratch, from its first update on.
+    Raises: RuntimeError: no thread could be started.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._local = threading.local()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shoal-host-step")
+        self.scratch_nbytes = 0
+        together = threading.Barrier(num_threads)
+        number = torch.get_num_threads()
+        try:
+            for done in [self._pool.submit(_stay_alone, together) for _ in range(num_threads)]:
+                done.result()
+        finally:
+            # Besides the calling thread's own number torch keeps one for threads to come: give it back its value.
+            torch.set_num_threads(number)
+
+    def start(self, update: BlockedUpdate, block_numel: int, needs_room: bool) -> list[Future[None]]:
+        """Let every thread take blocks of this update, after what was started before."""
+        count = min(self.num_threads, update.num_blocks)
+        return [self._pool.submit(self._run, update, block_numel, needs_room) for _ in range(count)]
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        return self._pool.submit(work)
+
+    def _run(self, update: BlockedUpdate, block_numel: int, needs_room: bool) -> None:
+        scratch = self._tensor("scratch", block_numel)
+        update.run(scratch, self._tensor("room", block_numel) if needs_room else None)
+
+    def _tensor(self, name: str, numel: int) -> torch.Tensor:
+        held: dict[str, torch.Tensor] = self._local.__dict__
+        if name not in held or held[name].numel() < numel:
+            held[name] = torch.empty(numel)
+            self.scratch_nbytes += held[name].nbytes
+        return held[name]
+
+    def close(self) -> None:
+        """End the threads when they have done what was started."""
+        self._pool.shutdown()
+
+
+def _stay_alone(together: threading.Barrier) -> None:
+    # The first question fixes this thread's number to torch's own; only after it a setting lasts.
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    together.wait()  # so that every thread of the pool has been here

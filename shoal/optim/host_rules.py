@@ -1,0 +1,189 @@
+"""The rules that the host's step knows, and torch's own kernel for each.
+
+    kind      state, one element per element       kernel
+    Adam      exp_avg, exp_avg_sq                  torch.optim.Adam(fused=True)
+    AdamW     exp_avg, exp_avg_sq                  torch.optim.AdamW(fused=True)
+    Adagrad   sum                                  torch.optim.Adagrad(fused=True)
+    SGD       momentum_buffer (with momentum)      torch.optim.SGD(fused=True)
+    Lion      exp_avg                              shoal.optim.lion.Lion
+
+With ``amsgrad`` Adam and AdamW have ``max_exp_avg_sq`` too. The kernels are those that the optimizers call, so a range
+updated here has the bits that the optimizer's ``step()`` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from shoal.errors import OptimizerError
+from shoal.optim.lion import Lion
+
+Kind = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
+KINDS: tuple[Kind, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+
+# A vectorised kernel's last few elements (fewer than one vector) are computed one by one, and may round otherwise. Cuts
+# at multiples of this many elements leave them where an uncut range has them.
+CUT_NUMEL = 64
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], None]
+"""``kernel(master, gradient, states, room)``: update in place. All fp32, 1-D, of one length; ``room`` where
+``Rule.needs_room``. The gradient is left as it is."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One step's rule with its numbers, as Python's floats."""
+
+    kind: Kind
+    step: float  # of this step, from 1
+    lr: float
+    beta1: float = 0.0
+    beta2: float = 0.0
+    eps: float = 0.0
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    dampening: float = 0.0
+    lr_decay: float = 0.0
+    amsgrad: bool = False
+    nesterov: bool = False
+    maximize: bool = False
+
+    @classmethod
+    def of(cls, kind: Kind, hyper: Mapping[str, Any], step: float) -> Rule:
+        """From a parameter group of the optimizer, whose other entries are not read.
+
+        Raises: OptimizerError: not one of ``KINDS``, or a number of the group is missing.
+        """
+        if kind not in KINDS:
+            raise OptimizerError(
+                f"the host's step does not know the rule {kind!r}.",
+                do=f"use one of {', '.join(KINDS)}, or leave the step to the optimizer.",
+                code="host-step-rule",
+            )
+        try:
+            numbers: dict[str, Any] = {key: float(hyper[key]) for key in NUMBERS[kind]}
+            if kind in ("Adam", "AdamW", "Lion"):
+                numbers["beta1"], numbers["beta2"] = (float(beta) for beta in hyper["betas"])
+        except KeyError as problem:
+            raise OptimizerError(
+                f"the hyperparameters of {kind} have no {problem.args[0]!r}.",
+                do="pass the optimizer's parameter group.",
+                code="host-step-rule",
+            ) from problem
+        flags = {key: bool(hyper.get(key, False)) for key in FLAGS[kind]}
+        return cls(kind=kind, step=float(step), **numbers, **flags)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        if self.kind in ("Adam", "AdamW"):
+            return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg", "exp_avg_sq")
+        if self.kind == "SGD":
+            return ("momentum_buffer",) if self.momentum else ()
+        return ("sum",) if self.kind == "Adagrad" else ("exp_avg",)
+
+    @property
+    def needs_room(self) -> bool:
+        """Does the kernel need a second scratch tensor?"""
+        return self.kind == "Lion"
+
+    @property
+    def is_first(self) -> bool:
+        return self.step <= 1
+
+    def nbytes_moved(self, gradient: torch.dtype, parameter: torch.dtype | None) -> int:
+        """Bytes per element that one pass reads and writes."""
+        sizes = [torch.empty((), dtype=dtype).element_size() for dtype in (gradient, parameter) if dtype is not None]
+        return 8 * (1 + len(self.state_names)) + sum(sizes)
+
+    def kernel(self) -> Kernel:
+        """torch's own kernel with this step's numbers."""
+        if self.kind == "Lion":
+            return partial(_lion, self)
+        step = torch.tensor(self.step)
+        common = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
+        common |= {"grad_scale": None, "found_inf": None}
+        if self.kind == "SGD":
+            call = partial(
+                torch._fused_sgd_,
+                momentum=self.momentum,
+                dampening=self.dampening,
+                nesterov=self.nesterov,
+                is_first_step=self.is_first,
+                **common,
+            )
+            return lambda master, gradient, states, room: call([master], [gradient], list(states))
+        if self.kind == "Adagrad":
+            adagrad = partial(torch._fused_adagrad_, lr_decay=self.lr_decay, eps=self.eps, **common)
+            return lambda master, gradient, states, room: adagrad([master], [gradient], [states[0]], [step])
+        adam = partial(
+            torch._fused_adamw_ if self.kind == "AdamW" else torch._fused_adam_,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            amsgrad=self.amsgrad,
+            **common,
+        )
+        return lambda master, gradient, states, room: adam(
+            [master], [gradient], [states[0]], [states[1]], list(states[2:]), [step]
+        )
+
+
+NUMBERS: dict[Kind, tuple[str, ...]] = {
+    "Adam": ("lr", "eps", "weight_decay"),
+    "AdamW": ("lr", "eps", "weight_decay"),
+    "Adagrad": ("lr", "eps", "weight_decay", "lr_decay"),
+    "Lion": ("lr", "weight_decay"),
+    "SGD": ("lr", "weight_decay", "momentum", "dampening"),
+}
+FLAGS: dict[Kind, tuple[str, ...]] = {
+    "Adam": ("amsgrad", "maximize"),
+    "AdamW": ("amsgrad", "maximize"),
+    "Adagrad": ("maximize",),
+    "Lion": (),
+    "SGD": ("nesterov", "maximize"),
+}
+
+
+def _lion(
+    rule: Rule,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    room: torch.Tensor | None,
+) -> None:
+    """The operations of ``shoal.optim.lion``, in its order, without its allocation."""
+    average = states[0]
+    direction = torch.mul(average, rule.beta1, out=room)
+    direction.add_(gradient, alpha=1 - rule.beta1).sign_()
+    if rule.weight_decay:
+        direction.add_(master, alpha=rule.weight_decay)
+    direction.mul_(rule.lr)
+    master.sub_(direction)
+    average.mul_(rule.beta2).add_(gradient, alpha=1 - rule.beta2)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
+    """The rule that gives this optimizer's bits, or None: leave the step to the optimizer.
+
+    torch's optimizers give other bits without ``fused=True``; a class derived from one of them may do anything.
+    """
+    if type(optimizer) is Lion:
+        return "Lion"
+    kinds: dict[type, Kind] = {
+        torch.optim.Adam: "Adam",
+        torch.optim.AdamW: "AdamW",
+        torch.optim.Adagrad: "Adagrad",
+        torch.optim.SGD: "SGD",
+    }
+    kind = kinds.get(type(optimizer))
+    if kind is None or not all(group.get("fused") for group in optimizer.param_groups):
+        return None
+    if kind in ("Adam", "AdamW"):
+        decoupled = {bool(group.get("decoupled_weight_decay", kind == "AdamW")) for group in optimizer.param_groups}
+        return None if len(decoupled) > 1 else ("AdamW" if decoupled.pop() else "Adam")
+    return kind

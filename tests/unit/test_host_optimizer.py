@@ -1,0 +1,310 @@
+"""The host's step gives the bits of the optimizer's own step, on every path, and falls back where it cannot compile."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import OptimizerError
+from shoal.optim import host_compiled
+from shoal.optim.build import build
+from shoal.optim.host import Choice, HostStep, Kind, Path, choose_path, kind_of
+from shoal.optim.host_rules import Rule
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NUMEL = 3 * 4096 + 37  # whole blocks, a last one that is short, and a tail that fills no vector
+
+RULES: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "Adam": ("Adam", {"adam_w_mode": False, "lr": 3e-3, "weight_decay": 0.1}),
+    "Adam without decay": ("Adam", {"adam_w_mode": False, "betas": [0.3, 0.9]}),
+    "AdamW": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}),
+    "AdamW, amsgrad": ("AdamW", {"amsgrad": True, "maximize": True}),
+    "Adagrad": ("Adagrad", {"lr": 0.05, "lr_decay": 0.01, "weight_decay": 0.1}),
+    "Lion": ("Lion", {"lr": 3e-3, "weight_decay": 0.1}),
+    "Lion without decay": ("Lion", {"lr": 3e-3}),
+    "SGD": ("SGD", {"lr": 0.1}),
+    "SGD, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+    "SGD, nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+}
+
+
+def optimizer_of(name: str, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    kind, params = RULES[name]
+    return build(kind, params, [parameter])[0]
+
+
+def gradients(numel: int, dtype: torch.dtype, number: int = 3) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    sizes = torch.logspace(-6, 1, numel)
+    return [(torch.randn(numel, generator=random) * sizes).to(dtype) for _ in range(number)]
+
+
+def by_the_optimizer(
+    name: str, start: torch.Tensor, grads: list[torch.Tensor], parameter: torch.dtype | None, coefficient: float
+) -> list[torch.Tensor]:
+    """What the step without offload does with one piece: cast, scale, ``step()``, round."""
+    master = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_of(name, master)
+    for grad in grads:
+        master.grad = grad.float().clone()
+        if coefficient != 1.0:
+            master.grad.mul_(coefficient)
+        optimizer.step()
+    state = [value for key, value in sorted(optimizer.state[master].items()) if value is not None and value.dim() == 1]
+    rounded = [] if parameter is None else [master.detach().to(parameter)]
+    return [master.detach(), *state, *rounded]
+
+
+def by_the_host(
+    step: HostStep,
+    name: str,
+    start: torch.Tensor,
+    grads: list[torch.Tensor],
+    parameter: torch.dtype | None,
+    coefficient: float,
+) -> list[torch.Tensor]:
+    kind, _ = RULES[name]
+    master = start.clone()
+    hyper = optimizer_of(name, torch.nn.Parameter(master)).param_groups[0]
+    states = {key: torch.zeros_like(master) for key in Rule.of(kind, hyper, 1).state_names}
+    target = None if parameter is None else torch.zeros(start.numel(), dtype=parameter)
+    for number, grad in enumerate(grads, start=1):
+        before = grad.clone()
+        step.update(kind, master, states, grad, target, hyper, step=number, coefficient=coefficient)
+        assert torch.equal(grad.nan_to_num(), before.nan_to_num())
+    return [master, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
+
+
+def assert_equal_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    differing = [int((a != b).sum()) for a, b in zip(found, expected, strict=True)]
+    assert differing == [0] * len(expected)
+
+
+@pytest.fixture(params=["threads", "blocks", "plain"])
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostStep]:
+    monkeypatch.setattr("shoal.optim.host.TEAM_BLOCK_NUMEL", 4096)
+    step = HostStep(request.param, num_threads=2, block_numel=4096)
+    yield step
+    step.close()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_path_gives_the_bits_of_the_optimizers_own_step(step: HostStep, name: str) -> None:
+    start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+    for gradient, parameter, coefficient in product((BF16, FP32), (BF16, None), (1.0, 0.37)):
+        grads = gradients(NUMEL, gradient)
+        expected = by_the_optimizer(name, start, grads, parameter, coefficient)
+        assert_equal_bits(by_the_host(step, name, start, grads, parameter, coefficient), expected)
+
+
+@pytest.mark.parametrize(("gradient", "parameter"), [(FP16, FP16), (FP16, FP32), (FP32, FP32)])
+def test_other_dtypes_give_the_same_bits_too(step: HostStep, gradient: torch.dtype, parameter: torch.dtype) -> None:
+    start, grads = torch.linspace(-1, 1, NUMEL), gradients(NUMEL, gradient)
+    expected = by_the_optimizer("AdamW", start, grads, parameter, 1.0)
+    assert_equal_bits(by_the_host(step, "AdamW", start, grads, parameter, 1.0), expected)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 4096, 4097])
+def test_ranges_of_any_length_are_updated(step: HostStep, numel: int) -> None:
+    start, grads = torch.linspace(-1, 1, numel), gradients(numel, BF16)
+    expected = by_the_optimizer("AdamW", start, grads, BF16, 1.0)
+    assert_equal_bits(by_the_host(step, "AdamW", start, grads, BF16, 1.0), expected)
+
+
+def test_what_is_not_finite_goes_through_as_in_torch(step: HostStep) -> None:
+    start = torch.zeros(64)
+    grad = torch.zeros(64, dtype=BF16)
+    grad[:3] = torch.tensor([float("inf"), float("nan"), -0.0])
+    found = by_the_host(step, "AdamW", start, [grad], BF16, 1.0)
+    assert found[0][:3].isnan().tolist() == [True, True, False]
+    assert not found[0][2:].any()
+
+
+def test_ranges_in_flight_do_not_disturb_each_other_and_the_last_wait_sees_them_all() -> None:
+    step = HostStep("threads", num_threads=3, block_numel=256)
+    hyper = optimizer_of("AdamW", torch.nn.Parameter(torch.zeros(1))).param_groups[0]
+    start, (grad, *_) = torch.linspace(-1, 1, NUMEL), gradients(NUMEL, BF16)
+    expected = by_the_optimizer("AdamW", start, [grad], BF16, 1.0)
+    found, works = [], []
+    for _ in range(8):
+        tensors = [start.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL, dtype=BF16)]
+        states = {"exp_avg": tensors[1], "exp_avg_sq": tensors[2]}
+        works.append(step.start("AdamW", tensors[0], states, grad, tensors[3], hyper, step=1))
+        found.append(tensors)
+    for work in works:
+        work.wait()
+    assert all(work.is_done() for work in works)
+    for tensors in found:
+        assert_equal_bits(tensors, expected)
+    step.close()
+
+
+def test_the_threads_leave_torchs_own_number_of_threads_as_it_is() -> None:
+    number = torch.get_num_threads()
+    step = HostStep("threads", num_threads=3, block_numel=64)
+    by_the_host(step, "AdamW", torch.zeros(640), gradients(640, BF16, 1), BF16, 1.0)
+    assert step._threads is not None
+    inside = [step._threads._pool.submit(torch.get_num_threads).result() for _ in range(6)]
+    assert inside == [1] * 6
+    assert torch.get_num_threads() == number
+    step.close()
+
+
+def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> None:
+    """An optimizer over pieces of 2048 elements against one update in blocks of 1024."""
+    start, grads = torch.linspace(-1, 1, 8192 + 128), gradients(8192 + 128, BF16)
+    pieces = [slice(low, low + 2048) for low in range(0, 8192 + 128, 2048)]
+    expected = [by_the_optimizer("AdamW", start[p], [grad[p] for grad in grads], BF16, 0.5) for p in pieces]
+    step = HostStep("threads", num_threads=2, block_numel=1024)
+    found = by_the_host(step, "AdamW", start, grads, BF16, 0.5)
+    step.close()
+    assert_equal_bits(found, [torch.cat(parts) for parts in zip(*expected, strict=True)])
+
+
+@pytest.fixture
+def compiled() -> Iterator[HostStep]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    step = HostStep("compiled", num_threads=2)
+    yield step
+    step.close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Lion", "SGD, nesterov"])
+def test_the_compiled_loop_gives_the_bits_of_the_optimizers_own_step(
+    compiled: HostStep, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, grads = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)), gradients(NUMEL, BF16)
+    expected = by_the_optimizer(name, start, grads, BF16, 0.37)
+    assert_equal_bits(by_the_host(compiled, name, start, grads, BF16, 0.37), expected)
+    assert [record for record in caplog.records if record.name == "shoal"] == []
+
+
+def test_a_loop_that_cannot_be_compiled_falls_back_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no C++ compiler found\nand more lines")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    host_compiled.compiled_loop.cache_clear()
+    step = HostStep("compiled", num_threads=2, block_numel=4096)
+    start, grads = torch.linspace(-1, 1, NUMEL), gradients(NUMEL, BF16)
+    with caplog.at_level(logging.INFO, "shoal"):
+        found = by_the_host(step, "AdamW", start, grads, BF16, 1.0)
+    step.close()
+    host_compiled.compiled_loop.cache_clear()
+    assert_equal_bits(found, by_the_optimizer("AdamW", start, grads, BF16, 1.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "host optimizer: AdamW is not compiled, 'threads' is used: RuntimeError: no C++ compiler found"
+    ]
+
+
+def test_a_loop_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_wrongly(loop: Any, **_: object) -> Any:
+        def wrong(numbers: torch.Tensor, master: torch.Tensor, *rest: Any) -> None:
+            loop(numbers, master, *rest)
+            master[100] = master[100].nextafter(torch.tensor(9.0))
+
+        return wrong
+
+    monkeypatch.setattr(torch, "compile", compile_wrongly)
+    host_compiled.compiled_loop.cache_clear()
+    rule = Rule(kind="AdamW", step=2, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
+    reason = host_compiled.compiled_loop(host_compiled.Shape.of(rule, BF16, BF16, 2))
+    host_compiled.compiled_loop.cache_clear()
+    assert isinstance(reason, str)
+    assert reason.startswith("its master differs from torch's kernel in ")
+
+
+def test_the_path_is_measured_once_and_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shoal.optim.host.TRIAL_NUMEL", 1 << 20)
+    choose_path.cache_clear()
+    threads = torch.get_num_threads()
+    with caplog.at_level(logging.INFO, "shoal"):
+        first = choose_path("AdamW", BF16, BF16, threads)
+        second = choose_path("AdamW", BF16, BF16, threads)
+        other = choose_path("Lion", BF16, None, threads + 1)
+    choose_path.cache_clear()
+    assert first is second
+    assert first.path == min(first.milliseconds, key=lambda path: first.milliseconds[path])
+    assert other == Choice("threads", other.milliseconds)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.split(" on ")[0] for line in lines] == [
+        f"host optimizer: AdamW takes the path {first.path!r}",
+        "host optimizer: Lion takes the path 'threads'",
+    ]
+
+
+def test_auto_takes_the_measured_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[Path] = ["plain"]
+    monkeypatch.setattr("shoal.optim.host.choose_path", lambda *_: Choice(chosen[0], {}))
+    step = HostStep("auto", num_threads=2)
+    hyper = optimizer_of("AdamW", torch.nn.Parameter(torch.zeros(1))).param_groups[0]
+    assert step.prepare("AdamW", hyper, BF16, BF16) == "plain"
+    by_the_host(step, "AdamW", torch.zeros(640), gradients(640, BF16, 1), BF16, 1.0)
+    assert (step._threads, step.scratch_nbytes) == (None, 640 * 4)
+    step.close()
+    assert step.scratch_nbytes == 0
+
+
+def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same() -> None:
+    weight = torch.nn.Parameter(torch.zeros(8))
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    found = {name: kind_of(optimizer_of(name, weight)) for name in RULES}
+    assert found == {name: kind for name, (kind, _) in RULES.items()}
+    assert kind_of(torch.optim.AdamW([weight])) is None
+    assert kind_of(Own([weight], fused=True)) is None
+    assert kind_of(torch.optim.RMSprop([weight])) is None
+
+
+def test_bytes_moved_are_those_of_the_paper_and_pencil() -> None:
+    adamw = Rule(kind="AdamW", step=1, lr=0.1)
+    assert (adamw.nbytes_moved(BF16, BF16), adamw.nbytes_moved(FP32, None)) == (28, 28)
+    assert Rule(kind="SGD", step=1, lr=0.1).nbytes_moved(BF16, BF16) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"master": torch.zeros(8, dtype=BF16)}, "master is torch.bfloat16 of shape (8,)"),
+        ({"gradient": torch.zeros(7)}, "gradient is torch.float32 of shape (7,)"),
+        ({"gradient": torch.zeros(8, dtype=torch.float64)}, "gradient is torch.float64"),
+        ({"parameter": torch.zeros(16)[::2]}, "and stride (2,) on cpu"),
+        ({"states": {"exp_avg": torch.zeros(8)}}, "AdamW needs the state 'exp_avg_sq', and got ['exp_avg']"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
+        "master": torch.zeros(8),
+        "states": {"exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)},
+        "gradient": torch.zeros(8),
+        "parameter": torch.zeros(8),
+    } | change
+    hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    with pytest.raises(OptimizerError) as caught:
+        HostStep("plain").update("AdamW", **arguments, hyper=hyper, step=1)
+    assert caught.value.code == "host-step-tensors"
+    assert message in str(caught.value)
+
+
+def test_a_rule_or_a_number_that_is_not_there_is_refused() -> None:
+    weight = torch.zeros(8)
+    arguments: dict[str, Any] = {"master": weight, "states": {}, "gradient": weight, "parameter": None, "step": 1}
+    unknown: Any = "Adamax"
+    with pytest.raises(OptimizerError, match=r"does not know the rule 'Adamax'"):
+        HostStep("plain").update(unknown, **arguments, hyper={})
+    with pytest.raises(OptimizerError, match=r"hyperparameters of SGD have no 'weight_decay'"):
+        HostStep("plain").update("SGD", **arguments, hyper={"lr": 0.1})

@@ -115,7 +115,8 @@ def _resumable(storage: Storage) -> list[str]:
             code="checkpoint-missing",
         )
     hinted = catalogue.hint(storage)
-    if hinted is not None and hinted not in (meant[0].folder, meant[0].manifest and meant[0].manifest.tag):
+    names = {entry.folder for entry in whole} | {entry.manifest.tag for entry in whole if entry.manifest is not None}
+    if hinted in names - {meant[0].folder, meant[0].manifest and meant[0].manifest.tag}:
         logger.warning(
             "%s names %r, but %s is newer and whole: it is loaded. Pass tag=%r to load the other.",
             catalogue.LATEST,

@@ -107,7 +107,7 @@ def prune(
 ) -> None:
     """Remove old checkpoints. Those that stay are verified first: a damaged one does not count as kept."""
     from shoal.checkpoint import catalogue
-    from shoal.checkpoint.commit import Retention, prunable
+    from shoal.checkpoint.commit import Retention, discard, prunable
     from shoal.checkpoint.lock import FolderLock
     from shoal.checkpoint.storage import LocalStorage, open_storage
 
@@ -129,7 +129,7 @@ def prune(
         for entry in prunable(whole, Retention(keep, keep_every)):
             print(f"{entry.folder}: {'would be removed' if dry_run else 'removed'}")
             if not dry_run:
-                storage.remove(entry.folder)
+                discard(storage, entry.folder)
     finally:
         if lock is not None:
             lock.release()

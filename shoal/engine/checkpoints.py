@@ -22,7 +22,7 @@ from shoal.checkpoint.storage import open_storage
 from shoal.engine import own_state
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.weights import holdings_of
-from shoal.errors import CheckpointError, CommError
+from shoal.errors import CheckpointError, CommError, UsageError
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -68,13 +68,20 @@ class Checkpoints:
         options = Options(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
         holdings = holdings_of(self._engine)
         wanted = list(holdings.model(exclude_frozen=exclude_frozen)) + list(holdings.optimizer())
+        problem: Exception | None = None
+        state: Any = None
+        try:
+            state = self._state(holdings, client_state, exclude_frozen=exclude_frozen)
+        except (CheckpointError, UsageError, TypeError, ValueError) as error:
+            problem = error
+        agree(engine.axes.all, problem, None, "checkpoint: own state")
         try:
             save = Save(
                 engine.axes.all,
                 storage,
                 tag,
                 [holding for holding in wanted if holding.numel],
-                self._state(holdings, client_state, exclude_frozen=exclude_frozen),
+                state,
                 options,
                 self.on_phase,
                 self._host_memory,
@@ -270,11 +277,25 @@ class Checkpoints:
             if wanted.has_optimizer and chosen.manifest.optimizer is not None and engine.optimizer is not None:
                 for group, values in zip(engine.optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
-            own_state.restore(engine, trees["engine"], trees["own"], chosen.folder, has_schedule=has_schedule)
+            self._restore(chosen, trees, has_schedule=has_schedule)
         for note in (*notes, *self._config_changes(chosen)):
             say_on_rank_0(engine.global_rank, note)
         agree(comm, None, None, "checkpoint: loaded")
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
+
+    def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
+        """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
+        problem: Exception | None = None
+        try:
+            own_state.restore(self._engine, trees["engine"], trees["own"], chosen.folder, has_schedule=has_schedule)
+        except (CheckpointError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            problem = CheckpointError(
+                f"the parameters are loaded, but not what belongs to them: {type(error).__name__}: {error}.",
+                where=chosen.where,
+                do="load another checkpoint, or the weights alone (load_module_only=True).",
+                code="checkpoint-damaged",
+            )
+        agree(self._engine.axes.all, problem, None, "checkpoint: restored")
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
@@ -309,6 +330,7 @@ class Checkpoints:
                 "client_state": tree.decode(manifest.client_state, extra),
                 "own": tree.decode(ranks[rank], lambda name: reader.tensor(kind, name)) if rank < len(ranks) else None,
             }
+            own_state.check(trees["engine"], trees["own"])
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             problem = (
                 error

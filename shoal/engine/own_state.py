@@ -56,6 +56,23 @@ def own(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
+def check(saved: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
+    """Raises: TypeError, KeyError: it is not what ``shared`` and ``own`` give."""
+    for name, value in dict(saved.get("counters", {})).items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"counter {name!r} is {value!r}")
+    for name in ("schedule", "loss_scale", "data", "extra_state"):
+        if not isinstance(saved.get(name), dict | None):
+            raise TypeError(f"{name} is {type(saved[name]).__name__}")
+    if mine is None:
+        return
+    generators = mine["generators"]
+    _ = generators["torch"], generators["python"]["words"], generators["numpy"]["keys"], mine["buffers"]
+    for entry in mine["gradients"]:
+        if not 0 <= entry["bucket"] < len(saved.get("layout") or ()):
+            raise KeyError(f"gradients of bucket {entry['bucket']}")
+
+
 def compare(
     engine: Engine, saved: Mapping[str, Any], *, is_strict: bool, has_schedule: bool
 ) -> tuple[list[str], list[str]]:

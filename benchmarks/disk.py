@@ -11,6 +11,7 @@ round, because what the disk gives drifts.
 | ``fio-libaio`` | one process that keeps ``--depth`` requests of ``--block-kib`` in flight (the goal is 0.85 of it) |
 | ``fio-psync`` | as many threads as Shoal's, one request each |
 | ``shoal`` | ``DiskTier``: units of ``--unit-mib`` through ``--buffers`` page-aligned buffers |
+| ``shoal-small-pages`` | the same with memory in pages of 4 KiB, as fio has it, instead of 2 MiB |
 | ``shoal-unaligned`` | the same with memory that does not begin on a page: every byte through a bounce buffer |
 | ``shoal-sums`` | with the xxh3 of each block kept, and checked at the read |
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import shutil
 import subprocess
 import time
@@ -34,7 +36,7 @@ from shoal.memory.disk import DiskTier
 from shoal.memory.io_threads import Ticket
 
 MIB = 2**20
-CONTENDERS = ("fio-libaio", "fio-psync", "shoal", "shoal-unaligned", "shoal-sums")
+CONTENDERS = ("fio-libaio", "fio-psync", "shoal", "shoal-small-pages", "shoal-unaligned", "shoal-sums")
 Figures = dict[str, dict[str, list[float]]]  # contender to "write" and "read" to MiB/s of each round
 
 
@@ -48,7 +50,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--buffers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS[:3], metavar="NAME")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS[:4], metavar="NAME")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     arguments = parser.parse_args()
     names = [name for name in arguments.contenders if not name.startswith("fio") or shutil.which("fio")]
@@ -81,7 +83,7 @@ def compete(names: list[str], arguments: argparse.Namespace) -> Figures:
                     checks_sums=name == "shoal-sums",
                 )
                 tiers.append(tier)
-                movers[name] = Shoal(tier, arguments, is_aligned=name != "shoal-unaligned")
+                movers[name] = Shoal(tier, arguments, memory_of(name))
         found: Figures = {name: {"write": [], "read": []} for name in names}
         for round_number in range(arguments.rounds + 1):
             order = names if round_number % 2 else names[::-1]
@@ -109,6 +111,21 @@ def summary(found: Figures) -> list[list[str]]:
             row += [f"{median(rates):.0f}", f"{median(ratios):.2f}" if ratios else ""]
         rows.append(row)
     return rows
+
+
+def memory_of(name: str) -> Callable[[int], torch.Tensor]:
+    """What a contender's buffers are made by."""
+    return {"shoal-small-pages": small_pages, "shoal-unaligned": off_the_page}.get(name, aligned_empty)
+
+
+def small_pages(nbytes: int) -> torch.Tensor:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def off_the_page(nbytes: int) -> torch.Tensor:
+    return aligned_empty(nbytes + 64)[64:]
 
 
 class Fio:
@@ -142,15 +159,13 @@ class Fio:
 class Shoal:
     """One pass over units that lie in extents of a tier."""
 
-    def __init__(self, tier: DiskTier, arguments: argparse.Namespace, *, is_aligned: bool) -> None:
+    def __init__(self, tier: DiskTier, arguments: argparse.Namespace, memory: Callable[[int], torch.Tensor]) -> None:
         self._tier = tier
         unit_nbytes = arguments.unit_mib * MIB
-        skipped = 0 if is_aligned else 64
         count = arguments.size_mib // arguments.unit_mib
         self._extents = [tier.allocate(f"{index}", unit_nbytes) for index in range(count)]
-        self._buffers: list[torch.Tensor] = [
-            aligned_empty(unit_nbytes + skipped)[skipped:].fill_(index + 1) for index in range(arguments.buffers)
-        ]
+        # Random, as fio's: a device may compress.
+        self._buffers = [memory(unit_nbytes).random_() for _ in range(arguments.buffers)]
 
     def __call__(self, direction: str) -> float:
         move = self._tier.write if direction == "write" else self._tier.read

@@ -65,8 +65,7 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
     if not is_inherited:
         with suppress(OSError):
             memory.madvise(mmap.MADV_DONTFORK)
-    found: torch.Tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return found
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:
@@ -114,7 +113,7 @@ class BufferPool:
         # One allocation, so that the memory cannot run out half-way and the log says once that it is not page-locked.
         # Inherited by no child: data workers are forked while reads are in flight.
         self._whole = aligned_empty(self.nbytes, is_pinned=is_pinned, is_inherited=False)
-        self._buffers = list(self._whole.split(self.buffer_nbytes))
+        self._buffers: list[torch.Tensor] = list(self._whole.split(self.buffer_nbytes))
         self._free = list(self._buffers)
         self._changed = threading.Condition()
 

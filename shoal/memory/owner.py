@@ -76,6 +76,8 @@ def lock_if_gone(folder_fd: int, name: str) -> tuple[Owner, int] | None:
         has_lock = is_file and _try_lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         found = json.loads(os.read(fd, _MAX_BYTES)) if is_file else {}
         owner = Owner(**{field.name: found[field.name] for field in fields(Owner)})
+        if type(owner.pid) is not int or not isinstance(owner.started, int | None):
+            raise TypeError("no process")
         if owner.is_gone(is_lock_free=has_lock and found["is_locked"] is True):
             return owner, fd
     except (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):

@@ -99,7 +99,12 @@ def sweep(parent: Path) -> list[str]:
         raise _unusable(parent, error) from error
     swept = [name for name in names if _FOLDER.fullmatch(name) and _sweep_one(parent / name)]
     if swept:
-        logger.info("removed what %d processes that have ended left in %s: %s", len(swept), parent, ", ".join(swept))
+        logger.info(
+            "removed what %s left in %s: %s",
+            "1 process that has ended" if len(swept) == 1 else f"{len(swept)} processes that have ended",
+            parent,
+            ", ".join(swept),
+        )
     return swept
 
 

@@ -100,15 +100,16 @@ def compete(names: list[str], arguments: argparse.Namespace) -> Figures:
 
 
 def summary(found: Figures) -> list[list[str]]:
-    """A row a contender; its ratios are to the first one that is fio."""
+    """A row a contender: its median rate, the least and the most, and its ratio to the first one that is fio."""
     peer = next((name for name in found if name.startswith("fio")), None)
-    rows = [["contender", "write MiB/s", "ratio", "read MiB/s", "ratio"]]
+    rows = [["contender", "write MiB/s", "spread", "ratio", "read MiB/s", "spread", "ratio"]]
     for name, figures in found.items():
         row = [name]
         for direction in ("write", "read"):
             rates = figures[direction]
             ratios = [a / b for a, b in zip(rates, found[peer][direction], strict=True)] if peer else []
-            row += [f"{median(rates):.0f}", f"{median(ratios):.2f}" if ratios else ""]
+            row += [f"{median(rates):.0f}", f"{min(rates):.0f}-{max(rates):.0f}"]
+            row += [f"{median(ratios):.2f}" if ratios else ""]
         rows.append(row)
     return rows
 
@@ -164,17 +165,19 @@ class Shoal:
         unit_nbytes = arguments.unit_mib * MIB
         count = arguments.size_mib // arguments.unit_mib
         self._extents = [tier.allocate(f"{index}", unit_nbytes) for index in range(count)]
-        # Random, as fio's: a device may compress.
-        self._buffers = [memory(unit_nbytes).random_() for _ in range(arguments.buffers)]
+        self._make_buffers = lambda: [memory(unit_nbytes).random_() for _ in range(arguments.buffers)]
 
     def __call__(self, direction: str) -> float:
+        # New ones in every round, as fio's are: how scattered small pages lie decides how fast they are. Random, as
+        # fio's: a device may compress.
+        buffers = self._make_buffers()
         move = self._tier.write if direction == "write" else self._tier.read
         tickets: list[Ticket] = []
         begun = time.perf_counter()
         for index, extent in enumerate(self._extents):
-            if index >= len(self._buffers):
-                tickets[index - len(self._buffers)].wait()
-            tickets.append(move(extent, self._buffers[index % len(self._buffers)]))
+            if index >= len(buffers):
+                tickets[index - len(buffers)].wait()
+            tickets.append(move(extent, buffers[index % len(buffers)]))
         for ticket in tickets:
             ticket.wait()
         seconds = time.perf_counter() - begun

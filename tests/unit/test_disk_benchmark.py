@@ -23,6 +23,6 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
         "fio-libaio": {"write": [100.0, 200.0, 400.0], "read": [10.0, 10.0, 10.0]},
         "shoal": {"write": [90.0, 190.0, 600.0], "read": [9.0, 11.0, 30.0]},
     }
-    assert summary(found)[2] == ["shoal", "190", "0.95", "11", "1.10"]
+    assert summary(found)[2] == ["shoal", "190", "90-600", "0.95", "11", "9-30", "1.10"]
     del found["fio-libaio"]
-    assert summary(found)[1] == ["shoal", "190", "", "11", ""]
+    assert summary(found)[1] == ["shoal", "190", "90-600", "", "11", "9-30", ""]

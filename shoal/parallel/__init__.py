@@ -1,0 +1,1 @@
+"""What spreads one model's work over ranks and memories beside ZeRO: so far, activations that are recomputed."""

@@ -1,0 +1,319 @@
+"""Runs functions whose intermediate results are not kept: the backward pass computes them again from their inputs.
+
+    forward    inputs -> function -> outputs          kept: the inputs, at the place that the settings name
+    backward   inputs -> function -> intermediate results -> gradients
+
+The recomputation itself is torch's (``torch.utils.checkpoint``, the kind that does not run a backward pass inside
+another). Shoal's own are the places of the inputs, their accounts, the random states, and the times.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from shoal.comm.protocol import Communicator
+from shoal.config.saving import ActivationCheckpointing
+from shoal.errors import UsageError
+from shoal.memory.placement import Tier
+from shoal.parallel.in_parts import InParts
+from shoal.parallel.kept import InPlace, Place
+from shoal.parallel.on_host import CopiesOf, OnHost
+from shoal.parallel.rng_tracker import RngTracker
+from shoal.parallel.saved_inputs import SavedInputs
+from shoal.parallel.segment_times import SegmentTimes
+from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
+from shoal.parallel.stream_copies import copies_of as stream_copies_of
+
+logger = logging.getLogger("shoal")
+
+MakeContext = Callable[[], AbstractContextManager[Any]]
+
+OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "early_stop")
+
+# Inside a segment: what is saved for a segment in it is the outer one's to recompute, not to be kept.
+_is_inside: ContextVar[bool] = ContextVar("is_inside_segment", default=False)
+_scoped: ContextVar[Recompute | None] = ContextVar("scoped_recompute", default=None)
+
+
+@dataclass(frozen=True)
+class RecomputeSettings:
+    """What ``activation_checkpointing`` asks for.
+
+    Args:
+        is_on_host: saved inputs rest in host memory.
+        is_in_parts: each rank of the model-parallel axis keeps its share of them.
+        has_times: segments are timed.
+        operations: whose outputs are kept too, so that they are not run again; torch's names.
+    """
+
+    is_on_host: bool = False
+    is_in_parts: bool = False
+    has_times: bool = False
+    operations: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, section: ActivationCheckpointing) -> RecomputeSettings:
+        """Raises: ConfigError: a policy that does not exist."""
+        return cls(
+            section.cpu_checkpointing, section.partition_activations, section.profile, operations_of(section.policy)
+        )
+
+
+class Recompute:
+    """Recomputed segments under one configuration, and what they hold.
+
+    Args:
+        model_parallel: the axis whose ranks share the saved inputs; None, or one rank: nothing is shared.
+        rng: named random states that are restored for a recomputation.
+        copies_of: makes the copies between a device and the host.
+    """
+
+    def __init__(
+        self,
+        settings: RecomputeSettings | None = None,
+        *,
+        model_parallel: Communicator | None = None,
+        rng: RngTracker | None = None,
+        copies_of: CopiesOf = stream_copies_of,
+    ) -> None:
+        self.settings = settings or RecomputeSettings()
+        self.rng = rng or RngTracker()
+        self.times = SegmentTimes()
+        self.num_segments = 0  # outermost ones, run forward with gradients
+        place: Place = OnHost(copies_of) if self.settings.is_on_host else InPlace()
+        self.is_in_parts = self.settings.is_in_parts and model_parallel is not None and model_parallel.size > 1
+        if self.is_in_parts:
+            assert model_parallel is not None
+            place = InParts(model_parallel, place)
+        self._saved = SavedInputs(place)
+        self._contexts = contexts_keeping(self.settings.operations) if self.settings.operations else None
+        self.is_plain = self.settings == RecomputeSettings()  # a compiler can do it all by itself
+        # Made only where it is needed: torch's compiler takes a second to import.
+        self._run_uncompiled = None if self.is_plain else torch.compiler.disable(self._run)
+        self._has_told_of_compilers = False
+
+    # what it holds
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of saved inputs that wait for their backward pass, on this rank; each tensor counts once.
+
+        Without the outputs that a policy keeps, parameters, and tensors inside lists, dicts and objects.
+        """
+        return self._saved.nbytes
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most that ``saved_bytes`` has been."""
+        return self._saved.peak_nbytes
+
+    def saved_bytes_by_tier(self) -> dict[Tier, int]:
+        """``saved_bytes``, by where they rest."""
+        return self._saved.nbytes_by_tier()
+
+    def notes(self) -> list[str]:
+        """Lines for start-up: what was asked for without effect."""
+        if self.settings.is_in_parts and not self.is_in_parts:
+            return [
+                "partition_activations: no effect, because there is one model-parallel rank: no other has the same"
+                " activations."
+            ]
+        return []
+
+    def unused_note(self) -> str | None:
+        """A line for after the first step, where settings wait for segments and none ever ran."""
+        if self.num_segments or self.is_plain:
+            return None
+        return (
+            "activation_checkpointing is set, but nothing was recomputed: name modules in"
+            " activation_checkpointing.modules, or call shoal.checkpointing.checkpoint in the model."
+        )
+
+    def reset(self) -> None:
+        """Give back device memory of copies that are under way; after forward passes without a backward pass."""
+        self._saved.reset()
+
+    # running
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``function(*args, **kwargs)``, recomputed in the backward pass; see ``shoal.parallel.recompute``."""
+        return self.run(_name_of(function), function, args, kwargs)
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As ``checkpoint``. ``name``: of the segment, in tables of times."""
+        if torch.compiler.is_compiling():
+            if self._run_uncompiled is None:
+                return torch_checkpoint(function, *args, **{**kwargs, "use_reentrant": False})
+            return self._run_uncompiled(name, function, args, kwargs, is_from_compiler=True)
+        return self._run(name, function, args, kwargs)
+
+    def _run(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_from_compiler: bool = False,
+    ) -> Any:
+        if is_from_compiler and not self._has_told_of_compilers:
+            self._has_told_of_compilers = True
+            logger.warning(
+                "segment %s is inside compiled code and runs uncompiled, because what activation_checkpointing asks for"
+                " needs it; compile the function that is recomputed instead of what calls it.",
+                name,
+            )
+        options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key not in OPTIONS}
+        if options.pop("use_reentrant", False):
+            raise UsageError(
+                "use_reentrant=True was asked for, and segments are never recomputed that way here.",
+                do="leave it out; or call torch.utils.checkpoint.checkpoint(..., use_reentrant=True) itself.",
+                code="recompute-reentrant",
+            )
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+
+        tensors: list[torch.Tensor] = []
+        args, kwargs = _take_out((args, kwargs), tensors)
+        device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
+
+        def call(*inputs: torch.Tensor) -> Any:
+            own_args, own_kwargs = _put_back((args, kwargs), inputs)
+            with use_recompute(self), _inside():
+                return function(*own_args, **own_kwargs)
+
+        around: list[tuple[MakeContext, MakeContext]] = []
+        if self.settings.has_times:
+            tensors, timed = self.times.watched(name, tensors)
+            around.append(
+                (
+                    partial(self.times.forward, name, device),
+                    partial(self.times.recompute, name, device, timed),
+                )
+            )
+        states = self.rng.get_states()
+        if states:
+            around.append((nullcontext, partial(_with_states, self.rng, states)))
+        make_contexts: ContextFn | None = options.pop("context_fn", self._contexts)
+        if around:
+            options["context_fn"] = lambda: _joined(around, make_contexts)
+        elif make_contexts is not None:
+            options["context_fn"] = make_contexts
+        if _is_inside.get():
+            return torch_checkpoint(call, *tensors, use_reentrant=False, **options)
+        self.num_segments += 1
+        with self._saved.begin():
+            return torch_checkpoint(call, *tensors, use_reentrant=False, **options)
+
+
+@contextmanager
+def use_recompute(recompute: Recompute) -> Iterator[Recompute]:
+    """Make ``recompute`` the current one inside the block, for this thread."""
+    token = _scoped.set(recompute)
+    try:
+        yield recompute
+    finally:
+        _scoped.reset(token)
+
+
+def scoped_recompute() -> Recompute | None:
+    """The one of the innermost ``use_recompute`` block."""
+    return _scoped.get()
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
+
+
+@contextmanager
+def _with_states(rng: RngTracker, states: dict[str, torch.Tensor]) -> Iterator[None]:
+    before = rng.get_states()
+    rng.set_states(states)
+    try:
+        yield
+    finally:
+        rng.set_states(before)
+
+
+class _Entered(AbstractContextManager[None]):
+    """Contexts that are made anew each time: a segment is recomputed once for each backward pass through it."""
+
+    def __init__(self, makers: list[MakeContext]) -> None:
+        self._makers = makers
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        with stack:
+            for make in self._makers:
+                stack.enter_context(make())
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def _joined(around: list[tuple[MakeContext, MakeContext]], inner: ContextFn | None) -> Contexts:
+    """The contexts of the forward, and those of the recomputation, each as one."""
+    if inner is not None:
+        forward, again = inner()
+        around = [*around, (lambda: forward, lambda: again)]
+    return _Entered([forward for forward, _ in around]), _Entered([again for _, again in around])
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of a saved tensor among a segment's arguments."""
+
+    index: int
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
+    """The arguments without their tensors, which go into ``tensors``.
+
+    Only tuples, and the arguments' own list and dict, are gone into: what a function may change in place (a list, a
+    cache) stays the caller's object. Parameters live anyway.
+    """
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        tensors.append(value)
+        return _Slot(len(tensors) - 1)
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        return _like(value, [_take_out(item, tensors, depth + 1) for item in value])
+    if depth == 1 and type(value) is dict:  # the keyword arguments
+        return {key: _take_out(item, tensors, depth + 1) for key, item in value.items()}
+    return value
+
+
+def _put_back(value: Any, tensors: tuple[torch.Tensor, ...], depth: int = 0) -> Any:
+    if isinstance(value, _Slot):
+        return tensors[value.index]
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_fields")):
+        return _like(value, [_put_back(item, tensors, depth + 1) for item in value])
+    if depth == 1 and type(value) is dict:
+        return {key: _put_back(item, tensors, depth + 1) for key, item in value.items()}
+    return value
+
+
+def _like(value: Any, items: list[Any]) -> Any:
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", function)
+    return type(owner).__name__ if isinstance(owner, nn.Module) else getattr(function, "__qualname__", repr(function))

@@ -1,0 +1,49 @@
+"""Copies between an accelerator and page-locked host memory, in a stream of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.memory.aligned import aligned_empty
+
+
+class _Event:
+    def __init__(self, event: torch.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+
+class StreamCopies:
+    """Copies of one accelerator.
+
+    Order: a copy starts after what was queued on the current stream when it was asked for, and after the copies before.
+    The host is never blocked. Memory of sources and targets belongs to the caller's stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, _Event]:
+        nbytes = source.numel() * source.element_size()
+        host = aligned_empty(nbytes, is_pinned=True).view(source.dtype).view(source.shape)
+        return host, self._copy(source, host)
+
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> _Event:
+        return self._copy(host, target)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            target.copy_(source, non_blocking=True)
+            event = torch.Event(self._device)
+            event.record(self._stream)
+        return _Event(event, self._device)
+
+
+def copies_of(device: torch.device) -> StreamCopies | None:
+    """The copies of a device; None for the CPU, whose memory is the host's."""
+    return None if device.type == "cpu" else StreamCopies(device)

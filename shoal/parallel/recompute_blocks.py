@@ -76,9 +76,9 @@ def recompute_blocks(
     """Recompute modules of ``model`` in the backward pass.
 
     Args:
-        classes: each a class, the name of one, a module's full name, or a pattern of such names ("layers.*"), which means the outermost that
-            fit; None: the
-            blocks that the model names (``_no_split_modules``), else the children of its largest list of alike modules.
+        classes: each a class, the name of one, a module's full name, or a pattern of such names ("layers.*"), which
+            means the outermost that fit; None: the blocks that the model names (``_no_split_modules``), else the
+            children of its largest list of alike modules.
         every: of the modules found, in order, the first of each ``every``. Fewer recomputed ones cost memory and save
             time.
 

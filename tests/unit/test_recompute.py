@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import doctest
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,11 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.comm.world import current_world
 from shoal.config import load
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import ConfigError, ModelError, NotBuiltError, UsageError
 from shoal.memory.placement import Tier
-from shoal.parallel import recompute
+from shoal.parallel import kept, recompute, segment_times, selective
+from shoal.parallel import recompute_blocks as recompute_blocks_module
 from shoal.parallel.kept import Form
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks, use_recompute
 from shoal.parallel.segment_times import Times
@@ -652,18 +657,20 @@ def test_a_removed_model_is_freed() -> None:
     assert all("forward" not in vars(block) for block in model.blocks)
     ref = weakref.ref(model.blocks[0])
     del model
-    import gc
-
     gc.collect()
     assert ref() is None
+
+
+@pytest.mark.parametrize("module", [kept, recompute_blocks_module, segment_times, selective])
+def test_the_examples_in_docstrings_are_right(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert (result.failed, result.attempted > 0) == (0, True)
 
 
 # --- the face ---
 
 
 def unconfigure() -> None:
-    from shoal.comm.world import current_world
-
     recompute.uninstall(recompute.current_recompute(), current_world())
     assert not recompute.is_configured()
 

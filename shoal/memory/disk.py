@@ -25,7 +25,7 @@ from shoal.errors import UsageError
 from shoal.memory.aligned import PAGE, aligned_empty, round_up
 from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
-from shoal.memory.tier_error import NO_ROOM, TierError, failed, free_nbytes, no_room
+from shoal.memory.tier_error import TierError, failed, free_nbytes, no_room
 from shoal.memory.transfer import Extent, Traffic, Transfer, Way
 
 logger = logging.getLogger("shoal")
@@ -162,17 +162,8 @@ class DiskTier:
                 finally:
                     os.close(fd)
             except OSError as error:
-                # Free space is asked for the message before the file that may have taken it goes.
-                cause = failed(error, f"making room for {name!r}", path=path, start=0, nbytes=file_nbytes)
                 self._folder.unlink(file_name)
-                if error.errno in NO_ROOM:
-                    cause = no_room(
-                        file_nbytes,
-                        free_nbytes(str(self.path)),
-                        where=path,
-                        what=f"making room for {name!r} failed ({error.strerror})",
-                    )
-                raise cause from error
+                raise failed(error, f"making room for {name!r}", path=path, start=0, nbytes=file_nbytes) from error
             self._num_made += 1
             extent = Extent(name, nbytes, path, file_name, (status.st_dev, status.st_ino))
             self._extents[name] = extent

@@ -231,6 +231,16 @@ print(sorted(os.listdir(tier.path)), flush=True)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_is_removed_by_the_process_that_made_it_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = PrivateFolder(tmp_path, rank=0)
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: 1)
+        folder.remove()
+    assert os.listdir(folder.path) == ["owner.json"]
+    folder.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_is_not_there_or_is_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(TierError, match="No such file or directory") as found:
         PrivateFolder(tmp_path / "missing", rank=0)

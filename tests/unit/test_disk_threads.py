@@ -43,6 +43,7 @@ class Step:
         if self.gate is not None:
             assert self.gate.wait(20)
         if self.error is not None:
+            self.log.append(f"{self.name} fails")
             raise self.error
         self.log.append(f"{self.name} moves")
 
@@ -106,6 +107,7 @@ def test_a_failure_is_told_by_its_own_ticket_every_time_and_skips_the_pieces_lef
         with pytest.raises(OSError, match="Input/output error"):
             bad.wait(20)
     assert [type(error) for error in step.ended_with] == [OSError]
+    assert 1 <= log.count("bad fails") <= 3  # those that the three threads had begun
 
 
 def test_an_operation_without_pieces_is_done(threads: IoThreads) -> None:

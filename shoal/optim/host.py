@@ -32,7 +32,7 @@ __all__ = ["Choice", "HostStep", "HostWork", "Kind", "Path", "Rule", "choose_pat
 
 Path = Literal["threads", "blocks", "plain", "compiled"]
 
-BLOCK_NUMEL = 256 * 1024  # a thread's block: 1 MiB of scratch; larger than that it leaves the second-level cache
+BLOCK_NUMEL = 256 * 1024  # smaller: Python is felt; larger: scratch and master leave the cache
 TEAM_BLOCK_NUMEL = 1024 * 1024  # a block that all of torch's threads share
 PLAIN_NUMEL = 16 * 1024 * 1024  # bounds the scratch of the plain path to 64 MiB
 TRIAL_NUMEL = 8 * 1024 * 1024  # far larger than most caches

@@ -105,7 +105,7 @@ class Rule:
         if self.kind == "Lion":
             return partial(_lion, self)
         step = torch.tensor(self.step)
-        common = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
+        common: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
         common |= {"grad_scale": None, "found_inf": None}
         if self.kind == "SGD":
             call = partial(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 import doctest
 import gc
+import re
+import subprocess
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -484,6 +488,20 @@ def test_a_forward_without_a_backward_leaves_nothing_on_the_device_after_reset()
     assert slow.num_late == 0
 
 
+def test_what_is_on_its_way_back_when_its_graph_is_dropped_is_waited_for() -> None:
+    slow = SlowCopies()
+    made = Recompute(RecomputeSettings(is_on_host=True), copies_of=lambda _: slow)
+    xs = [torch.randn(3, requires_grad=True)]
+    for _ in range(5):
+        xs.append(made.checkpoint(lambda x: (x * 2).sin(), xs[-1]))
+    torch.autograd.grad(xs[-1].sum(), xs[3])  # stops after the last two segments: the third is on its way
+    assert "in 2" in slow.log and "wait in 2" not in slow.log
+    xs.clear()
+    assert "wait in 2" in slow.log
+    slow.carry_out(8)
+    assert slow.num_late == 0
+
+
 @pytest.mark.parametrize("later_segments", [0, 3])
 def test_an_input_changed_before_it_has_left_is_an_error(later_segments: int) -> None:
     made = Recompute(RecomputeSettings(is_on_host=True), copies_of=lambda _: SlowCopies())
@@ -743,6 +761,20 @@ def test_torchs_options_reach_torch() -> None:
     assert x.grad is not None
     dropped = out == 0
     assert not torch.equal(dropped, x.grad == 0)  # other random numbers: what the option allows
+
+
+def test_the_examples_of_the_how_to_page_run() -> None:
+    root = Path(__file__).resolve().parent.parent.parent
+    text = (root / "docs" / "how-to" / "activation-checkpointing.md").read_text(encoding="utf-8")
+    program = "\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout.splitlines()[0] == "4227072 bytes wait for backward"
+    )  # 4 x [8, 128, 256], and cos and sin, in fp32
+    assert "blocks.3" in done.stdout
 
 
 def test_times_are_kept_by_the_modules_names() -> None:

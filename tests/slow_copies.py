@@ -71,6 +71,6 @@ class SlowCopies:
         return SlowDone(self, self._num_done + len(self._queue), name)
 
     def carry_out(self, number: int) -> None:
-        while self._num_done < number:
+        while self._num_done < number and self._queue:
             self._queue.pop(0)()
             self._num_done += 1

@@ -8,6 +8,7 @@ ShoalError
 ├── CommError              a collective: mismatch, timeout, closed connection
 │   └── RankFailedError    another rank failed; carries that rank's traceback
 ├── CheckpointError        a checkpoint: missing, damaged, of another model, or one that cannot be written
+├── TierError              state on a disk that could not be read or written
 ├── NonFiniteError         a loss or gradient that is NaN or infinite
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
@@ -80,6 +81,10 @@ class RankFailedError(CommError):
 
 class CheckpointError(ShoalError, RuntimeError):
     code = "checkpoint"
+
+
+class TierError(ShoalError, OSError):
+    code = "tier"
 
 
 class NonFiniteError(ShoalError, FloatingPointError):

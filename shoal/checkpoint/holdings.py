@@ -6,8 +6,9 @@ same range, each writes its share of it; each loads the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Holding:
     pieces: tuple[torch.Tensor, ...]  # 1-D, one after the other
     num_copies: int = 1  # ranks that hold this very range
     copy: int = 0  # which of them this one is
+    fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
 
     @property
     def numel(self) -> int:
@@ -58,10 +60,10 @@ class Holding:
         )
 
     def part(self, begin: int, end: int) -> list[torch.Tensor]:
-        """The memory of ``[begin, end)``, which lies inside."""
+        """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another bucket is asked for."""
         found = []
         at = self.begin
-        for piece in self.pieces:
+        for piece in self.pieces if self.fetch is None else self.fetch():
             low, high = max(begin, at), min(end, at + piece.numel())
             if low < high:
                 found.append(piece[low - at : high - at])
@@ -129,7 +131,10 @@ class Holdings:
             for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
                 slot = bucket.layout.slots[segment.slot]
                 piece = flat[segment.start : segment.stop]
-                yield Holding(MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy)
+                fetch = None
+                if state is not None and state.shelf is not None and state.has_own_master:
+                    fetch = partial(_master_of, state, segment.start, segment.stop)
+                yield Holding(MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch)
 
     def optimizer(self) -> Iterator[Holding]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
@@ -138,16 +143,38 @@ class Holdings:
         for state in self.states:
             num_copies, copy = self._copies(state.bucket)
             for index, slot in enumerate(state.bucket.layout.slots):
-                parts: dict[str, list[torch.Tensor]] = {}
-                begin = None
-                for piece, segment in self.step.pieces_of_slot(state, index):
-                    begin = segment.offset if begin is None else begin
-                    for key, value in self.step.optimizer.state.get(piece.param, {}).items():
-                        if is_elementwise(value, piece.param):
-                            parts.setdefault(key, []).append(value[segment.start : segment.stop])
-                for key, pieces in parts.items():
-                    assert begin is not None
-                    yield Holding(OPTIMIZER + key, slot.name, slot.shape, begin, tuple(pieces), num_copies, copy)
+                segments = [segment for _, segment in self.step.pieces_of_slot(state, index)]
+                for key, pieces in self._state_parts(state, index).items():
+                    fetch = None if state.shelf is None else partial(self._fetched, state, index, key)
+                    yield Holding(
+                        OPTIMIZER + key,
+                        slot.name,
+                        slot.shape,
+                        segments[0].offset,
+                        tuple(pieces),
+                        num_copies,
+                        copy,
+                        fetch,
+                    )
+
+    def _state_parts(self, state: BucketState, index: int) -> dict[str, list[torch.Tensor]]:
+        assert self.step is not None
+        parts: dict[str, list[torch.Tensor]] = {}
+        for piece, segment in self.step.pieces_of_slot(state, index):
+            for key, value in self.step.optimizer.state.get(piece.param, {}).items():
+                if is_elementwise(value, piece.param):
+                    parts.setdefault(key, []).append(value[segment.start : segment.stop])
+        return parts
+
+    def _fetched(self, state: BucketState, index: int, key: str) -> tuple[torch.Tensor, ...]:
+        assert state.shelf is not None
+        state.shelf.visit(state)
+        return tuple(self._state_parts(state, index)[key])
+
+    def leave(self) -> None:
+        """What was fetched from a disk goes back."""
+        for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
+            shelf.leave()
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is one value for a whole parameter, as far as this rank has a part of it.
@@ -179,6 +206,12 @@ class Holdings:
                             )
                         found.setdefault(slot.name, {})[key] = value
         return found
+
+
+def _master_of(state: BucketState, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    assert state.shelf is not None
+    state.shelf.visit(state)
+    return (state.master[start:stop],)
 
 
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:

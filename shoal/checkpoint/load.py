@@ -296,6 +296,7 @@ class Load:
         problem: Exception | None = None
         try:
             reader.run(reader.plan(self._targets(chosen, is_real=True)))
+            self._holdings.leave()
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
@@ -326,14 +327,16 @@ class Load:
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )
-            step.make_room(state, [scalars.get(slot.name, {}) for slot in slots], dtypes)
+            with state.at_hand():
+                step.make_room(state, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
         """From the master weights to the parameters, and from the owners to all ranks."""
         works = []
         for bucket, state in self._holdings.buckets():
             if state is not None and state.has_own_master:
-                owned_range(bucket).copy_(state.master)
+                with state.at_hand():
+                    owned_range(bucket).copy_(state.master)
             if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
                 works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))
         for work in works:

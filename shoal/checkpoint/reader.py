@@ -30,8 +30,8 @@ class Copy:
     offset: int
     numel: int
     dtype: torch.dtype
-    target: torch.Tensor  # 1-D, of ``numel`` elements; of any dtype and device
-    label: str  # what it is, for errors
+    holding: Holding  # whose elements from ``begin`` on they become, in its own dtype and on its device
+    begin: int  # in the flattened tensor
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,6 @@ class CheckpointReader:
 
     def _copies(self, record: TensorRecord, holding: Holding) -> Iterator[tuple[int, Copy]]:
         dtype = dtype_of(record.dtype)
-        label = f"{record.kind} {record.name!r}"
         for wanted in rectangles(record.shape, holding.begin, holding.end):
             wanted_begin = flat_begin(record.shape, wanted)
             for file, offset, start, shape in record.chunks:
@@ -98,13 +97,7 @@ class CheckpointReader:
                 targets = list(wanted.runs_of(common))
                 for source, target, numel in _paired(sources, targets):
                     begin = wanted_begin + target
-                    done = 0
-                    for piece in holding.part(begin, begin + numel):
-                        yield (
-                            file,
-                            Copy(offset + (source + done) * dtype.itemsize, piece.numel(), dtype, piece, label),
-                        )
-                        done += piece.numel()
+                    yield file, Copy(offset + source * dtype.itemsize, numel, dtype, holding, begin)
 
     # bytes
 
@@ -163,11 +156,13 @@ class CheckpointReader:
         for file, copies in plan.items():
             with self._open(file) as reader:
                 for copy in copies:
-                    at = 0
+                    at = copy.begin
                     for view in reader.pieces(copy.offset, copy.nbytes):
                         values = torch.frombuffer(view, dtype=copy.dtype)
-                        copy.target[at : at + values.numel()].copy_(values)
-                        at += values.numel()
+                        for target in copy.holding.part(at, at + values.numel()):
+                            target.copy_(values[: target.numel()])
+                            values = values[target.numel() :]
+                            at += target.numel()
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""

@@ -89,6 +89,8 @@ class Checkpoints:
             )
         except CheckpointError as error:
             return self._report(error)
+        finally:
+            holdings.leave()
         if not save.is_done:
             self._in_flight = save
             self._say_goodbye()

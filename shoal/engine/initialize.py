@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError
+from shoal.memory.disk import DiskTier
+from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
@@ -27,7 +30,8 @@ from shoal.optim.schedules import build_schedule
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.zero.build import Axes, build
 from shoal.zero.registry import OWNERS
-from shoal.zero.step import ShardedStep
+from shoal.zero.shelf import StateShelf
+from shoal.zero.step import BucketState, ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -129,6 +133,8 @@ def initialize(
         engine = Engine(
             model, sharded, states, step, plan, settings, world, axes, device, loss_scale_of(settings) if step else None
         )
+        if step is not None and plan.zero.state_tier is Tier.DISK:
+            _shelve(step, states, settings, axes, world.rank)
     engine_box.append(engine)
     engine.client_optimizer = client_optimizer
     engine.lr_scheduler = schedule
@@ -137,6 +143,31 @@ def initialize(
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _shelve(step: ShardedStep, states: Sequence[BucketState], settings: Config, axes: Axes, rank: int) -> None:
+    """Optimizer state goes to the disk. Raises: TierError, OutOfMemoryError: the folder cannot hold it."""
+    aio = settings.aio
+    threads = max(2, int(aio.intra_op_parallelism))
+    hosts = list(axes.all.gather_objects(socket.gethostname(), label="offload: hosts"))
+    tier = DiskTier(
+        str(settings.zero_optimization.offload_optimizer.nvme_path),
+        rank=rank,
+        num_threads=threads,
+        block_nbytes=int(aio.block_size),
+        queue_depth=max(threads, int(aio.queue_depth)),
+    )
+    try:
+        # Master weights and two states an element, in fp32: what most optimizers keep.
+        owned = sum(state.bucket.end - state.bucket.begin for state in states)
+        tier.reserve(12 * owned, num_ranks=hosts.count(socket.gethostname()))
+        shelf = StateShelf(tier, step, states)
+        for state in states:
+            state.shelf = shelf
+        shelf.store_all()
+    except BaseException:
+        tier.close()
+        raise
 
 
 def _check_free(model: nn.Module) -> None:

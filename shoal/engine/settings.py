@@ -138,7 +138,10 @@ def _state_tier(config: Config) -> Tier:
 
 
 def _tier(section: Any) -> Tier:
-    return Tier.HOST if section is not None and section.device == "cpu" else Tier.DEVICE
+    return _TIERS[section.device] if section is not None else Tier.DEVICE
+
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def _scales(config: Config, dp_size: int) -> tuple[float, float]:

@@ -42,9 +42,10 @@ class Weights:
                 for bucket, state in holdings_of(engine).buckets():
                     if state is not None and state.has_own_master:
                         own = bucket.full[bucket.begin : bucket.end]
-                        was = state.master.to(own.device)
-                        changed = was.to(own.dtype) != own
-                        state.master.copy_(torch.where(changed, own.to(was.dtype), was))
+                        with state.at_hand():
+                            was = state.master.to(own.device)
+                            changed = was.to(own.dtype) != own
+                            state.master.copy_(torch.where(changed, own.to(was.dtype), was))
                     bucket.write_back()
         return result
 

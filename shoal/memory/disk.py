@@ -21,11 +21,11 @@ from typing import Literal
 
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory.aligned import PAGE, aligned_empty, round_up
 from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
-from shoal.memory.tier_error import TierError, failed, free_nbytes, no_room
+from shoal.memory.tier_error import failed, free_nbytes, no_room
 from shoal.memory.transfer import Extent, Traffic, Transfer, Way
 
 logger = logging.getLogger("shoal")

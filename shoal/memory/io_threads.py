@@ -19,9 +19,8 @@ from typing import Protocol
 
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory.aligned import aligned_empty
-from shoal.memory.tier_error import TierError
 
 Piece = Callable[[torch.Tensor], None]  # what a thread does with its own bounce buffer at hand
 

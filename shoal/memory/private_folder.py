@@ -18,9 +18,8 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory.owner import Owner, lock_if_gone, sign
-from shoal.memory.tier_error import TierError
 
 logger = logging.getLogger("shoal")
 

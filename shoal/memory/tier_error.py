@@ -5,16 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
-from shoal.errors import OutOfMemoryError, ShoalError
+from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.text import format_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class TierError(ShoalError, OSError):
-    """State that rests on a disk could not be read or written."""
-
-    code = "tier"
 
 
 def no_room(needed_nbytes: int, available_nbytes: int, *, where: str, what: str = "") -> OutOfMemoryError:

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import xxhash
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory.aligned import PAGE, round_down, round_up
 from shoal.memory.intervals import Intervals
 from shoal.memory.io_threads import Piece
-from shoal.memory.tier_error import TierError, failed, too_short
+from shoal.memory.tier_error import failed, too_short
 
 _MAX_IDLE_CALLS = 8  # system calls in a row that may move nothing
 

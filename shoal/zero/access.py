@@ -76,13 +76,18 @@ class Access:
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 master weight. Communicates: one all_reduce of it where it is sharded."""
         state, slot, segment = self._find(parameter)
-        owned = state.master[segment.start : segment.stop].float() if segment else None
-        return self._full(state, slot, segment, owned)
+        with state.at_hand():
+            owned = state.master[segment.start : segment.stop].float() if segment else None
+            return self._full(state, slot, segment, owned)
 
     def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the master weight, 1-D, not a copy; None where it owns nothing of it."""
+        """This rank's part of the master weight, 1-D, not a copy (but of one on a disk); None where it owns nothing."""
         state, _, segment = self._find(parameter)
-        return state.master[segment.start : segment.stop] if segment else None
+        if segment is None:
+            return None
+        with state.at_hand():
+            part = state.master[segment.start : segment.stop]
+            return part if state.shelf is None else part.clone()
 
     @torch.no_grad()
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -92,7 +97,8 @@ class Access:
         state.bucket.comm.drain()
         if segment:
             part = self._part(state, segment, value)
-            state.master[segment.start : segment.stop].copy_(part)
+            with state.at_hand():
+                state.master[segment.start : segment.stop].copy_(part)
             if state.has_own_master:
                 state.owned_parameters[segment.start : segment.stop].copy_(part)
         if not state.bucket.is_sharded:
@@ -106,7 +112,8 @@ class Access:
             return
         _check_numel(value, segment)
         state.bucket.comm.drain()
-        state.master[segment.start : segment.stop].copy_(value.reshape(-1))
+        with state.at_hand():
+            state.master[segment.start : segment.stop].copy_(value.reshape(-1))
         if state.has_own_master:
             state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
 
@@ -161,6 +168,11 @@ class Access:
         state, slot, segment = self._find(parameter)
         if self._step is None or segment is None:
             return state, slot, segment, None
+        with state.at_hand():
+            return state, slot, segment, self._parts_at_hand(state, slot, key, create=create)
+
+    def _parts_at_hand(self, state: BucketState, slot: int, key: str, *, create: bool) -> torch.Tensor | None:
+        assert self._step is not None
         parts = []
         for piece, part in self._step.pieces_of_slot(state, slot):
             held = (
@@ -168,10 +180,11 @@ class Access:
             )
             if key not in held:
                 if not create:
-                    return state, slot, segment, None
+                    return None
                 held[key] = torch.zeros_like(piece.param.detach())
             parts.append(held[key][part.start : part.stop])
-        return state, slot, segment, torch.cat(parts) if len(parts) != 1 else parts[0]
+        whole = torch.cat(parts) if len(parts) != 1 else parts[0]
+        return whole if state.shelf is None or len(parts) != 1 else whole.clone()
 
     def full_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """One per-element state, whole, fp32; None before the first step. Communicates as ``full_parameter``."""
@@ -215,13 +228,14 @@ class Access:
     def _write_state(self, state: BucketState, slot: int, key: str, flat: torch.Tensor) -> None:
         assert self._step is not None
         done = 0
-        for piece, part in self._step.pieces_of_slot(state, slot):
-            held = self._step.optimizer.state[piece.param]
-            if key not in held:
-                held[key] = torch.zeros_like(piece.param.detach())
-            numel = part.stop - part.start
-            held[key][part.start : part.stop].copy_(flat[done : done + numel])
-            done += numel
+        with state.at_hand():
+            for piece, part in self._step.pieces_of_slot(state, slot):
+                held = self._step.optimizer.state[piece.param]
+                if key not in held:
+                    held[key] = torch.zeros_like(piece.param.detach())
+                numel = part.stop - part.start
+                held[key][part.start : part.stop].copy_(flat[done : done + numel])
+                done += numel
 
 
 def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:

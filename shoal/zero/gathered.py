@@ -134,9 +134,10 @@ def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
             new = bucket.full[low:high]
             start, stop = low - bucket.begin, high - bucket.begin
             if state is not None and state.has_own_master:
-                was = state.master[start:stop].to(new.device)
-                changed = new != was.to(new.dtype)
-                state.master[start:stop].copy_(torch.where(changed, new.to(was.dtype), was))
+                with state.at_hand():
+                    was = state.master[start:stop].to(new.device)
+                    changed = new != was.to(new.dtype)
+                    state.master[start:stop].copy_(torch.where(changed, new.to(was.dtype), was))
             if bucket.is_sharded:
                 bucket.shard[start:stop].copy_(new)
 

@@ -36,12 +36,17 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
         if id(parameter) not in self._home:
             raise KeyError(parameter)
         state, slot, _ = self._home[id(parameter)]
+        with state.at_hand():
+            return self._read(state, slot)
+
+    def _read(self, state: BucketState, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
         found: dict[str, Any] = {}
         for piece, segment in self._step.pieces_of_slot(state, slot):
             for key, value in self._step.optimizer.state.get(piece.param, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
-                    parts[key].append(value[segment.start : segment.stop])
+                    part = value[segment.start : segment.stop]
+                    parts[key].append(part if state.shelf is None else part.clone())
                 else:
                     found[key] = value
         shape = state.bucket.layout.slots[slot].shape
@@ -157,6 +162,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises: OptimizerError: a tensor has another size than this rank's part.
         """
         state, slot, _ = self._state._home[id(parameter)]
+        with state.at_hand():
+            self._load_at_hand(state, slot, values)
+
+    def _load_at_hand(self, state: BucketState, slot: int, values: Mapping[str, Any]) -> None:
         owned = sum(s.stop - s.start for _, s in self.sharded_step.pieces_of_slot(state, slot))
         done = 0
         for piece, segment in self.sharded_step.pieces_of_slot(state, slot):

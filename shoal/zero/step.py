@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,7 @@ from shoal.optim.whole import Piece as WholePiece
 from shoal.optim.whole import Segment as WholeSegment
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.zero.gradient import BucketGradient
+from shoal.zero.shelf import StateShelf
 from shoal.zero.unit import Unit
 
 
@@ -59,6 +61,11 @@ class BucketState:
     host_gradient: torch.Tensor | None = None  # [owned numel] where apart: the gradient on its way to the update
     host_parameters: torch.Tensor | None = None  # [owned numel] where apart: the parameters on their way back
     arrival: Moment | None = None  # of ``host_gradient``
+    shelf: StateShelf | None = None  # where master and optimizer state rest on a disk
+
+    def at_hand(self) -> AbstractContextManager[None]:
+        """Hold master and optimizer state in memory, wherever they rest; what changes in them is kept."""
+        return nullcontext() if self.shelf is None else self.shelf.at_hand(self)
 
     @property
     def owned_parameters(self) -> torch.Tensor:
@@ -171,6 +178,8 @@ class ShardedStep:
 
     def begin(self) -> None:
         """Put pieces in the place of the user's parameters."""
+        if self.states and self.states[0].shelf is not None:
+            self.states[0].shelf.start_fetch(self.states[0])
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
 
         for state in self.states:
@@ -205,10 +214,14 @@ class ShardedStep:
         for index, state in enumerate(self.states):
             if state.unit is not unit:
                 continue
+            if state.shelf is not None:
+                state.shelf.bring(state, reads_ahead=True)
             if self._is_whole_tensor:
                 self._step_whole(state, coefficient, touched[index])
             else:
                 self._step_pieces(state, coefficient, touched[index])
+            if state.shelf is not None:
+                state.shelf.put_away(state)
             if unit.row.after_step == "all_gather" and state.bucket.comm.size > 1:
                 works.append(state.bucket.comm.all_gather(state.bucket.full, label=state.bucket.label))
         return works
@@ -398,6 +411,8 @@ class ShardedStep:
         self.optimizer.state[piece.param] = held
 
     def free(self) -> None:
+        for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
+            shelf.close()
         for state in self.states:
             for piece in state.pieces:
                 self.optimizer.state.pop(piece.param, None)

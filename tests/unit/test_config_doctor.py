@@ -39,10 +39,11 @@ def test_a_good_file_passes_and_shows_verdicts_values_and_notes(capsys: pytest.C
 
 
 def on_a_disk(folder: pathlib.Path) -> pathlib.Path:
-    """The recipe for ZeRO-3 with offload, but to a disk."""
+    """The recipe for ZeRO-3 with offload, but of parameters to a disk."""
     path = folder / "ds.json"
     recipe = (RECIPES / "zero3_offload_config_accelerate.json").read_text()
-    path.write_text(recipe.replace('"device": "cpu"', '"device": "nvme", "nvme_path": "/disk"', 1))
+    offload = '"offload_param": {"device": "nvme", "nvme_path": "/disk"}'
+    path.write_text(recipe.replace('"offload_optimizer": {"device": "cpu"}', offload, 1))
     return path
 
 
@@ -52,7 +53,7 @@ def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
     code, out = run(capsys, on_a_disk(tmp_path))
     assert code == 1
     assert "not built yet: offload to disk" in out
-    assert "1. zero_optimization.offload_optimizer.device (line 5)" in out
+    assert "1. zero_optimization.offload_param.device (line 5)" in out
     assert "give --world-size" in out
     assert "Effective values" in out
 
@@ -72,7 +73,7 @@ def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str]
     said = json.loads(out)
     assert code == 1
     assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}
-    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.offload_optimizer.device"]
+    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.offload_param.device"]
     assert {"path": "zero_optimization.stage", "value": 3, "verdict": "obeyed", "reason": "", "asks": True} in said[
         "keys"
     ]

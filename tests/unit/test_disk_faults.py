@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.errors import OutOfMemoryError, UsageError
+from shoal.errors import OutOfMemoryError, TierError, UsageError
 from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
-from shoal.memory.tier_error import TierError
 
 BLOCK = 8192
 Call = Callable[[int, list[memoryview], int], int]

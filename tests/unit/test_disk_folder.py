@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory import owner as owner_room
 from shoal.memory.owner import Owner
 from shoal.memory.private_folder import PrivateFolder, sweep
-from shoal.memory.tier_error import TierError
 
 JOB = "0123456789abcdef0123456789abcdef"
 

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import TierError, UsageError
 from shoal.memory.io_threads import IoThreads, Piece
-from shoal.memory.tier_error import TierError
 
 
 class Step:

@@ -15,11 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import OutOfMemoryError, UsageError
+from shoal.errors import OutOfMemoryError, TierError, UsageError
 from shoal.memory import disk
 from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
-from shoal.memory.tier_error import TierError
 from shoal.memory.transfer import Cut, cut
 
 WAYS = [(True, False), (True, True), (False, False), (False, True)]

@@ -86,7 +86,7 @@ def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
         for code, text in zip(parts[::2], parts[1::2], strict=True)
         if not ("**Raised**" in text and "**Do**" in text)
     ]
-    assert silent == ["shoal", "optimizer", "placement"]
+    assert silent == ["shoal", "optimizer", "placement", "tier"]
 
 
 def test_the_api_page_is_what_the_script_makes() -> None:

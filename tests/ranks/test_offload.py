@@ -1,4 +1,4 @@
-"""Optimizer state and parameters in host memory: the same numbers, on another tier.
+"""Optimizer state and parameters in host memory, optimizer state on a disk: the same numbers, on another tier.
 
 On CPU ranks the host's memory is the device's. Where a test says *apart*, the two are treated as different memories, so
 that every copy between them is made, as on an accelerator.
@@ -16,7 +16,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, TierError
 from shoal.memory.placement import Tier
 from shoal.zero.build import ZeroSettings
 
@@ -170,3 +170,110 @@ def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:
     assert ZeroSettings().is_apart(Tier.HOST, torch.device("cuda"))
     assert not ZeroSettings().is_apart(Tier.DEVICE, torch.device("cuda"))
     assert ZeroSettings(is_host_apart=True).is_apart(Tier.HOST, cpu)
+
+
+def on_disk(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    settings["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder)}
+    return settings
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("optimizer", "accumulation"), [("AdamW", 2), ("SGD", 1), ("Lamb", 1), ("Muon", 1)])
+def test_training_from_a_disk_gives_the_same_bits(
+    size: int, precision: str, stage: int, optimizer: str, accumulation: int, tmp_path: Path
+) -> None:
+    plain = run_ranks(size, train, config(stage, precision, optimizer, (), accumulation))
+    away = run_ranks(size, train, on_disk(config(stage, precision, optimizer, (), accumulation), tmp_path))
+    for (losses, values), (other_losses, other_values) in zip(plain, away, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(values[name], other_values[name]) for name in values)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_and_a_memory_apart_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_apart(monkeypatch, is_apart=False)
+    plain = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1))
+    make_apart(monkeypatch)
+    away = run_ranks(2, train, on_disk(config(3, "bf16", "AdamW", ("param",), 1), tmp_path))
+    for (losses, values), (other_losses, other_values) in zip(plain, away, strict=True):
+        assert losses == other_losses
+        assert all(torch.equal(values[name], other_values[name]) for name in values)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
+def test_a_checkpoint_goes_to_and_from_a_disk(precision: str, first: bool, second: bool, tmp_path: Path) -> None:
+    def settings(is_on_disk: bool) -> dict[str, Any]:
+        plain = config(2, precision, "AdamW", (), 1)
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        return on_disk(plain, tmp_path / "disk") if is_on_disk else plain
+
+    straight = run_ranks(2, train, settings(False), None, 6)
+    folder = str(tmp_path / "c")
+    begun = run_ranks(2, train, settings(first), folder)
+    ended = run_ranks(2, go_on, settings(second), folder)
+    for (losses, values), (early, _), (late, other) in zip(straight, begun, ended, strict=True):
+        assert losses == early + late
+        assert all(torch.equal(values[name], other[name]) for name in values)
+
+
+def go_on(settings: dict[str, Any], folder: str) -> tuple[list[float], dict[str, Any]]:
+    """Steps 3 to 5, from a checkpoint."""
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    engine.load_checkpoint(folder)
+    losses = []
+    for step in range(3, 6):
+        generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
+        tokens = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        loss = torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    values = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters() if p.requires_grad}
+    values |= engine.module_state_dict()
+    engine.destroy()
+    return losses, values
+
+
+def accessed(settings: dict[str, Any]) -> list[torch.Tensor]:
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    tokens = torch.arange(10).view(2, 5)
+    engine.backward(engine(tokens).float().square().mean())
+    engine.step()
+    weight = engine.module.blocks[0].weight
+    found = [engine.access.full_parameter(weight), engine.access.full_optimizer_state(weight, "exp_avg")]
+    engine.access.set_full_optimizer_state(weight, "exp_avg", torch.full((6, 6), 0.25))
+    engine.access.set_full_parameter(weight, torch.full((6, 6), 0.5))
+    found += [engine.access.full_parameter(weight), engine.access.full_optimizer_state(weight, "exp_avg")]
+    with shoal.zero.GatheredParameters([weight], modifier_rank=0):
+        weight.data.fill_(0.125)
+    found += [engine.access.full_parameter(weight), weight.detach().clone() if engine.plan.zero.stage < 3 else found[0]]
+    local = engine.access.local_optimizer_state(weight, "exp_avg")
+    found += [torch.empty(0) if local is None else local.clone()]
+    found += [value for value in engine.optimizer.state[weight].values() if value.dim()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_reads_and_writes_state_finds_it_on_the_disk(stage: int, tmp_path: Path) -> None:
+    plain = run_ranks(2, accessed, config(stage, "bf16", "AdamW", (), 1))
+    away = run_ranks(2, accessed, on_disk(config(stage, "bf16", "AdamW", (), 1), tmp_path))
+    for values, others in zip(plain, away, strict=True):
+        assert len(values) == len(others)
+        assert all(torch.equal(value, other) for value, other in zip(values, others, strict=True))
+
+
+def test_state_on_a_disk_is_in_the_ledger_and_few_buckets_of_it_in_memory(tmp_path: Path) -> None:
+    found, tiers = run_ranks(2, held, on_disk(config(3, "bf16", "AdamW", (), 1), tmp_path))[0]
+    assert found["master", "disk"] > 0
+    assert found["optimizer state", "disk"] == 2 * found["master", "disk"]
+    assert set(tiers) == {"device/device/disk"}
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    settings = on_disk(config(1, "fp32", "AdamW", (), 1), tmp_path / "none")
+    with pytest.raises(TierError, match="none"):
+        shoal.initialize(model=copy.deepcopy(MODEL), config=settings)

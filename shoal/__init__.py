@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.config import add_config_arguments
     from shoal.engine.engine import Engine
     from shoal.engine.initialize import initialize
+    from shoal.parallel import recompute as checkpointing
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "ShoalError",
     "__version__",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "errors",
     "init_distributed",
@@ -47,12 +49,15 @@ _MODULES = {
     "load_hf": "shoal.checkpoint.loading_hf",
 }
 _PARTS = ("comm", "errors", "zero")
+_RENAMED = {"checkpointing": "shoal.parallel.recompute"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a part at its first use (PEP 562)."""
     if name in _PARTS:
         return import_module(f"shoal.{name}")
+    if name in _RENAMED:
+        return import_module(_RENAMED[name])
     if name in _MODULES:
         return vars(import_module(_MODULES[name]))[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,9 @@ from typing import Any, Protocol
 from shoal.errors import CheckpointError
 
 _TEXT_PIECE_NBYTES = 1 << 20
+
+
+_EARLY_NBYTES = 64 << 20  # written bytes that are sent to the disk without waiting for the end
 
 
 class Sink(Protocol):
@@ -150,9 +154,11 @@ class LocalStorage:
     @contextmanager
     def create(self, path: str) -> Iterator[Sink]:
         fd = os.open(self._at(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        sink = _LocalSink(fd)
         try:
-            yield _LocalSink(fd)
+            yield sink
         finally:
+            sink.join()
             os.close(fd)
 
     @contextmanager
@@ -223,8 +229,13 @@ def _flush_folder(place: Path) -> None:
 
 
 class _LocalSink:
+    """A file whose bytes go to the disk while more are written, so that the last flush finds little to do."""
+
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        self._num_waiting = 0  # bytes since the last early flush began
+        self._early: threading.Thread | None = None
+        self._problem: OSError | None = None
 
     def write(self, data: memoryview) -> None:
         while data:
@@ -232,8 +243,26 @@ class _LocalSink:
             if written <= 0:
                 raise OSError(errno.EIO, "nothing was written")
             data = data[written:]
+            self._num_waiting += written
+        if self._num_waiting >= _EARLY_NBYTES and (self._early is None or not self._early.is_alive()):
+            self._num_waiting = 0
+            self._early = threading.Thread(target=self._flush_early, name="shoal-flush", daemon=True)
+            self._early.start()
+
+    def _flush_early(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:  # the system tells of it once
+            self._problem = self._problem or error
+
+    def join(self) -> None:
+        if self._early is not None:
+            self._early.join()
 
     def flush(self) -> None:
+        self.join()
+        if self._problem is not None:
+            raise self._problem
         os.fsync(self._fd)
 
 

@@ -182,7 +182,14 @@ VERDICTS: dict[str, Verdict] = {
     "expert_parallel.combine_impl": unused("there is one way of adding up the experts' outputs"),
     "pipeline.**": later("pipeline"),
     "pipeline.stages": later("pipeline", harmless=(1,)),
-    "activation_checkpointing.**": later("activation checkpointing"),
+    "activation_checkpointing.cpu_checkpointing": OBEYED,
+    "activation_checkpointing.profile": OBEYED,
+    "activation_checkpointing.modules": OBEYED,
+    "activation_checkpointing.policy": OBEYED,
+    "activation_checkpointing.partition_activations": unused(
+        "there is one model-parallel rank: no other has the same activations"
+    ),
+    "activation_checkpointing.memory_budget": later("planner"),
     "activation_checkpointing.number_checkpoints": unused("nothing is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": unused("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": unused("the device's own order suffices"),

@@ -16,6 +16,7 @@ from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
 from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.guard import ModelGuard
+from shoal.engine.log import say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
@@ -24,6 +25,7 @@ from shoal.errors import ConfigError, OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
+from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
 from shoal.zero.access import Access
 from shoal.zero.agree import Agreement, agree, refuse_unused
 from shoal.zero.build import Axes
@@ -95,6 +97,9 @@ class Engine(nn.Module):
         self.on_step: list[Callable[[Engine], None]] = []
         self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
         self.progress: Progress | None = None
+        self.recompute: Recompute | None = None
+        self.owns_recompute = False  # made from the config, not by the script's ``configure``
+        self.recomputed: RecomputedBlocks | None = None  # modules that the config has recomputed
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.access = Access(sharded, self._states, optimizer_step, self._unscale)
@@ -422,6 +427,10 @@ class Engine(nn.Module):
         loss = self._mean_loss
         self._finish_step()
         self.checkpoints.poll()
+        if self.recompute is not None and self.global_steps == 1:
+            unused = self.recompute.unused_note()
+            if unused is not None:
+                say_on_rank_0(self.global_rank, unused)
         for callback in self.on_step:
             callback(self)
         if self.progress is not None:
@@ -599,7 +608,8 @@ class Engine(nn.Module):
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, beside what the allocator says."""
-        return account(self.sharded, self._states, self._optimizer_step, self._device)
+        saved = {} if self.recompute is None else self.recompute.saved_bytes_by_tier()
+        return account(self.sharded, self._states, self._optimizer_step, self._device, saved)
 
     def _check_alive(self) -> None:
         if self._is_destroyed:
@@ -619,6 +629,10 @@ class Engine(nn.Module):
         if self._is_destroyed:
             return
         self.checkpoints.close()
+        if self.recomputed is not None:
+            self.recomputed.remove()
+        if self.recompute is not None and self.owns_recompute:
+            uninstall(self.recompute, self.world)
         self._is_destroyed = True
         self.sharded.recover()
         self.sharded.detach()

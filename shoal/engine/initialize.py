@@ -28,6 +28,14 @@ from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.parallel.recompute import (
+    Recompute,
+    RecomputeSettings,
+    current_recompute,
+    install,
+    is_configured,
+    recompute_blocks,
+)
 from shoal.zero.build import Axes, build
 from shoal.zero.registry import OWNERS
 from shoal.zero.shelf import StateShelf
@@ -140,6 +148,17 @@ def initialize(
     engine.lr_scheduler = schedule
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    wished = RecomputeSettings.of(settings.activation_checkpointing)
+    if is_configured() and wished == RecomputeSettings():
+        engine.recompute = current_recompute()  # what the script has configured stays
+    else:
+        engine.recompute, engine.owns_recompute = Recompute(wished), True
+        install(engine.recompute, world)
+        notes += engine.recompute.notes()
+    if settings.activation_checkpointing.modules:
+        engine.recomputed = recompute_blocks(
+            model, settings.activation_checkpointing.modules, recompute=engine.recompute
+        )
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

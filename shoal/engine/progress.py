@@ -10,6 +10,7 @@ from shoal.config import Config
 from shoal.engine.log import logger
 from shoal.observe.monitor import CsvWriter, Monitor, TensorBoardWriter, WandbWriter, Writer
 from shoal.observe.timers import StepTimers, Throughput
+from shoal.parallel.segment_times import as_table
 from shoal.text import format_bytes
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class Progress:
         if self._shows_memory:
             words.append(f"memory {format_bytes(engine.memory_report().reading.allocated)}")
         logger.info(", ".join(words))
+        times = engine.recompute.times.take() if engine.recompute is not None else {}
+        if times:
+            logger.info("recomputed segments\n%s", as_table(times))
 
 
 def make_monitor(config: Config, rank: int) -> Monitor | None:

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
-from shoal.memory.placement import Kind
+from shoal.memory.placement import Kind, Tier
 from shoal.text import format_bytes
 from shoal.text import table as text_table
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
 
-KINDS = ("parameter", "gradient", "master", "optimizer state", "gathered", "buffers in flight")
+KINDS = (
+    "parameter",
+    "gradient",
+    "master",
+    "optimizer state",
+    "gathered",
+    "buffers in flight",
+    "saved activations",
+)
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,18 @@ class Ledger:
         return "train on more ranks, or recompute activations (torch.utils.checkpoint): all state is sharded already."
 
 
-def account(sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, device: Device) -> Ledger:
-    """Read the ledger off the live engine. Communicates nothing."""
+def account(
+    sharded: ShardedModel,
+    states: Sequence[BucketState],
+    step: ShardedStep | None,
+    device: Device,
+    saved: Mapping[Tier, int] | None = None,
+) -> Ledger:
+    """Read the ledger off the live engine. Communicates nothing.
+
+    Args:
+        saved: bytes that recomputed segments hold now, by tier.
+    """
     entries: list[Entry] = []
     numel = 0
     for unit in sharded.units:
@@ -171,6 +189,9 @@ def account(sharded: ShardedModel, states: Sequence[BucketState], step: ShardedS
     sums = sum(comm.scratch_nbytes for comm in _communicators(sharded, states))
     if sums:
         entries.append(Entry("(all)", "buffers in flight", "host" if device.is_cuda else "device", sums, sums))
+    for place, nbytes in (saved or {}).items():
+        if nbytes:
+            entries.append(Entry("(all)", "saved activations", place.value, nbytes, nbytes))
     return Ledger(tuple(entries), numel, device.memory())
 
 

@@ -43,7 +43,17 @@ ENGINE_ATTRIBUTES = {
     "plan": "what the config means, in Shoal's words",
     "timers": "time by phase, with `wall_clock_breakdown`",
 }
-ENGINE_INSIDE = {"sharded", "axes", "progress", "access", "checkpoints", "weights", "recompute", "recomputed", "owns_recompute"}
+ENGINE_INSIDE = {
+    "sharded",
+    "axes",
+    "progress",
+    "access",
+    "checkpoints",
+    "weights",
+    "recompute",
+    "recomputed",
+    "owns_recompute",
+}
 
 FACE = [
     ("shoal", ["initialize", "init_distributed", "add_config_arguments", "load_hf"]),

@@ -61,6 +61,12 @@ class Ledger:
             found[entry.kind] += entry.nbytes
         return found
 
+    def _on_accelerator(self, *kinds: str) -> int:
+        """Bytes of these kinds in memory that is not the host's."""
+        if "CUDA" not in self.reading.source:
+            return 0
+        return sum(e.nbytes for e in self.entries if e.kind in kinds and e.tier == Tier.DEVICE.value)
+
     def by_unit(self) -> dict[str, int]:
         """Bytes of each unit."""
         found: dict[str, int] = {}
@@ -112,6 +118,12 @@ class Ledger:
         model_bytes = self.held
         rest = max(self.reading.peak - model_bytes, 0)
         best = max(savings.items(), key=lambda item: item[1], default=None)
+        movable = self._on_accelerator("master", "optimizer state") if stage else 0
+        if movable > rest // 2 and movable > (best[1] if best is not None else 0):
+            return (
+                f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
+                f" {format_bytes(movable)} of this rank to host memory."
+            )
         if best is not None and best[1] > max(rest // 2, 0) and best[1] > 0:
             return (
                 f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'

@@ -364,6 +364,17 @@ def test_advice_names_the_stage_that_saves_most_where_state_is_what_fills_memory
     assert ledger.advice(1, 4, 8).startswith('set "zero_optimization": {"stage": 3}: it would save 2.9 KiB')
 
 
+def test_advice_on_an_accelerator_is_to_move_sharded_state_to_the_host() -> None:
+    held = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=17_000)
+    ledger = Ledger(held.entries, 1000, MemoryReading(17_000, 17_000, "CUDA caching allocator"))
+    assert ledger.advice(3, 4, 8) == (
+        'set "zero_optimization": {"offload_optimizer": {"device": "cpu"}}: it would move 11.7 KiB of this rank to host'
+        " memory."
+    )
+    assert ledger.advice(0, 4, 8).startswith('set "zero_optimization": {"stage": 3}')
+    assert "more ranks" in held.advice(3, 4, 1)
+
+
 def test_advice_is_a_smaller_micro_batch_where_activations_fill_memory() -> None:
     ledger = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=1_000_000)
     assert ledger.advice(0, 4, 8).startswith('halve "train_micro_batch_size_per_gpu" (8)')

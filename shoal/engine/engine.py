@@ -561,7 +561,10 @@ class Engine(nn.Module):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the weights alone, in the parameters' own dtype, as a safetensors file. Every rank calls.
+        """Write the weights alone, in the parameters' own dtype. Every rank calls.
+
+        Args:
+            save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives.
 
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """

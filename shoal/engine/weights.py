@@ -7,19 +7,24 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from shoal.checkpoint.blocks import Entry, plan_file, write_file
+from shoal.checkpoint.formats.torch_writing import write_tensors
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
 from shoal.checkpoint.load import agree
+from shoal.checkpoint.portable import TensorInfo
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
+
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 def holdings_of(engine: Engine) -> Holdings:
@@ -133,23 +138,21 @@ class Weights:
                     bucket.views[bucket.parameters.index(member)].copy_(flat.view(slot.shape))
 
     def save(self, folder: str | os.PathLike[str], name: str, *, exclude_frozen: bool) -> bool:
-        """Write them, in the parameters' dtype, as one safetensors file; rank 0 writes.
+        """Write them, in the parameters' dtype, as one file; rank 0 writes.
 
-        A file of that name is replaced once the new one is whole.
+        The file is safetensors, or for a name that ends in ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of the
+        ``state_dict`` gives. A file of that name is replaced once the new one is whole.
         """
         engine = self._engine
         comm = engine.axes.all
         values = self.module_state_dict(exclude_frozen=exclude_frozen)
         problem: Exception | None = None
         if comm.rank == 0:
-            kept = {*names_of(engine.module)[0].values(), *buffers_of(engine.module)}
-            entries = [
-                Entry(key, value.dtype, tuple(value.shape), partial(_flat, value))
-                for key, value in values.items()
-                if key in kept
-            ]
+            aliases = names_of(engine.module)[1]
+            others = {alias for names in aliases.values() for alias in names}
+            once = {key: value for key, value in values.items() if key not in others}
             try:
-                _write(open_storage(folder), name, entries)
+                _write(open_storage(folder), name, once, aliases)
             except (OSError, CheckpointError) as error:
                 problem = error
         agree(comm, problem, None, "checkpoint: weights")
@@ -160,13 +163,22 @@ def _flat(value: torch.Tensor) -> tuple[torch.Tensor]:
     return (value.reshape(-1),)
 
 
-def _write(storage: Storage, name: str, entries: list[Entry]) -> None:
+def _write(
+    storage: Storage, name: str, values: Mapping[str, torch.Tensor], aliases: Mapping[str, tuple[str, ...]]
+) -> None:
     storage.make_folder("")
     staging = f"{name}.tmp-{secrets.token_hex(6)}" if storage.can_rename else name
     if not storage.can_rename:
         storage.remove(name)
     try:
-        write_file(storage, "", staging, plan_file(entries))
+        if Path(name).suffix in _TORCH_SUFFIXES:
+            infos = {key: TensorInfo(value.dtype, tuple(value.shape)) for key, value in values.items()}
+            with storage.create(staging) as sink:
+                write_tensors(sink, infos, values.__getitem__, aliases)
+                sink.flush()
+        else:
+            entries = [Entry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
+            write_file(storage, "", staging, plan_file(entries))
         if staging != name:
             storage.move_over(staging, name)
     except BaseException:

@@ -749,6 +749,7 @@ def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path:
         engine.save_16bit_model(tmp_path)
         engine.save_16bit_model(tmp_path, "again.safetensors")
         engine.save_16bit_model(tmp_path, "again.safetensors")
+        engine.save_16bit_model(tmp_path, "pytorch_model.bin")
         values: dict[str, torch.Tensor] = engine.module_state_dict()
         return values
 
@@ -759,6 +760,10 @@ def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path:
         for key in opened.keys():  # noqa: SIM118
             assert torch.equal(opened.get_tensor(key), values[key])
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert sorted(loaded) == sorted(values)
+    assert all(torch.equal(loaded[key], values[key]) for key in values)
+    assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -460,7 +460,7 @@ def test_secrets_are_never_shown() -> None:
         ({"optimizer": {"type": "onebitadam", "params": {"lr": 1, "freeze_step": 2}}}, "optimizer.type"),
         ({"tensor_parallel": {"autotp_size": 2, "preset_model": "llama"}}, "tensor_parallel.autotp_size"),
         ({"parallel": {"tp": 2}}, "parallel.tp"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "activation_checkpointing.cpu_checkpointing"),
+        ({"activation_checkpointing": {"memory_budget": 1}}, "activation_checkpointing.memory_budget"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (

@@ -168,8 +168,15 @@ def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> 
     assert_equal_bits(found, [torch.cat(parts) for parts in zip(*expected, strict=True)])
 
 
+@pytest.fixture(scope="module")
+def torchs_compiler() -> None:
+    """Let torch start the threads of its compiler, which it keeps, before a test counts threads."""
+    with torch.no_grad():
+        torch.compile(lambda values: torch.sin(values) + 1)(torch.ones(64))
+
+
 @pytest.fixture
-def compiled() -> Iterator[HostStep]:
+def compiled(torchs_compiler: None) -> Iterator[HostStep]:
     if shutil.which("g++") is None and shutil.which("clang++") is None:
         pytest.skip("no C++ compiler")
     step = HostStep("compiled", num_threads=2)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
+from shoal.process import boot, has_process, started
 
 NAME = ".shoal-lock"
 BEAT_SECONDS = 5.0
@@ -160,38 +161,13 @@ class FolderLock:
 
 def _self() -> dict[str, Any]:
     """This process, and the machine whose kernel knows it."""
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
+    return {"host": socket.gethostname(), "machine": boot(), "pid": os.getpid(), "started": started(os.getpid())}
 
 
-def _machine() -> str:
-    """One boot of one kernel and one namespace of processes: hosts may share a name, and a pid is one only here."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return ""
-
-
-def _lives(pid: int, started: Any) -> bool:
-    if started is not None:
-        return bool(_started(pid) == started)
-    if pid <= 0:
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return True
-
-
-def _started(pid: int) -> int | None:
-    """When the process started, in ticks since boot; None: it has ended, or the system does not say."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+def _lives(pid: int, ticks: Any) -> bool:
+    if ticks is not None:
+        return bool(started(pid) == ticks)
+    return pid > 0 and has_process(pid)
 
 
 def _open(path: Path) -> int:

@@ -31,6 +31,7 @@ from shoal.comm.arena import Arena, make_file, map_file
 from shoal.comm.board import Call, Mark
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
 from shoal.errors import CommError, RankFailedError
+from shoal.process import started
 
 _CAPACITY = 256
 _HEADER_WORDS = 64
@@ -71,7 +72,7 @@ class Neighbours:
         fd, self._map = make_file("shoal-process", _PROCESS_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._words[0] = secrets.randbits(62)
-        self._card = Card(os.getpid(), _started(os.getpid()) or 0, fd, _PROCESS_BYTES, self._words[0])
+        self._card = Card(os.getpid(), started(os.getpid()) or 0, fd, _PROCESS_BYTES, self._words[0])
         self._store.set(f"process/{rank}", json.dumps(asdict(self._card)))
         self._cards: dict[int, Card] = {rank: self._card}
         self._processes: dict[int, memoryview] = {}  # rank -> its words
@@ -140,7 +141,7 @@ class Neighbours:
             return True
         if now - self._looked.get(rank, 0.0) > _LIVENESS_SECONDS:
             self._looked[rank] = now
-            if _started(self._cards[rank].pid) != self._cards[rank].started:
+            if started(self._cards[rank].pid) != self._cards[rank].started:
                 self._dead.add(rank)
         return rank in self._dead
 
@@ -359,12 +360,3 @@ def _opening(name: str) -> str:
 
 def _slot(number: int) -> int:
     return _HEADER_WORDS + (number % _CAPACITY) * _SLOT_WORDS
-
-
-def _started(pid: int) -> int | None:
-    """When the process started; None if it has ended (a zombie has)."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])

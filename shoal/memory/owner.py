@@ -16,6 +16,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from shoal.process import boot, has_process
+from shoal.process import started as _started
+
 _MAX_BYTES = 4096
 
 
@@ -33,7 +36,7 @@ class Owner:
 
     @staticmethod
     def this(job: str, rank: int) -> Owner:
-        return Owner(socket.gethostname(), _machine(), _boot(), os.getpid(), _started(os.getpid()), job, rank)
+        return Owner(socket.gethostname(), _machine(), boot(), os.getpid(), _started(os.getpid()), job, rank)
 
     def is_gone(self, *, is_lock_free: bool) -> bool:
         """Has it certainly ended?
@@ -43,10 +46,10 @@ class Owner:
         """
         if self.host != socket.gethostname() or self.machine != _machine():
             return False
-        if self.boot != _boot():  # an earlier start of this machine, or another container on it
+        if self.boot != boot():  # an earlier start of this machine, or another container on it
             return is_lock_free
         if self.started is None:
-            return not _has_process(self.pid)
+            return not has_process(self.pid)
         return _started(self.pid) != self.started
 
 
@@ -103,29 +106,3 @@ def _machine() -> str:
         with suppress(OSError):
             return Path(path).read_text().strip()
     return ""
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    return ""
-
-
-def _has_process(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        pass
-    return True
-
-
-def _started(pid: int) -> int | None:
-    """When the process started; None: it has ended, or the system does not say."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if text[0] in "ZX" else int(text[19])

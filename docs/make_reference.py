@@ -30,7 +30,6 @@ in the same order. Ψ (Psi) is the number of parameters.
 # What the engine keeps as plain attributes. Those that are parts of the machinery are left out.
 ENGINE_ATTRIBUTES = {
     "module": "the model that was handed in, with its parameters sharded",
-    "optimizer": "what `initialize` returned as the optimizer; None without one",
     "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
     "lr_scheduler": "the schedule; stepped by `step()` after each step that was applied",
     "training_dataloader": "the loader of `training_data`; None without it",
@@ -53,6 +52,8 @@ ENGINE_INSIDE = {
     "recompute",
     "recomputed",
     "owns_recompute",
+    "sharded_optimizer",
+    "follows_deepspeed",
 }
 
 FACE = [
@@ -85,6 +86,8 @@ def page() -> str:
     parts += ["## The engine\n", *entry("shoal.Engine", shoal.Engine, 3, signature=False)]
     parts += table(shoal.Engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
     parts += methods(shoal.Engine)
+    face = importlib.import_module("shoal.engine.deepspeed_face").DeepSpeedFace
+    parts += ["### For DeepSpeed's sake\n", said(face), *methods(face)]
     optimizer = importlib.import_module("shoal.zero.optimizer").ShardedOptimizer
     parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
     parts += ["## shoal.zero\n"]

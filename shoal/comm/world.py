@@ -191,6 +191,11 @@ def current_world() -> World:
     return _adopt(TIMEOUT)
 
 
+def process_group() -> object:
+    """Torch's default process group; None without one, as where ranks are threads."""
+    return dist.group.WORLD if _is_initialized() and _scoped_world.get() is None else None
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,

@@ -135,7 +135,7 @@ class Checkpoints:
         records = self._parameters()
         buffers = buffers_of(engine.module)
         tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.all.rank == 0 else {}
-        optimizer = engine.optimizer
+        optimizer = engine.sharded_optimizer
         groups = []
         if optimizer is not None:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
@@ -159,8 +159,8 @@ class Checkpoints:
         engine = self._engine
         names, aliases = names_of(engine.module)
         group_of = {}
-        if engine.optimizer is not None:
-            group_of = {id(p): i for i, g in enumerate(engine.optimizer.param_groups) for p in g["params"]}
+        if engine.sharded_optimizer is not None:
+            group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
         return [
             ParameterRecord(
                 name=names[id(parameter)],
@@ -242,15 +242,17 @@ class Checkpoints:
         storage = open_storage(folder)
         comm = engine.axes.all
         is_checked = bool(self._settings.verify)
-        wanted = Wanted(is_strict, has_optimizer and not is_module_only and engine.optimizer is not None, is_checked)
+        wanted = Wanted(
+            is_strict, has_optimizer and not is_module_only and engine.sharded_optimizer is not None, is_checked
+        )
         holdings = holdings_of(self._engine)
         load = Load(comm, holdings, buffers_of(engine.module), wanted)
         names = names_of(engine.module)[0]
         groups: list[list[str]] = []
         optimizer = None
-        if engine.optimizer is not None:
-            groups = [[names[id(p)] for p in g["params"]] for g in engine.optimizer.param_groups]
-            optimizer = type(engine.optimizer.optimizer).__name__
+        if engine.sharded_optimizer is not None:
+            groups = [[names[id(p)] for p in g["params"]] for g in engine.sharded_optimizer.param_groups]
+            optimizer = type(engine.sharded_optimizer.optimizer).__name__
         folders = candidates(comm, storage, tag)
         for index, name in enumerate(folders):
             try:
@@ -276,8 +278,8 @@ class Checkpoints:
         else:
             load.apply(chosen, reader)
         if not is_module_only and custom_load_fn is None:
-            if wanted.has_optimizer and chosen.manifest.optimizer is not None and engine.optimizer is not None:
-                for group, values in zip(engine.optimizer.param_groups, trees["groups"], strict=True):
+            if wanted.has_optimizer and chosen.manifest.optimizer is not None and engine.sharded_optimizer is not None:
+                for group, values in zip(engine.sharded_optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
         for note in (*notes, *self._config_changes(chosen)):

@@ -15,6 +15,7 @@ from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
 from shoal.engine.checkpoints import Checkpoints
+from shoal.engine.deepspeed_face import DeepSpeedFace
 from shoal.engine.guard import ModelGuard
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
@@ -36,7 +37,7 @@ from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
 
 
-class Engine(nn.Module):
+class Engine(DeepSpeedFace):
     """A model that trains under one plan.
 
     Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
@@ -86,14 +87,20 @@ class Engine(nn.Module):
         self.micro_steps = 0
         self._micro_in_step = 0  # micro-batches since the last boundary
         self.skipped_steps = 0
-        self.optimizer: ShardedOptimizer | None = (
-            ShardedOptimizer(optimizer_step, self._step_now, self.zero_grad) if optimizer_step is not None else None
+        self.sharded_optimizer: ShardedOptimizer | None = (
+            ShardedOptimizer(
+                optimizer_step, self._step_now, self.zero_grad, sharded.offload if plan.zero.stage == 3 else None
+            )
+            if optimizer_step is not None
+            else None
         )
-        if self.optimizer is not None and loss_scale is not None:
-            self.optimizer.loss_scale = loss_scale.scale
+        if self.sharded_optimizer is not None and loss_scale is not None:
+            self.sharded_optimizer.loss_scale = loss_scale.scale
+            self.sharded_optimizer._status.is_dynamic = loss_scale.settings.is_dynamic
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.client_optimizer: Any = None
+        self.follows_deepspeed = False  # where DeepSpeed answers otherwise than Shoal would by itself, as DeepSpeed
         self.on_step: list[Callable[[Engine], None]] = []
         self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
         self.progress: Progress | None = None
@@ -137,15 +144,6 @@ class Engine(nn.Module):
     def device(self) -> torch.device:
         """Where this rank computes: inputs go there."""
         return self._device.torch_device
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("__"):
-                raise
-            return getattr(module, name)
 
     def train_batch_size(self) -> int:
         """Samples of one step, over all ranks."""
@@ -196,7 +194,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+        return [] if self.sharded_optimizer is None else [group["lr"] for group in self.sharded_optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm over all axes of the last step's gradients, before clipping; None before the first step."""
@@ -292,7 +290,7 @@ class Engine(nn.Module):
         of stage 3.
         """
         self._check_alive()
-        if self.optimizer is None:
+        if self.sharded_optimizer is None:
             raise UsageError(
                 "backward() needs an optimizer, and this engine was made without one.", code="no-optimizer"
             )
@@ -361,12 +359,15 @@ class Engine(nn.Module):
         self._check_alive()
         self.sharded.finish_backward()
         is_boundary = self.is_gradient_accumulation_boundary()
+        is_forced, num_losses = self._forced_boundary is not None, len(self._losses)
         if is_boundary:
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.micro_steps += 1
         self._micro_in_step = 0 if is_boundary else self._micro_in_step + 1
-        self.global_samples += self._micro_batch * self.dp_world_size
+        # Told from outside where a step ends, a client calls once for all the micro-batches of it.
+        num_micro = max(1, num_losses) if is_forced else 1
+        self.global_samples += num_micro * self._micro_batch * self.dp_world_size
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step whatever the count says."""
@@ -413,14 +414,14 @@ class Engine(nn.Module):
         finally:
             self._was_step_applied = is_applied
             self.skipped_steps += not is_applied
-            if self.optimizer is not None:
-                self.optimizer.overflow = not is_applied
+            if self.sharded_optimizer is not None:
+                self.sharded_optimizer.overflow = not is_applied
         if is_applied:
             self._update(view, unscale)
         if self._loss_scale is not None and not view.bad_loss_ranks:  # a bad loss is no overflow
             self._nonfinite.report_scale(self._loss_scale.update(not view.is_finite), self.global_steps)
-            if self.optimizer is not None:
-                self.optimizer.loss_scale = self._loss_scale.scale
+            if self.sharded_optimizer is not None:
+                self.sharded_optimizer.loss_scale = self._loss_scale.scale
         if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
@@ -571,13 +572,29 @@ class Engine(nn.Module):
         self._check_alive()
         return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
         """The model's whole values by name, on the host, on every rank. Every rank calls.
+
+        Args:
+            destination: a dict to put them in, which is then returned.
+            prefix: goes before each name.
+            keep_vars: DeepSpeed's; what comes out are copies always.
 
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._check_alive()
-        return self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters)
+        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters)
+        named = {f"{prefix}{name}": value for name, value in found.items()}
+        if destination is None:
+            return named
+        destination.update(named)
+        return destination
 
     def load_module_state_dict(
         self,
@@ -589,11 +606,15 @@ class Engine(nn.Module):
         """Set the model's values, and the master weights, from whole ones. Every rank calls with the same.
 
         Args:
+            state_dict: values by name, or a dict that has them under ``"module"``, as DeepSpeed's model files do.
             fetch_z3_params: DeepSpeed's; sharded parameters are set at any stage without it.
 
         Raises: CheckpointError: missing, unexpected or of another shape; all of them.
         """
         self._check_alive()
+        inner = state_dict.get("module")
+        if isinstance(inner, Mapping):
+            state_dict = inner
         self.weights.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
 
     # the rest

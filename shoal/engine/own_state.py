@@ -115,8 +115,8 @@ def restore(
         engine.lr_scheduler.load_state_dict(saved["schedule"])
     if saved.get("loss_scale") is not None and engine._loss_scale is not None:
         engine._loss_scale.load_state_dict(saved["loss_scale"])
-        if engine.optimizer is not None:
-            engine.optimizer.loss_scale = engine._loss_scale.scale
+        if engine.sharded_optimizer is not None:
+            engine.sharded_optimizer.loss_scale = engine._loss_scale.scale
     parts = _with_extra_state(engine.module)
     for part, value in (saved.get("extra_state") or {}).items():
         if part in parts:

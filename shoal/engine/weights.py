@@ -54,8 +54,11 @@ class Weights:
                     bucket.write_back()
         return result
 
-    def module_state_dict(self, *, exclude_frozen: bool) -> dict[str, Any]:
+    def module_state_dict(self, *, exclude_frozen: bool, is_kept: bool = True) -> dict[str, Any]:
         """Whole values by name, on the host, on every rank.
+
+        Args:
+            is_kept: False: this rank only takes part in gathering, and its values are of no use.
 
         Communicates: where parameters are sharded, an all_gather of each unit, in turn.
         Memory: the whole model on the host, and one unit on the device.
@@ -69,7 +72,7 @@ class Weights:
                 for bucket in unit.buckets:
                     if exclude_frozen and not any(p.requires_grad for p in bucket.parameters):
                         continue
-                    for parameter in bucket.parameters:
+                    for parameter in bucket.parameters if is_kept else ():
                         values[names[id(parameter)]] = parameter.detach().to("cpu", copy=True)
         found: dict[str, Any] = {}
         buffers = buffers_of(engine.module)

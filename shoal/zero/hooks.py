@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.zero.at_rest import AtRestHook, Notice
+from shoal.zero.hook_switch import Switch
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.unit import Unit
 
@@ -31,26 +32,31 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self.switch = Switch()
 
     def on_model(self, model: nn.Module, runtime: Runtime) -> None:
+        switch = self.switch
+
         def before(called: nn.Module, _args: Any) -> None:
-            if called is model:  # a copy of the model carries its hooks
+            if called is model and switch.is_on:  # a copy of the model carries its hooks
                 runtime.before_model()
 
         def after(called: nn.Module, _args: Any, output: Any) -> None:
-            if called is model:
+            if called is model and switch.is_on:
                 runtime.after_model(output)
 
         self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
         self._handles.append(model.register_forward_hook(torch.compiler.disable(after)))
 
     def on_unit(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
+        switch = self.switch
+
         def before(called: nn.Module, _args: Any) -> None:
-            if called is module:
+            if called is module and switch.is_on:
                 runtime.before_forward(unit)
 
         def after(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if called is module:
+            if called is module and switch.is_on:
                 runtime.after_forward(unit, (args, kwargs), output)
 
         # The user's own hooks find the module as its forward does: whole.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import OptimizerError
+from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.step import BucketState, ShardedStep
 
 
@@ -67,7 +68,39 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
         return id(parameter) in self._home and bool(self[parameter])  # type: ignore[index]
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class DeepSpeedOptimizer:
+    """The base of every optimizer that ``initialize`` returns, under DeepSpeed's name: clients ask ``isinstance``."""
+
+
+class StepStatus:
+    """What the last step did. One object, so that whoever copies the optimizer's attributes sees the same."""
+
+    def __init__(self) -> None:
+        self.overflow = False
+        self.loss_scale = 1.0
+        self.is_dynamic = False
+
+
+class LossScaler:
+    """A loss scale under the names of DeepSpeed's ``LossScaler``."""
+
+    def __init__(self, status: StepStatus) -> None:
+        self._status = status
+
+    @property
+    def cur_scale(self) -> float:
+        return self._status.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self._status.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self._status.is_dynamic
+
+
+class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer.
 
     ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's
@@ -75,20 +108,66 @@ class ShardedOptimizer(torch.optim.Optimizer):
     model's parameters. ``step()`` does what ``engine.step()`` does.
     """
 
-    def __init__(self, step: ShardedStep, engine_step: Callable[[], None], zero_grad: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        step: ShardedStep,
+        engine_step: Callable[[], None],
+        zero_grad: Callable[[], None],
+        offload: ParameterOffload | None = None,
+    ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
         self.sharded_step = step
         self._engine_step = engine_step
         self._zero_grad = zero_grad
         self._state = StateByParameter(step)
-        self.overflow = False
-        self.loss_scale = 1.0
+        self._status = StepStatus()
+        if offload is not None:
+            self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
+
+    @property
+    def overflow(self) -> bool:
+        """Was the last step left out because a gradient was not finite?"""
+        return self._status.overflow
+
+    @overflow.setter
+    def overflow(self, value: bool) -> None:
+        self._status.overflow = value
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by under fp16; 1 otherwise."""
+        return self._status.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._status.loss_scale = value
 
     @property
     def cur_scale(self) -> float:
         """DeepSpeed's name for ``loss_scale``."""
         return self.loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """DeepSpeed's view of the loss scale, to read."""
+        return LossScaler(self._status)
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Does the loss scale adapt itself?"""
+        return self._status.is_dynamic
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
+        pieces = [piece for state in self.sharded_step.states for piece in state.pieces]
+        return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 3."""
+        return self.single_partition_of_fp32_groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

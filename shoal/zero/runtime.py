@@ -22,6 +22,7 @@ from shoal.errors import CommError
 from shoal.memory.pool import Pool
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.external import eagerly, external_use
+from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, tensors_in
 from shoal.zero.partition import ROOT
 from shoal.zero.prefetch import UnitOrder
@@ -112,6 +113,7 @@ class ShardedModel:
         self._modules = modules
         self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
+        self.offload = ParameterOffload(model, self._hooks.switch)
         for unit in self._readers:
             for module in modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)
@@ -387,6 +389,11 @@ class ShardedModel:
             for unit in units:
                 unit.holds -= 1
                 unit.release()
+
+    def release_all(self) -> None:
+        """Release what is gathered and held by nobody. Between passes only."""
+        for unit in self.sharded:
+            unit.release()
 
     def recover(self) -> None:
         """After an exception:

@@ -1,0 +1,221 @@
+"""DeepSpeed's engine has a method for each key of the file: here they are a table, name -> path in the configuration.
+
+A name of DeepSpeed's engine that Shoal does not have is in a table too, so that it is an error, and never the
+attribute of the same name that the user's model may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.config import Config
+from shoal.engine.settings import DTYPES
+from shoal.errors import NotBuiltError
+
+PATHS = {
+    "memory_breakdown": "memory_breakdown",
+    "wall_clock_breakdown": "wall_clock_breakdown",
+    "dump_state": "dump_state",
+    "log_level": "log_level",
+    "steps_per_print": "steps_per_print",
+    "managed_gradient_accumulation": "managed_gradient_accumulation",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "gradient_predivide_factor": "gradient_predivide_factor",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "zero_reduce_scatter": "zero_optimization.reduce_scatter",
+    "zero_overlap_comm": "zero_optimization.overlap_comm",
+    "zero_sub_group_size": "zero_optimization.sub_group_size",
+    "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
+    "zero_allgather_partitions": "zero_optimization.allgather_partitions",
+    "zero_round_robin_gradients": "zero_optimization.round_robin_gradients",
+    "zero_contiguous_gradients": "zero_optimization.contiguous_gradients",
+    "zero_load_from_fp32_weights": "zero_optimization.load_from_fp32_weights",
+    "zero_elastic_checkpoint": "zero_optimization.elastic_checkpoint",
+    "zero_max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "zero_max_reuse_distance": "zero_optimization.stage3_max_reuse_distance",
+    "zero_prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_module_granularity_threshold": "zero_optimization.stage3_module_granularity_threshold",
+    "zero_param_persistence_threshold": "zero_optimization.stage3_param_persistence_threshold",
+    "zero_model_persistence_threshold": "zero_optimization.stage3_model_persistence_threshold",
+    "zero_gather_16bit_weights_on_model_save": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "zero_allgather_sequential": "zero_optimization.stage3_allgather_sequential",
+    "zero_legacy_stage1": "zero_optimization.legacy_stage1",
+    "zero_ignore_unused_parameters": "zero_optimization.ignore_unused_parameters",
+    "zero_save_muon_momentum_buffer_in_memory": "zero_optimization.save_muon_momentum_buffer_in_memory",
+    "zero_hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "zero_quantized_weights": "zero_optimization.zero_quantized_weights",
+    "zero_quantized_nontrainable_weights": "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients": "zero_optimization.zero_quantized_gradients",
+    "zero_log_trace_cache_warnings": "zero_optimization.log_trace_cache_warnings",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "zenflow_config": "zero_optimization.zenflow",
+    "fp16_enabled": "fp16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bfloat16_enabled": "bf16.enabled",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "flops_profiler_enabled": "flops_profiler.enabled",
+    "flops_profiler_recompute_fwd_factor": "flops_profiler.recompute_fwd_factor",
+    "flops_profiler_profile_step": "flops_profiler.profile_step",
+    "flops_profiler_module_depth": "flops_profiler.module_depth",
+    "flops_profiler_top_modules": "flops_profiler.top_modules",
+    "flops_profiler_detailed": "flops_profiler.detailed",
+    "flops_profiler_output_file": "flops_profiler.output_file",
+    "autotuning_enabled": "autotuning.enabled",
+    "autotuning_start_profile_step": "autotuning.start_profile_step",
+    "autotuning_end_profile_step": "autotuning.end_profile_step",
+    "autotuning_metric": "autotuning.metric",
+    "autotuning_metric_path": "autotuning.metric_path",
+    "tensor_parallel_config": "tensor_parallel",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "aio_config": "aio",
+    "checkpoint_serialization_enabled": "checkpoint.checkpoint_serialization",
+    "checkpoint_writer_enabled": "checkpoint.writer",
+    "is_deepcompile_enabled": "compile.deepcompile",
+    "is_deepcompile_active": "compile.deepcompile",
+    "data_efficiency_config": "data_efficiency",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "data_sampling_config": "data_efficiency.data_sampling",
+    "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
+    "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
+    "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "random_ltd_config": "data_efficiency.data_routing.random_ltd",
+    "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
+}
+
+
+def _dtype(name: str | None) -> Any:
+    return DTYPES[str(name).removeprefix("torch.")] if name is not None else None
+
+
+def _switched_on(section: Any) -> Any:
+    return section if section is not None and section.device != "none" else None
+
+
+def _is_offloaded(config: Config) -> bool:
+    return getattr(config.zero_optimization.offload_optimizer, "device", "none") == "cpu"
+
+
+DERIVED: dict[str, Callable[[Config], Any]] = {
+    "zero_optimization": lambda config: config.zero_optimization.stage > 0,
+    "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda config: config.zero_optimization.stage >= 3,
+    "is_first_weights_partition_group": lambda config: config.zero_optimization.stage >= 3,
+    "zero_offload_optimizer": lambda config: _switched_on(config.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda config: _switched_on(config.zero_optimization.offload_param),
+    "zero_cpu_offload": _is_offloaded,
+    "zero_use_cpu_optimizer": _is_offloaded,
+    "zero_partial_offload": lambda config: getattr(config.zero_optimization.offload_optimizer, "ratio", 1.0),
+    "super_offload": lambda config: bool(getattr(config.zero_optimization.offload_optimizer, "super_offload", False)),
+    "cpuadam_cores_perc": lambda config: getattr(config.zero_optimization.offload_optimizer, "cpuadam_cores_perc", 0.9),
+    "zero_nvme_offload_optimizer": lambda config: (
+        getattr(config.zero_optimization.offload_optimizer, "device", "none") == "nvme"
+    ),
+    "postscale_gradients": lambda config: not config.prescale_gradients,
+    "optimizer_params": lambda config: dict(config.optimizer.params) if config.optimizer is not None else None,
+    "optimizer_legacy_fusion": lambda config: config.optimizer is not None and bool(config.optimizer.legacy_fusion),
+    "scheduler_name": lambda config: config.scheduler.type if config.scheduler is not None else None,
+    "scheduler_params": lambda config: dict(config.scheduler.params) if config.scheduler is not None else None,
+    "dynamic_loss_scale": lambda config: bool(config.fp16.enabled) and float(config.fp16.loss_scale) == 0.0,
+    "initial_dynamic_scale": lambda config: 2.0 ** int(config.fp16.initial_scale_power),
+    "dynamic_loss_scale_args": lambda config: {
+        "init_scale": 2 ** int(config.fp16.initial_scale_power),
+        "scale_window": int(config.fp16.loss_scale_window),
+        "delayed_shift": int(config.fp16.hysteresis),
+        "consecutive_hysteresis": bool(config.fp16.consecutive_hysteresis),
+        "min_scale": float(config.fp16.min_loss_scale),
+    },
+    "torch_autocast_dtype": lambda config: _dtype(config.torch_autocast.dtype),
+    "get_data_types": lambda config: (
+        DTYPES["fp16"] if config.fp16.enabled else DTYPES["bf16"] if config.bf16.enabled else DTYPES["fp32"],
+        _dtype(config.data_types.grad_accum_dtype) or DTYPES["fp32"],
+    ),
+    "checkpoint_tag_validation_enabled": lambda config: config.checkpoint.tag_validation != "Ignore",
+    "checkpoint_tag_validation_fail": lambda config: config.checkpoint.tag_validation == "Fail",
+    "compile_zero_optimization_stage": lambda _config: False,
+    "compile_autosp": lambda _config: False,
+    "compile_autotp": lambda _config: False,
+    "uses_parallelization_pass_only": lambda _config: False,
+}
+
+_GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
+_CURRICULUM = "curriculum learning and the data pipeline are not built yet; feed the batches that you want"
+_SPARSE = "sparse gradients are not built yet; make the embedding with sparse=False"
+_DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
+_EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
+_MEASURED = "take engine.timers (with wall_clock_breakdown) or engine.memory_report()"
+NOT_HERE = {
+    "allreduce_bucket": _GRADIENTS,
+    "allreduce_and_copy": _GRADIENTS,
+    "allreduce_no_retain": _GRADIENTS,
+    "buffered_allreduce_fallback": _GRADIENTS,
+    "enable_backward_allreduce": _GRADIENTS,
+    "clip_fp32_gradients": "step() clips by gradient_clipping",
+    "sparse_allreduce": _SPARSE,
+    "sparse_allreduce_no_retain": _SPARSE,
+    "sparse_allreduce_bucket": _SPARSE,
+    "sparse_all_gather": _SPARSE,
+    "all_gather_scalar": _SPARSE,
+    "set_data_post_process_func": _CURRICULUM,
+    "set_custom_curriculum_learning_schedule": _CURRICULUM,
+    "random_ltd_initialize": _CURRICULUM,
+    "random_ltd_scheduler": _CURRICULUM,
+    "get_pld_theta": "progressive layer drop is not built; drop layers in the model",
+    "load_moe_state_dict": _EXPERTS,
+    "expert_parallel_group": _EXPERTS,
+    "expert_data_parallel_group": _EXPERTS,
+    "register_compile_pass": _DEEPCOMPILE,
+    "get_deepcompile_backend": _DEEPCOMPILE,
+    "get_deepspeed_compile_backend": _DEEPCOMPILE,
+    "get_autosp_backend": _DEEPCOMPILE,
+    "get_autotp_backend": _DEEPCOMPILE,
+    "get_compile_time": _DEEPCOMPILE,
+    "engine_timers": _MEASURED,
+    "engine_timers_cache": _MEASURED,
+    "get_wall_clock_timers": _MEASURED,
+    "tput_timer": _MEASURED,
+    "print_forward_breakdown": _MEASURED,
+    "autotuning_model_info": "autotuning is not built yet",
+    "autotuning_model_info_path": "autotuning is not built yet",
+    "autotuning_profile_model_info": "autotuning is not built yet",
+    "get_optimizer_configuration": "client_optimizer.defaults has them",
+    "swap_tensor_config": "zero_optimization.offload_* and aio in engine.config have it",
+    "torch_autocast_z0_gradscaler": "take engine.scale(loss) or engine.backward(loss)",
+}
+
+
+class AbsentError(NotBuiltError, AttributeError):
+    """A name of DeepSpeed's that Shoal does not have: ``hasattr`` says so, and using it says what to take instead."""
+
+
+def getter(name: str, config: Config) -> Callable[[], Any] | None:
+    """DeepSpeed's method of that name, which says what the configuration has; None: there is no such one."""
+    if name in DERIVED:
+        return lambda: DERIVED[name](config)
+    if name in PATHS:
+        return lambda: _at(config, PATHS[name])
+    return None
+
+
+def refuse(name: str) -> None:
+    """Raises: AbsentError: DeepSpeed's engine has the name, and Shoal's does not."""
+    if name in NOT_HERE:
+        raise AbsentError(f"DeepSpeed's engine.{name} is not here.", do=f"{NOT_HERE[name]}.", code="engine-absent")
+
+
+def _at(config: Config, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        if value is None:
+            return None
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,68 @@
+"""Switches the hooks that gather and release units off and on again, under the names that DeepSpeed's clients know.
+
+TRL takes ZeRO-3's hooks off around ``generate``, while it holds all parameters gathered:
+
+    for hook in offload.forward_hooks: hook.remove()
+    offload.forward_hooks = []
+    ...
+    offload._register_deepspeed_module(offload.module)
+
+Here the hooks stay where they are; what the client removes is a handle that switches them off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class Switch:
+    """Do the hooks act?"""
+
+    def __init__(self) -> None:
+        self.is_on = True
+
+
+class Handle:
+    """Stands for all hooks of a model: ``remove()`` switches them off."""
+
+    def __init__(self, switch: Switch) -> None:
+        self._switch = switch
+
+    def remove(self) -> None:
+        self._switch.is_on = False
+
+
+class Coordinator:
+    """DeepSpeed's record of the order in which parameters are used. Shoal's mends itself."""
+
+    def is_invalid_trace(self) -> bool:
+        return True
+
+    def _invalidate_trace(self) -> None:
+        return
+
+
+class ParameterOffload:
+    """What DeepSpeed calls ``DeepSpeedZeRoOffload``.
+
+    Args:
+        module: the model whose hooks ``switch`` is for.
+    """
+
+    def __init__(self, module: nn.Module, switch: Switch) -> None:
+        self.module = module
+        self._switch = switch
+        self.param_coordinator = Coordinator()
+        self.forward_hooks: list[Any] = [Handle(switch)]
+        self.backward_hooks: list[Any] = [Handle(switch)]
+
+    def get_param_coordinator(self) -> Coordinator:
+        return self.param_coordinator
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        """The hooks act again."""
+        self._switch.is_on = True
+        self.forward_hooks = [Handle(self._switch)]
+        self.backward_hooks = [Handle(self._switch)]

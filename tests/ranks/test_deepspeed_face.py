@@ -1,0 +1,322 @@
+"""What DeepSpeed's clients ask of the engine and of the optimizer, beside training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.engine.getters import DERIVED, NOT_HERE, PATHS
+from shoal.errors import NotBuiltError, UsageError
+from shoal.zero.optimizer import DeepSpeedOptimizer
+from tests.ranks.models import Plain
+from tests.ranks.training import STAGES, adamw, batch, config, make, sgd, start, start_with
+
+
+def alone(stage: int, **sections: Any) -> shoal.Engine:
+    return start(Plain, config(stage, **sections), adamw)
+
+
+def test_every_getter_of_the_table_answers() -> None:
+    engine = alone(2)
+    values = {name: getattr(engine, name)() for name in {**PATHS, **DERIVED}}
+    assert len(values) > 100
+    assert values["zero_optimization"] is True
+    assert values["zero_optimization_partition_gradients"] is True
+    assert values["zero_optimization_partition_weights"] is False
+    assert values["fp16_enabled"] is False
+    assert values["zero_gather_16bit_weights_on_model_save"] is False
+    assert values["zero_offload_optimizer"] is None
+    assert values["zero_cpu_offload"] is False
+    assert values["get_data_types"] == (torch.float32, torch.float32)
+    assert values["scheduler_name"] is None
+    engine.destroy()
+
+
+def test_getters_say_what_the_file_says() -> None:
+    engine = alone(
+        3,
+        bf16={"enabled": True},
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+        zero_optimization={
+            "stage3_gather_16bit_weights_on_model_save": True,
+            "offload_optimizer": {"device": "cpu"},
+            "stage3_max_live_parameters": 5e8,
+        },
+    )
+    assert engine.zero_gather_16bit_weights_on_model_save() is True
+    assert engine.bfloat16_enabled() is True
+    assert engine.zero_cpu_offload() is True
+    assert engine.zero_offload_optimizer().device == "cpu"
+    assert engine.zero_max_live_parameters() == 500_000_000
+    assert engine.scheduler_name() == "WarmupLR"
+    assert engine.scheduler_params()["warmup_num_steps"] == 5
+    assert engine.optimizer_name() == "AdamW"
+    assert engine.get_batch_info() == (2, 2, 1)
+    assert engine.get_mom() == [(0.9, 0.999)]
+    assert engine.get_type() == [0.0]
+    assert engine.config["bf16"] == {"enabled": True}
+    engine.destroy()
+
+
+@pytest.mark.parametrize("name", sorted(NOT_HERE))
+def test_a_name_of_deepspeeds_engine_that_is_not_here_is_an_error_by_name(name: str) -> None:
+    model = make(Plain)
+    model.__dict__[name] = "the model's own"
+    engine = start_with(model, config(0), adamw)
+    assert not hasattr(engine, name)
+    with pytest.raises(NotBuiltError, match=rf"engine\.{name} is not here"):
+        getattr(engine, name)
+    engine.destroy()
+
+
+def test_other_names_are_the_models() -> None:
+    model = make(Plain)
+    model.__dict__["generate"] = lambda: "tokens"
+    engine = start_with(model, config(0), adamw)
+    assert engine.generate() == "tokens"
+    assert engine.mpu is None
+    assert engine.mp_world_size == 1
+    assert engine.num_experts == []
+    assert engine.dp_world_size == engine.seq_dp_world_size == 1
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = engine.nothing
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_consolidated_weights_are_on_rank_0_alone(stage: int) -> None:
+    def gather() -> None:
+        engine = start(Plain, config(stage), adamw)
+        found = engine._zero3_consolidated_16bit_state_dict()
+        other = engine._consolidated_16bit_state_dict()
+        expected = make(Plain).state_dict()
+        if current_world().rank == 0:
+            assert found is not None
+            assert other is not None
+            assert sorted(found) == sorted(other) == sorted(expected)
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+        else:
+            assert found is None
+            assert other is None
+        engine.destroy()
+
+    run_ranks(2, gather)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_engine_without_an_optimizer_evaluates_and_refuses_to_train(stage: int) -> None:
+    model = make(Plain)
+    inputs, targets = batch(0, 0, 1)
+    expected = copy.deepcopy(model)(inputs, targets)
+
+    def evaluate() -> None:
+        engine, optimizer, loader, schedule = shoal.initialize(
+            model=copy.deepcopy(model),
+            config=config(stage, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}),
+        )
+        assert (optimizer, loader, schedule) == (None, None, None)
+        engine.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(engine(inputs, targets), expected)
+        with pytest.raises(UsageError, match="needs an optimizer"):
+            engine.backward(engine(inputs, targets))
+        assert not hasattr(engine, "param_groups")
+        engine.follows_deepspeed = True
+        assert (engine.optimizer is engine.parameter_offload) == (stage == 3)
+        engine.destroy()
+
+    run_ranks(2, evaluate)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_is_initialized_again_after_its_engine_was_destroyed(stage: int) -> None:
+    model = make(Plain)
+
+    def twice() -> None:
+        rank = current_world().rank
+        mine = copy.deepcopy(model)
+        first = start_with(mine, config(stage), sgd)
+        first.backward(first(*batch(0, rank, 2)))
+        first.step()
+        first.destroy()
+        second = start_with(mine, config(stage), sgd)
+        second.backward(second(*batch(1, rank, 2)))
+        second.step()
+        once = start_with(copy.deepcopy(model), config(stage), sgd)
+        once.backward(once(*batch(0, rank, 2)))
+        once.step()
+        before = once.module_state_dict()
+        second.destroy()
+        once.destroy()
+        third = start_with(copy.deepcopy(model), config(stage), sgd)
+        third.load_module_state_dict({"module": before})
+        third.backward(third(*batch(1, rank, 2)))
+        third.step()
+        for name, value in third.module_state_dict(prefix="x.").items():
+            torch.testing.assert_close(mine.state_dict()[name.removeprefix("x.")], value)
+        third.destroy()
+
+    run_ranks(2, twice)
+
+
+def remove_hooks(engine: shoal.Engine) -> None:
+    """As TRL does it around ``generate``."""
+    offload = engine.optimizer.parameter_offload
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        hook.remove()
+    offload.forward_hooks = []
+    offload.backward_hooks = []
+
+
+def add_hooks(engine: shoal.Engine) -> None:
+    offload = engine.optimizer.parameter_offload
+    if not offload.param_coordinator.is_invalid_trace():
+        offload.param_coordinator._invalidate_trace()
+    offload._register_deepspeed_module(offload.module)
+
+
+def test_hooks_that_a_client_removes_and_adds_again_do_not_act_between() -> None:
+    def train() -> None:
+        rank = current_world().rank
+        engine = start(Plain, config(3), adamw)
+        plain = start(Plain, config(3), adamw)
+        recorder = engine.world.recorder
+        for index in range(2):
+            with shoal.zero.GatheredParameters(list(engine.module.parameters())):
+                with recorder.recording() as entries:
+                    remove_hooks(engine)
+                    with torch.no_grad():
+                        for _ in range(3):
+                            engine.module(*batch(7, rank, 2))
+                    add_hooks(engine)
+                assert list(entries) == []
+            for each in (engine, plain):
+                each.backward(each(*batch(index, rank, 2)))
+                each.step()
+        theirs = plain.module_state_dict()
+        assert all(torch.equal(value, theirs[name]) for name, value in engine.module_state_dict().items())
+        engine.destroy()
+        plain.destroy()
+
+    run_ranks(2, train)
+
+
+def test_only_stage_3_has_hooks_to_remove() -> None:
+    for stage in STAGES:
+        engine = alone(stage)
+        assert hasattr(engine.optimizer, "parameter_offload") == (stage == 3)
+        engine.destroy()
+
+
+class Wrapper:
+    """As Lightning wraps an optimizer: a class made of itself and the optimizer's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", (Wrapper, type(optimizer)), {})
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+def test_a_class_made_of_the_optimizers_sees_what_the_optimizer_sees() -> None:
+    engine = alone(2, fp16={"enabled": True, "initial_scale_power": 4})
+    wrapper: Any = Wrapper(engine.optimizer)
+    assert isinstance(wrapper, torch.optim.Optimizer)
+    assert isinstance(wrapper, DeepSpeedOptimizer)
+    assert wrapper.param_groups is engine.optimizer.param_groups
+    assert wrapper.defaults["lr"] == 1e-2
+    assert wrapper.overflow is False
+    engine.optimizer.overflow = True
+    assert wrapper.overflow is True
+    assert wrapper.loss_scale == wrapper.cur_scale == wrapper.loss_scaler.cur_scale == 16.0
+    assert wrapper.dynamic_loss_scale is True
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_ranks_master_weights_together_are_all_of_them(stage: int) -> None:
+    total = sum(p.numel() for p in make(Plain).parameters())
+
+    def count() -> int:
+        engine = start(Plain, config(stage, bf16={"enabled": True}), adamw)
+        pieces = engine.optimizer.single_partition_of_fp32_groups
+        assert all(piece.dtype == torch.float32 and piece.dim() == 1 for piece in pieces)
+        assert len(engine.optimizer.fp32_partitioned_groups_flat) == len(pieces)
+        found = sum(piece.numel() for piece in pieces)
+        engine.destroy()
+        return found
+
+    held = run_ranks(2, count)
+    assert sum(held) >= total if stage else all(each >= total for each in held)
+
+
+def test_state_dicts_that_are_loaded_leave_the_groups_the_dicts_that_they_were() -> None:
+    engine = alone(2)
+    groups = list(engine.optimizer.param_groups)
+    engine.backward(engine(*batch(0, 0, 1)))
+    engine.step()
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.25
+    engine.optimizer.load_state_dict(saved)
+    assert all(a is b for a, b in zip(groups, engine.optimizer.param_groups, strict=True))
+    assert engine.get_lr() == [0.25]
+    assert engine.param_groups is engine.optimizer.param_groups
+    assert set(engine.state[engine.module.head.weight]) == {"step", "exp_avg", "exp_avg_sq"}
+    engine.destroy()
+
+
+def test_compiling_is_in_place() -> None:
+    engine = alone(1)
+    assert engine.is_compiled is False
+    engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+    assert engine.is_compiled is True
+    with pytest.raises(NotBuiltError, match="DeepCompile"):
+        engine.compile(schedule=[(0, [])])
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_several_backward_passes_in_one_block_are_reduced_once(stage: int) -> None:
+    model = make(Plain)
+
+    def train() -> None:
+        rank = current_world().rank
+        one = start_with(copy.deepcopy(model), config(stage), sgd)
+        other = start_with(copy.deepcopy(model), config(stage), sgd)
+        for engine in (one, other):
+            engine.set_gradient_accumulation_boundary(True)
+        with one.coalesce_grad_reduction():
+            for index in range(3):
+                one.backward(one(*batch(index, rank, 2)))
+        for index in range(3):
+            other.backward(other(*batch(index, rank, 2)))
+        for engine in (one, other):
+            engine.allreduce_gradients()
+            engine.step()
+            engine.empty_partition_cache()
+        theirs = other.module_state_dict()
+        for name, value in one.module_state_dict().items():
+            torch.testing.assert_close(value, theirs[name])
+        one.destroy()
+        other.destroy()
+
+    run_ranks(2, train)
+
+
+def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
+    engine = alone(0)
+    assert isinstance(engine, nn.Module)
+    assert all(name.startswith("module.") for name in engine.state_dict())
+    engine.destroy()

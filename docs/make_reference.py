@@ -49,6 +49,7 @@ ENGINE_INSIDE = {
     "access",
     "checkpoints",
     "weights",
+    "moving",
     "recompute",
     "recomputed",
     "owns_recompute",

@@ -81,6 +81,12 @@ class Device:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
 
+    def give_cache_back(self) -> None:
+        """Give the memory that the allocator keeps for later, and nothing uses, back to the driver."""
+        if self.is_cuda:
+            with torch.cuda.device(self.torch_device):
+                torch.cuda.empty_cache()
+
     def use(self) -> AbstractContextManager[object]:
         """Make this the current device inside the block."""
         return torch.cuda.device(self.torch_device) if self.is_cuda else nullcontext()

@@ -18,6 +18,7 @@ from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.deepspeed_face import DeepSpeedFace
 from shoal.engine.guard import ModelGuard
 from shoal.engine.log import say_on_rank_0
+from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
@@ -109,6 +110,7 @@ class Engine(DeepSpeedFace):
         self.recomputed: RecomputedBlocks | None = None  # modules that the config has recomputed
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
+        self.moving = Moving(self)
         self.access = Access(sharded, self._states, optimizer_step, self._unscale)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
@@ -218,6 +220,7 @@ class Engine(DeepSpeedFace):
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
         """
         self._check_alive()
+        self.moving.require("forward()")
         self._guard.check()
         if self.plan.input_dtype is not None:
             args, kwargs = _cast(args, self.plan.input_dtype), _cast(kwargs, self.plan.input_dtype)
@@ -290,6 +293,7 @@ class Engine(DeepSpeedFace):
         of stage 3.
         """
         self._check_alive()
+        self.moving.require("backward()")
         if self.sharded_optimizer is None:
             raise UsageError(
                 "backward() needs an optimizer, and this engine was made without one.", code="no-optimizer"
@@ -315,6 +319,7 @@ class Engine(DeepSpeedFace):
 
     def _on_backward(self) -> None:
         """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``."""
+        self.moving.require("backward()")
         self._has_backward = True
         self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
 
@@ -357,6 +362,7 @@ class Engine(DeepSpeedFace):
         Communicates: stages 1 and 2: an all_gather of every parameter (Psi bytes); norm and flags: 32 bytes.
         """
         self._check_alive()
+        self.moving.require("step()")
         self.sharded.finish_backward()
         is_boundary = self.is_gradient_accumulation_boundary()
         is_forced, num_losses = self._forced_boundary is not None, len(self._losses)
@@ -546,6 +552,7 @@ class Engine(DeepSpeedFace):
         Memory: one block of 4 MiB on the host.
         """
         self._check_alive()
+        self.moving.require("loading")
         return self.checkpoints.load(
             load_dir,
             tag,
@@ -612,6 +619,7 @@ class Engine(DeepSpeedFace):
         Raises: CheckpointError: missing, unexpected or of another shape; all of them.
         """
         self._check_alive()
+        self.moving.require("loading")
         inner = state_dict.get("module")
         if isinstance(inner, Mapping):
             state_dict = inner
@@ -633,7 +641,54 @@ class Engine(DeepSpeedFace):
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, beside what the allocator says."""
         saved = {} if self.recompute is None else self.recompute.saved_bytes_by_tier()
-        return account(self.sharded, self._states, self._optimizer_step, self._device, saved)
+        moved = self.moving.ledger_kinds
+        return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)
+
+    # states that leave the device for a while
+
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory until ``reload_states()``. Every rank calls, between two passes.
+
+        Meanwhile ``save_checkpoint``, ``module_state_dict`` and the safe accessors work, those of gradients excepted;
+        what needs a state that is away raises.
+
+        Args:
+            include: of ``optim_states``, ``hp_params`` (master weights), ``lp_params`` (the model's parameters),
+                ``lp_grads``, ``contiguous_grad_buffer`` (buffers of communication and casts, given back, not copied):
+                strings, or members of DeepSpeed's enum; None: all. What rests on host or disk already stays. Master
+                weights that are the parameters' own memory move with ``lp_params``.
+            device: ``cpu``.
+            pin_memory: page-lock that memory, where the system allows it.
+            non_blocking: no effect: copies are queued together, and the call returns when the device's memory is free.
+
+        Raises: UsageError: inside a pass, while a unit is gathered, or names that there are not. OutOfMemoryError: the
+            host has too little memory; nothing was moved.
+        Communicates: nothing; waits until no peer reads what leaves.
+        """
+        self._check_alive()
+        self.moving.offload(include, device, is_pinned=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo ``offload_states``: every bit is as it was. Nothing where nothing is away.
+
+        Args:
+            non_blocking: return while copies are under way; the device's later work waits for them.
+
+        Raises: OutOfMemoryError: the device has too little memory; call it again when it has.
+        """
+        self._check_alive()
+        self.moving.reload(is_blocking=not non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Between two passes: release gathered parameters that nobody holds, and the allocator's unused memory."""
+        self._check_alive()
+        self.moving.empty_cache()
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

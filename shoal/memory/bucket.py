@@ -73,6 +73,7 @@ class ParameterBucket:
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self.stand_ins = [stand_in(slot.shape, dtype, device) for slot in layout.slots] if is_sharded else []
         self.is_shard_apart = is_sharded and host is not None
+        self.is_moved = False  # for a while, by ``move_to_host``
         if not is_sharded:
             self.shard = self.full[begin:end]
         else:
@@ -129,6 +130,39 @@ class ParameterBucket:
             parameter.data = substitute
         self._storage.resize_(0)
         self.is_full = False
+
+    def move_to_host(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        """Rest in other memory for a while; the bucket is at rest and no peer reads it. Communicates nothing.
+
+        Gathering works from there. Parameters that rest whole become views of that memory.
+
+        Args:
+            empty: makes it.
+        """
+        self._secondary = None  # made anew by the next forward pass
+        if self.is_sharded:
+            self.shard = empty(self.shard.numel(), self.dtype).copy_(self.shard, non_blocking=True)
+            self.is_shard_apart = True
+        else:
+            self._replace_full(empty(self.full.numel(), self.dtype))
+        self.is_moved = True
+
+    def move_to_device(self, device: torch.device) -> None:
+        """Undo ``move_to_host``."""
+        if self.is_sharded:
+            shard = self.comm.empty(self.shard.numel(), self.dtype, device)
+            self.shard = shard.copy_(self.shard, non_blocking=True)
+            self.is_shard_apart = False
+        else:
+            self._replace_full(self.comm.empty(self.full.numel(), self.dtype, device))
+        self.is_moved = False
+
+    def _replace_full(self, full: torch.Tensor) -> None:
+        self.full = full.copy_(self.full, non_blocking=True)
+        self._storage = full.untyped_storage()
+        self.views = [full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
+        self.shard = full[self.begin : self.end]
+        self.adopt()
 
     def write_back(self) -> None:
         """Copy this rank's range of a full bucket into its shard, after the parameters were changed in place."""

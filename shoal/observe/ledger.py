@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,17 +147,19 @@ def account(
     step: ShardedStep | None,
     device: Device,
     saved: Mapping[Tier, int] | None = None,
+    moved: Collection[str] = (),
 ) -> Ledger:
     """Read the ledger off the live engine. Communicates nothing.
 
     Args:
         saved: bytes that recomputed segments hold now, by tier.
+        moved: kinds that left the device for host memory (``offload_states``).
     """
     entries: list[Entry] = []
     numel = 0
     for unit in sharded.units:
         row = unit.row
-        tier = row.parameter_tier.value
+        tier = _tier(row.parameter_tier, "parameter", moved)
         for bucket in unit.buckets:
             numel += bucket.layout.parameter_numel
             size = _itemsize(bucket.dtype)
@@ -167,27 +169,38 @@ def account(
             )
             if bucket.is_sharded and bucket.is_full:
                 whole = bucket.layout.numel * size
-                entries.append(Entry(unit.name, "gathered", tier, whole, whole))
+                entries.append(Entry(unit.name, "gathered", Tier.DEVICE.value, whole, whole))
             if bucket.nbytes_secondary:
-                entries.append(Entry(unit.name, "gathered", tier, bucket.nbytes_secondary, bucket.nbytes_secondary))
+                entries.append(
+                    Entry(unit.name, "gathered", Tier.DEVICE.value, bucket.nbytes_secondary, bucket.nbytes_secondary)
+                )
     for state in states:
         row, layout = state.unit.row, state.bucket.layout
         gradient_shards = layout.num_shards if row.gradient_between.inner is Kind.SHARD else 1
         formula = layout.numel * _itemsize(state.gradient.dtype) // gradient_shards
-        entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, state.gradient.nbytes, formula))
+        held = state.gradient.nbytes
+        if "gradient" in moved:
+            held = formula = state.gradient.nbytes_moved
+        gradient_tier = _tier(row.gradient_tier, "gradient", moved)
+        entries.append(Entry(state.unit.name, "gradient", gradient_tier, held, formula))
         owned = layout.numel // (layout.num_shards if row.state.inner is Kind.SHARD else 1)
         stepped = _stepped_numel(state)
         if state.has_own_master:
             held = state.master.numel() * state.master.element_size()
             entries.append(
-                Entry(state.unit.name, "master", row.state_tier.value, held, owned * _itemsize(state.master.dtype))
+                Entry(
+                    state.unit.name,
+                    "master",
+                    _tier(row.state_tier, "master", moved),
+                    held,
+                    owned * _itemsize(state.master.dtype),
+                )
             )
         if step is not None:
             held, count, size = _optimizer_bytes(state, step)
             if held:
-                entries.append(
-                    Entry(state.unit.name, "optimizer state", row.state_tier.value, held, stepped * count * size)
-                )
+                tier = _tier(row.state_tier, "optimizer state", moved)
+                entries.append(Entry(state.unit.name, "optimizer state", tier, held, stepped * count * size))
         if state.gradient.nbytes_held:
             held = state.gradient.nbytes_held
             entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
@@ -205,6 +218,10 @@ def account(
         if nbytes:
             entries.append(Entry("(all)", "saved activations", place.value, nbytes, nbytes))
     return Ledger(tuple(entries), numel, device.memory())
+
+
+def _tier(rests: Tier, kind: str, moved: Collection[str]) -> str:
+    return (Tier.HOST if rests is Tier.DEVICE and kind in moved else rests).value
 
 
 def _communicators(sharded: ShardedModel, states: Sequence[BucketState]) -> list[Communicator]:

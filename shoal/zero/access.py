@@ -133,6 +133,12 @@ class Access:
 
     def _has_gradient(self, state: BucketState) -> bool:
         self._sharded.finish_backward()
+        if state.gradient.is_moved:
+            raise UsageError(
+                "the gradients are in host memory since offload_states().",
+                do="call engine.reload_states() first.",
+                code="states-away",
+            )
         if state.is_native:
             return any(parameter.grad is not None for parameter in state.gradient.parameters)
         return state.gradient.state.value != "NONE"

@@ -111,6 +111,7 @@ class BucketGradient:
         self._work: Work | None = None
         self._reader: Work | None = None  # the last collective that peers read the accumulator for
         self._after: Callable[[], None] | None = None
+        self._moved: dict[str, Any] | None = None  # what ``export`` gave, while it rests elsewhere
 
     # memory
 
@@ -357,6 +358,7 @@ class BucketGradient:
         self.state = GradientState.NONE
         self.touched = bytearray(len(self.parameters))
         self._work, self._after = None, None
+        self._moved = None
         self._drop_held()
 
     def _drop_held(self) -> None:
@@ -366,6 +368,8 @@ class BucketGradient:
 
     def export(self) -> dict[str, Any] | None:
         """What is open between two passes, as nested values with tensors; None: nothing is."""
+        if self._moved is not None:
+            return self._moved
         gradients = {str(i): p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
         if self.state is GradientState.NONE and self._held is None and not gradients:
             return None
@@ -394,6 +398,47 @@ class BucketGradient:
             value = saved["gradients"].get(str(index))
             parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
 
+    # elsewhere for a while
+
+    @property
+    def is_moved(self) -> bool:
+        """Does a gradient of the step under way rest elsewhere?"""
+        return self._moved is not None
+
+    @property
+    def nbytes_moved(self) -> int:
+        """Bytes that rest elsewhere."""
+        return sum(tensor.nbytes for tensor in _tensors_in(self._moved))
+
+    def open_tensors(self) -> list[torch.Tensor]:
+        """The tensors of a gradient that a step under way has so far."""
+        return _tensors_in(self.export())
+
+    def move_to_host(self, to_host: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Give the device's memory back; what is open is kept where ``to_host`` copies it. No peer may read it now."""
+        saved = self.export()
+        copied = None if saved is None else _copied(saved, to_host)
+        self.free()
+        self._moved = copied
+
+    def move_to_device(self) -> None:
+        """Undo ``move_to_host``."""
+        if self._moved is not None:
+            self.restore(self._moved)
+
     def free(self) -> None:
         self.reset()
+        self._reader = None
         self._accumulator, self._views = None, []
+
+
+def _copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return copy(value)
+    return {key: _copied(item, copy) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for item in value.values() for tensor in _tensors_in(item)] if isinstance(value, dict) else []

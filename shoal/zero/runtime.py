@@ -287,6 +287,7 @@ class ShardedModel:
             if self._outermost is None:
                 self._outermost = backward_pass()
             return
+        self._on_backward()  # first, since it may refuse
         self.in_pass = True
         self._outermost = backward_pass()
         self._recomputed.clear()
@@ -296,7 +297,6 @@ class ShardedModel:
         self._creates_graph = creates_graph or (is_in_graph and torch.is_grad_enabled())
         self._is_kept |= self._creates_graph
         self._interrupted = [unit for running in self._running for unit in (running, *running.externals)]
-        self._on_backward()
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
 
@@ -375,6 +375,15 @@ class ShardedModel:
                     raise  # else the first error counts: this gather can never end
 
     # other callers
+
+    def release_all(self) -> None:
+        """Between two passes: release every unit that nobody holds, prefetched or kept for later. Communicates nothing.
+
+        What a coming pass through a graph with ``create_graph`` needs stays.
+        """
+        if not self._is_kept:
+            for unit in self.sharded:
+                unit.release()
 
     @contextmanager
     def gathered(self, units: Sequence[Unit]) -> Iterator[None]:

@@ -119,6 +119,10 @@ class ShardedStep:
         """Bytes of casts in flight, on the tier that updates."""
         return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
 
+    def drop_scratch(self) -> None:
+        """Give that memory back until the next step."""
+        self._scratch = None
+
     @property
     def is_whole_tensor(self) -> bool:
         """Does the optimizer need whole parameters (LAMB, Muon)?"""

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.comm.world import process_group
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
-from shoal.errors import NotBuiltError, UsageError
+from shoal.errors import NotBuiltError
 from shoal.observe.monitor import Monitor
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
@@ -248,17 +248,6 @@ class DeepSpeedFace(nn.Module):
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """The old name of ``save_16bit_model``, with the file name of its time."""
         return self.save_16bit_model(save_dir, save_filename, False)
-
-    def empty_partition_cache(self) -> None:
-        """Release parameters that are still gathered. Raises: UsageError: in the middle of a backward pass."""
-        self._check_alive()
-        if self.sharded.in_pass:
-            raise UsageError(
-                "empty_partition_cache() was called during a backward pass, which reads what it would free.",
-                do="call it between steps.",
-                code="cache-mid-backward",
-            )
-        self.sharded.release_all()
 
     # compiling
 

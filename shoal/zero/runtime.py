@@ -399,11 +399,6 @@ class ShardedModel:
                 unit.holds -= 1
                 unit.release()
 
-    def release_all(self) -> None:
-        """Release what is gathered and held by nobody. Between passes only."""
-        for unit in self.sharded:
-            unit.release()
-
     def recover(self) -> None:
         """After an exception:
 

@@ -1,0 +1,1 @@
+"""Scripts that clients of DeepSpeed run: the same file under DeepSpeed and under Shoal."""

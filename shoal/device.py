@@ -5,13 +5,17 @@ streams, memory counters, scalar reads. Nothing above this floor names ``torch.c
 
 from __future__ import annotations
 
+import logging
 import resource
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+
+logger = logging.getLogger("shoal")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -46,18 +50,6 @@ class MemoryReading:
     allocated: int
     peak: int
     source: str
-
-
-class Moment:
-    """A moment on a device's stream."""
-
-    def __init__(self, event: torch.cuda.Event | None) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Order: blocks the host."""
-        if self._event is not None:
-            self._event.synchronize()
 
 
 class Device:
@@ -103,18 +95,6 @@ class Device:
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Host memory that copies from this device reach fast (pinned). Shape: [nbytes], uint8."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_cuda)
-
-    def mark(self) -> Moment:
-        """A moment in what this device has been told to do so far; ``wait()`` blocks the host until it has passed."""
-        if not self.is_cuda:
-            return Moment(None)
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return Moment(event)
-
     def generator_states(self) -> dict[str, torch.Tensor]:
         """The states of this device's generators, beside the CPU's. Each 1-D, uint8."""
         return {"cuda": torch.cuda.get_rng_state(self.torch_device)} if self.is_cuda else {}
@@ -138,8 +118,26 @@ def finish_copies() -> None:
 
 
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = True) -> torch.Tensor:
-    """Host memory that copies to and from ``device`` reach fast. Shape: [numel]."""
-    return torch.empty(numel, dtype=dtype, pin_memory=is_pinned and device.type == "cuda")
+    """Host memory that copies to and from ``device`` reach fast. Shape: [numel].
+
+    Where the system refuses to page-lock so much, one line says so and the memory is an ordinary one.
+    """
+    if not is_pinned or device.type != "cuda":
+        return torch.empty(numel, dtype=dtype)
+    try:
+        return torch.empty(numel, dtype=dtype, pin_memory=True)
+    except RuntimeError as error:
+        _warn_unpinned(str(error).strip().splitlines()[0])
+        return torch.empty(numel, dtype=dtype)
+
+
+@cache
+def _warn_unpinned(reason: str) -> None:
+    logger.warning(
+        "host memory could not be page-locked, so copies to and from the accelerator block the host and are slower: %s."
+        ' Raise the limit of locked memory (ulimit -l), or set "pin_memory": false.',
+        reason,
+    )
 
 
 def in_backward() -> bool:

@@ -40,7 +40,7 @@ class OffloadOptimizer(Section):
     pipeline_write: bool = key(False, "write the last tile while this one is updated")
     fast_init: bool = key(False, "make the files at start-up in a faster way")
     ratio: float = key(1.0, "share of the state that is updated on the host; the rest stays on the device", ge=0, le=1)
-    super_offload: bool = key(False, "the path for machines whose CPU and GPU share fast memory")
+    super_offload: bool = key(False, "begin updates on the host in the backward pass; host memory for the state twice")
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 

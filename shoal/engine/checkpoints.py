@@ -19,6 +19,7 @@ from shoal.checkpoint.manifest import MODEL, ParameterRecord, versions
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import open_storage
+from shoal.device import host_empty
 from shoal.engine import own_state
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.weights import holdings_of
@@ -127,7 +128,7 @@ class Checkpoints:
         """One buffer for all snapshots: asking the system for its pages costs more than the copy."""
         if self._host is None or self._host.numel() < nbytes:
             self._host = None
-            self._host = self._engine._device.host_memory(nbytes)
+            self._host = host_empty(nbytes, torch.uint8, self._engine.device)
         return self._host
 
     def _state(self, holdings: Holdings, client_state: Any, *, exclude_frozen: bool) -> State:

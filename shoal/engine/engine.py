@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from shoal.zero.agree import Agreement, agree, refuse_unused
 from shoal.zero.build import Axes
 from shoal.zero.gradient import GradientState
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.reducer import UnitGradient
 from shoal.zero.registry import OWNERS
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
@@ -71,6 +72,8 @@ class Engine(DeepSpeedFace):
         self._optimizer_step = optimizer_step
         self._loss_scale = loss_scale
         self._guard = ModelGuard(module, sharded)
+        if optimizer_step is not None and optimizer_step.lane is not None:
+            sharded.reducer.on_reduced = self._on_reduced
         self._accumulation_steps = config.gradient_accumulation_steps
         self._micro_batch = config.train_micro_batch_size_per_gpu
         self._forced_boundary: bool | None = None
@@ -249,6 +252,9 @@ class Engine(DeepSpeedFace):
             raise
 
     def _after_failure(self) -> None:
+        if self._optimizer_step is not None:
+            with suppress(Exception):  # the first error counts; an update that failed fails the next step too
+                self._optimizer_step.forget()
         self.sharded.recover()
         self._has_backward = False
         self._forget_losses()
@@ -322,6 +328,16 @@ class Engine(DeepSpeedFace):
         self.moving.require("backward()")
         self._has_backward = True
         self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
+
+    def _on_reduced(self, entry: UnitGradient) -> None:
+        """A unit has its gradient for the step: what is updated on the host goes there while backward goes on."""
+        if self._optimizer_step is not None:
+            self._optimizer_step.reduced(entry.unit, self._unscale())
+
+    def _settle(self) -> None:
+        """Have everything as the last step leaves it, also where updates on the host are still under way."""
+        if self._optimizer_step is not None:
+            self._optimizer_step.settle()
 
     def _forget_losses(self) -> None:
         self._losses.clear()
@@ -459,6 +475,8 @@ class Engine(DeepSpeedFace):
         clip = self.plan.clip_norm
         if clip > 0 and math.isfinite(self._norm) and self._norm > clip:
             coefficient *= clip / (self._norm + 1e-6)
+        if step.lane is not None:
+            step.lane.is_likely = coefficient == unscale
         # Peers may still be reading the shards that are about to change.
         self.axes.all.drain()
         self.axes.inner.drain()
@@ -468,6 +486,8 @@ class Engine(DeepSpeedFace):
             with torch.no_grad():
                 for unit in self.sharded.units:
                     works += step.step_unit(unit, coefficient, view.touched)
+                for unit in self.sharded.units:
+                    works += step.finish_unit(unit)
         finally:
             step.end()
         for work in works:
@@ -482,9 +502,14 @@ class Engine(DeepSpeedFace):
         self._mean_loss = read_scalar(mean, when_fake=0.0)
         return math.isfinite(self._mean_loss)
 
-    def _finish_step(self) -> None:
+    def _forget_gradients(self) -> None:
+        if self._optimizer_step is not None:
+            self._optimizer_step.forget()
         for state in self._states:
             state.gradient.reset()
+
+    def _finish_step(self) -> None:
+        self._forget_gradients()
         self._forget_losses()
         self._has_backward = False
 
@@ -492,8 +517,7 @@ class Engine(DeepSpeedFace):
         """Drop the gradients of the step under way. After ``step()`` there are none."""
         if self.sharded.in_pass:
             return
-        for state in self._states:
-            state.gradient.reset()
+        self._forget_gradients()
         for parameter in self.module.parameters():
             parameter.grad = None
         self._forget_losses()
@@ -524,6 +548,7 @@ class Engine(DeepSpeedFace):
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
         self._check_alive()
+        self._settle()
         return self.checkpoints.save(
             save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
@@ -552,6 +577,7 @@ class Engine(DeepSpeedFace):
         Memory: one block of 4 MiB on the host.
         """
         self._check_alive()
+        self._settle()
         self.moving.require("loading")
         return self.checkpoints.load(
             load_dir,
@@ -577,6 +603,7 @@ class Engine(DeepSpeedFace):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._check_alive()
+        self._settle()
         return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
 
     def module_state_dict(
@@ -596,6 +623,7 @@ class Engine(DeepSpeedFace):
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """
         self._check_alive()
+        self._settle()
         found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters)
         named = {f"{prefix}{name}": value for name, value in found.items()}
         if destination is None:
@@ -619,6 +647,7 @@ class Engine(DeepSpeedFace):
         Raises: CheckpointError: missing, unexpected or of another shape; all of them.
         """
         self._check_alive()
+        self._settle()
         self.moving.require("loading")
         inner = state_dict.get("module")
         if isinstance(inner, Mapping):
@@ -672,6 +701,7 @@ class Engine(DeepSpeedFace):
         Communicates: nothing; waits until no peer reads what leaves.
         """
         self._check_alive()
+        self._settle()
         self.moving.offload(include, device, is_pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -707,7 +737,15 @@ class Engine(DeepSpeedFace):
         """
         if self._is_destroyed:
             return
-        self.checkpoints.close()
+        try:
+            self.checkpoints.close()
+            self._settle()
+        finally:
+            self._tear_down()
+
+    def _tear_down(self) -> None:
+        if self._optimizer_step is not None and self._optimizer_step.lane is not None:
+            self._optimizer_step.lane.close()
         if self.recomputed is not None:
             self.recomputed.remove()
         if self.recompute is not None and self.owns_recompute:

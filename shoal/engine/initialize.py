@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,7 +117,6 @@ def initialize(
     client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
     device = Device(world.device)
-    host_block = Device(torch.device("cpu")).step_block_numel
     engine_box: list[Engine] = []
     with device.use():
         sharded, states = build(
@@ -130,13 +130,16 @@ def initialize(
         )
         step = None
         if client_optimizer is not None:
+            offload = settings.zero_optimization.offload_optimizer
             step = ShardedStep(
                 client_optimizer,
                 states,
                 axes.inner,
-                block_numel=host_block if any(state.is_apart for state in states) else device.step_block_numel,
+                block_numel=device.step_block_numel,
                 chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
                 device=device,
+                is_ahead=offload.super_offload,
+                num_host_threads=_host_threads(states, axes, offload.cpuadam_cores_perc),
             )
         engine = Engine(
             model, sharded, states, step, plan, settings, world, axes, device, loss_scale_of(settings) if step else None
@@ -162,6 +165,18 @@ def initialize(
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _host_threads(states: Sequence[BucketState], axes: Axes, share: float) -> int | None:
+    """This rank's part of the host's cores for updates; None: nothing is updated there.
+
+    Not torch's own number: launchers set that to 1 where a process has a GPU.
+    """
+    if not any(state.is_apart for state in states):
+        return None
+    hosts = list(axes.all.gather_objects(socket.gethostname(), label="offload: hosts"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(share * cores / hosts.count(socket.gethostname())))
 
 
 def _shelve(step: ShardedStep, states: Sequence[BucketState], settings: Config, axes: Axes, rank: int) -> None:

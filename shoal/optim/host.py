@@ -138,6 +138,7 @@ class HostStep:
         *,
         step: float,
         coefficient: float = 1.0,
+        undo: Sequence[torch.Tensor] | None = None,
     ) -> HostWork:
         """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
 
@@ -149,6 +150,8 @@ class HostStep:
             hyper: the optimizer's parameter group.
             step: the number of this step of this range, from 1. The caller counts; SGD sets its momentum in step 1.
             coefficient: the gradient is multiplied by it, in fp32 (clipping, loss scale).
+            undo: takes the master weights and the states (in the rule's order) as they were before; None: nothing
+                does. fp32.
 
         Order: with the path "threads" it returns at once and updates run in the order they were started in, though the
             end of one may overlap with the start of the next; with the others it returns when it is done.
@@ -160,12 +163,19 @@ class HostStep:
         master, gradient = master.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
         path, loop = self._resolve(rule, gradient.dtype, None if parameter is None else parameter.dtype)
+        if undo is not None:
+            undo = [kept.detach() for kept in undo]
         if loop is not None:
+            if undo is not None:
+                for kept, value in zip(undo, (master, *held), strict=True):
+                    kept.copy_(value)
             if host_compiled.run(loop, rule, master, held, gradient, parameter, coefficient=coefficient):
                 return HostWork()
             path = self._fall_back(rule, "torch.compile did not take these tensors")
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
-        update = BlockedUpdate(rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block)
+        update = BlockedUpdate(
+            rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block, undo=undo
+        )
         if path == "threads":
             if self._threads is None:
                 self._threads = HostThreads(self.num_threads)

@@ -31,6 +31,7 @@ class BlockedUpdate:
         parameter: takes the rounded result; None: nothing does. Shape: [numel].
         coefficient: the gradient is multiplied by it, in fp32.
         block_numel: of one block; a multiple of ``CUT_NUMEL``.
+        undo: takes what master and states are before, block by block; None: nothing does. As master and states.
     """
 
     def __init__(
@@ -43,11 +44,13 @@ class BlockedUpdate:
         *,
         coefficient: float,
         block_numel: int,
+        undo: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self._masters = master.split(block_numel)
         self._states = list(zip(*(state.split(block_numel) for state in states), strict=True))
         self._gradients = gradient.split(block_numel)
         self._parameters = None if parameter is None else parameter.split(block_numel)
+        self._undo = None if undo is None else list(zip(*(kept.split(block_numel) for kept in undo), strict=True))
         self._kernel = rule.kernel()
         self._coefficient = coefficient
         self._is_cast = gradient.dtype != torch.float32
@@ -67,6 +70,9 @@ class BlockedUpdate:
                 gradient = self._load(self._gradients[index], scratch)
                 if self._states:
                     states = self._states[index]
+                if self._undo is not None:
+                    for kept, value in zip(self._undo[index], (master, *states), strict=True):
+                        kept.copy_(value)
                 own_room = None if room is None else room[: master.numel()]
                 self._kernel(master, gradient, states, own_room)
                 if self._parameters is not None:

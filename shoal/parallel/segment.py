@@ -25,6 +25,7 @@ from shoal.comm.protocol import Communicator
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import UsageError
 from shoal.memory.placement import Tier
+from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.in_parts import InParts
 from shoal.parallel.kept import InPlace, Place
 from shoal.parallel.on_host import CopiesOf, OnHost
@@ -32,7 +33,6 @@ from shoal.parallel.rng_tracker import RngTracker
 from shoal.parallel.saved_inputs import SavedInputs
 from shoal.parallel.segment_times import SegmentTimes
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
-from shoal.parallel.stream_copies import copies_of as stream_copies_of
 
 logger = logging.getLogger("shoal")
 

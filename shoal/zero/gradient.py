@@ -98,6 +98,7 @@ class BucketGradient:
         self._sum_dtype = sum_dtype or self.dtype
         self.state = GradientState.NONE
         self.touched = bytearray(len(self.parameters))  # got a gradient on this rank since the last step
+        self.num_reductions = 0  # ever begun: tells one step's gradient from the next one's
         self._inner = inner
         self.outer = outer if outer is not None and outer.size > 1 else None
         self._pool = pool
@@ -226,6 +227,7 @@ class BucketGradient:
         Communicates: Partial -> Shard: one reduce_scatter; Partial -> Replicate: one all_reduce; with an outer axis
         one all_reduce of the shard.
         """
+        self.num_reductions += 1
         if self._is_whole_between and self.state is not GradientState.REDUCED:
             self._reduce_accumulator()
         else:
@@ -334,6 +336,7 @@ class BucketGradient:
             self.start_reduce(at_step=True)
             self.settle(at_step=True)
             return
+        self.num_reductions += 1
         if self.state is GradientState.NONE:  # nothing was reduced: there may be the last step's values
             self.accumulator().zero_()
         outer = self._sum_outer(self.owned())

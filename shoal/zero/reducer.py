@@ -5,7 +5,7 @@ issued.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -66,6 +66,7 @@ class Reducer:
         self.entries = list(entries)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
+        self.on_reduced: Callable[[UnitGradient], None] | None = None  # a unit has its gradient for the step
         self._order = list(reversed(self.entries))
         self._comm = comm
         self._device = device
@@ -113,8 +114,11 @@ class Reducer:
     def _settle(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
-            for gradient in self._under_way.popleft().gradients:
+            entry = self._under_way.popleft()
+            for gradient in entry.gradients:
                 gradient.settle(at_step=self.at_step)
+            if self.at_step and self.on_reduced is not None:
+                self.on_reduced(entry)
 
     def finish(self) -> None:
         """Backward has ended: reduce what is still open, in order, and wait for all."""

@@ -14,22 +14,27 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.single import SingleCommunicator
-from shoal.device import Device, Moment, host_empty
+from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
+from shoal.optim.host import TRIAL_NUMEL, HostStep
 from shoal.optim.whole import Piece as WholePiece
 from shoal.optim.whole import Segment as WholeSegment
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.zero.gradient import BucketGradient
+from shoal.zero.host_lane import HostLane
 from shoal.zero.shelf import StateShelf
 from shoal.zero.unit import Unit
+
+HOST_PIECE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is not felt
 
 
 @dataclass(eq=False)
@@ -58,18 +63,28 @@ class BucketState:
     has_own_master: bool
     pieces: list[Piece] = field(default_factory=list)
     is_apart: bool = False  # master and optimizer state rest in memory that the device does not compute in
-    host_gradient: torch.Tensor | None = None  # [owned numel] where apart: the gradient on its way to the update
-    host_parameters: torch.Tensor | None = None  # [owned numel] where apart: the parameters on their way back
-    arrival: Moment | None = None  # of ``host_gradient``
+    lane: HostLane | None = None  # where apart: what is updated beside the device's work
     shelf: StateShelf | None = None  # where master and optimizer state rest on a disk
 
     def at_hand(self) -> AbstractContextManager[None]:
         """Hold master and optimizer state in memory, wherever they rest; what changes in them is kept."""
+        self.settle()
         return nullcontext() if self.shelf is None else self.shelf.at_hand(self)
+
+    def settle(self) -> None:
+        """Have everything as the last step leaves it, also where its update is still under way."""
+        if self.lane is not None:
+            self.lane.settle(self)
 
     @property
     def owned_parameters(self) -> torch.Tensor:
-        """This rank's owned range of the parameters themselves. Shape: [owned numel]."""
+        """This rank's owned range of the parameters themselves, as the last step leaves it. Shape: [owned numel]."""
+        self.settle()
+        return self.resting_parameters
+
+    @property
+    def resting_parameters(self) -> torch.Tensor:
+        """The memory of ``owned_parameters``, whatever is under way."""
         if self.bucket.is_sharded:
             return self.bucket.shard
         return self.bucket.full[self.bucket.begin : self.bucket.end]
@@ -86,9 +101,11 @@ class ShardedStep:
         optimizer: its ``param_groups`` hold the user's parameters between steps and pieces during one.
         states: every trainable bucket, in unit order.
         shard_comm: the axis that shards optimizer state.
-        block_numel: most elements of one piece; None: no limit.
+        block_numel: most elements of one piece of what rests on the device; None: no limit.
         chunk_numel: most elements that are stepped in one call (``sub_group_size``).
         device: that computes forward and backward.
+        is_ahead: updates on the host begin in the backward pass (``super_offload``).
+        num_host_threads: of updates on the host; None: torch's number.
     """
 
     def __init__(
@@ -100,18 +117,31 @@ class ShardedStep:
         block_numel: int | None,
         chunk_numel: int | None,
         device: Device | None = None,
+        is_ahead: bool = False,
+        num_host_threads: int | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.states = list(states)
         self._comm = shard_comm
-        self._device = device if device is not None else Device(torch.device("cpu"))
+        self.lane: HostLane | None = None
+        if any(state.is_apart for state in states):
+            away = sum(state.master.numel() for state in states if state.is_apart)
+            self.lane = HostLane(
+                optimizer,
+                device if device is not None else Device(torch.device("cpu")),
+                is_ahead=is_ahead,
+                step=HostStep("auto" if away >= TRIAL_NUMEL else "threads", num_threads=num_host_threads),
+            )
         self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
-        self._block = None if self._is_whole_tensor else block_numel
-        limits = [limit for limit in (block_numel, chunk_numel) if limit]
-        self._chunk = min(limits) if limits else None
+        self._block = block_numel
+        self._chunk_numel = chunk_numel
         self._scratch: torch.Tensor | None = None
         self._user_groups: list[list[torch.nn.Parameter]] = []
         for state in self.states:
+            if state.is_apart:
+                state.lane = self.lane
+                if state.bucket.is_sharded:
+                    state.unit.before_gather = partial(self.finish_updates, state.unit)
             state.pieces = list(self._pieces_of(state))
 
     @property
@@ -131,8 +161,7 @@ class ShardedStep:
     @property
     def host_nbytes(self) -> int:
         """Bytes of gradients and parameters on their way between device and host."""
-        held = [t for s in self.states for t in (s.host_gradient, s.host_parameters) if t is not None]
-        return sum(tensor.nbytes for tensor in held)
+        return 0 if self.lane is None else self.lane.host_nbytes
 
     # pieces
 
@@ -146,9 +175,16 @@ class ShardedStep:
             for start, stop in ranges:
                 if start == stop and not self._is_whole_tensor:
                     continue
-                block = self._block or max(stop - start, 1)
+                block = self._block_of(state) or max(stop - start, 1)
                 for low in range(start, max(stop, start + 1), block):
                     yield self._piece(state, group, low, min(low + block, stop))
+
+    def _block_of(self, state: BucketState) -> int | None:
+        """Most elements of one piece."""
+        if self._is_whole_tensor or state.lane is None:
+            return None if self._is_whole_tensor else self._block
+        # The host's step cuts blocks by itself; another optimizer's are cut here, so that its casts stay in cache.
+        return HOST_PIECE_NUMEL if state.lane.kind is not None else Device(torch.device("cpu")).step_block_numel
 
     def _piece(self, state: BucketState, group: int, start: int, stop: int) -> Piece:
         begin = state.bucket.begin
@@ -185,18 +221,37 @@ class ShardedStep:
         if self.states and self.states[0].shelf is not None:
             self.states[0].shelf.start_fetch(self.states[0])
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
-
         for state in self.states:
-            if state.is_apart:
-                self._send_gradient(state)
+            if state.lane is not None:
+                state.lane.send(state)
 
-    def _send_gradient(self, state: BucketState) -> None:
-        """Start to copy a gradient to where its update is computed. Does not block the host."""
-        gradient = state.gradient.owned()
-        if state.host_gradient is None or state.host_gradient.dtype != gradient.dtype:
-            state.host_gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device)
-        state.host_gradient.copy_(gradient, non_blocking=True)
-        state.arrival = self._device.mark()
+    def reduced(self, unit: Unit, coefficient: float) -> None:
+        """In the backward pass: a unit has its gradient for the step. What is updated on the host goes there.
+
+        Args:
+            coefficient: what the gradient will be multiplied by, if it is not clipped.
+        """
+        for state in self.states:
+            if state.unit is unit and state.lane is not None:
+                state.lane.send(state)
+                state.lane.begin_ahead(state, coefficient)
+
+    def forget(self) -> None:
+        """The gradients of this step count no more."""
+        for state in self.states:
+            if state.lane is not None:
+                state.lane.forget(state)
+
+    def settle(self) -> None:
+        """Have everything as the last step leaves it, also where updates are still under way."""
+        for state in self.states:
+            state.settle()
+
+    def finish_updates(self, unit: Unit) -> None:
+        """Have a unit's parameters as the last step leaves them. Order: may block the host for an update on it."""
+        for state in self.states:
+            if state.unit is unit and state.lane is not None:
+                state.lane.finish(state)
 
     def end(self) -> None:
         """Give the optimizer the user's parameters back."""
@@ -205,7 +260,7 @@ class ShardedStep:
         self._user_groups = []
 
     def step_unit(self, unit: Unit, coefficient: float, touched: dict[int, bytes]) -> list[Work]:
-        """Update one unit's range, and start to make its parameters whole.
+        """Update one unit's range, and start to make its parameters whole; on the host, start to update it.
 
         Args:
             coefficient: the gradients are multiplied by it (clipping, loss scale).
@@ -223,38 +278,66 @@ class ShardedStep:
             if self._is_whole_tensor:
                 self._step_whole(state, coefficient, touched[index])
             else:
-                self._step_pieces(state, coefficient, touched[index])
+                pieces = self._touched_pieces(state, touched[index])
+                if state.lane is None or not state.lane.start(state, pieces, coefficient):
+                    self._step_pieces(state, pieces, coefficient)
             if state.shelf is not None:
+                if state.lane is not None:
+                    state.lane.finish(state)
                 state.shelf.put_away(state)
-            if unit.row.after_step == "all_gather" and state.bucket.comm.size > 1:
-                works.append(state.bucket.comm.all_gather(state.bucket.full, label=state.bucket.label))
+            if state.lane is None:
+                works += self._make_whole(state)
         return works
 
-    def _step_pieces(self, state: BucketState, coefficient: float, touched: bytes) -> None:
+    def finish_unit(self, unit: Unit) -> list[Work]:
+        """After ``step_unit`` of every unit: as there, for what is updated on the host.
+
+        Where parameters rest as shards, who gathers the unit next waits for its update.
+        """
+        works = []
+        for state in self.states:
+            if state.unit is unit and state.lane is not None and not state.bucket.is_sharded:
+                state.lane.finish(state)
+                works += self._make_whole(state)
+        return works
+
+    def _make_whole(self, state: BucketState) -> list[Work]:
+        bucket = state.bucket
+        if state.unit.row.after_step != "all_gather" or bucket.comm.size == 1:
+            return []
+        return [bucket.comm.all_gather(bucket.full, label=bucket.label)]
+
+    def _touched_pieces(self, state: BucketState, touched: bytes) -> list[Piece]:
+        """The pieces of which some rank has a gradient; a piece that is so in part is cut."""
+        if all(touched):
+            return list(state.pieces)
+        found: list[Piece] = []
+        for piece in list(state.pieces):
+            flags = {bool(touched[segment.slot]) for segment in piece.segments}
+            if len(flags) > 1:
+                found += [part for part in self._split(state, piece, touched) if touched[part.segments[0].slot]]
+            elif flags == {True}:
+                found.append(piece)
+        return found
+
+    def _step_pieces(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
         batch: list[Piece] = []
         numel = 0
-        all_touched = all(touched)
-        for piece in list(state.pieces):
-            flags = {bool(touched[segment.slot]) for segment in piece.segments} if not all_touched else {True}
-            if len(flags) > 1:
-                parts = [p for p in self._split(state, piece, touched) if touched[p.segments[0].slot]]
-            else:
-                parts = [piece] if flags == {True} else []
-            for part in parts:
-                if batch and self._chunk is not None and numel + part.stop - part.start > self._chunk:
-                    self._update(state, batch, coefficient)
-                    batch, numel = [], 0
-                batch.append(part)
-                numel += part.stop - part.start
+        limits = [limit for limit in (self._block_of(state), self._chunk_numel) if limit]
+        for piece in pieces:
+            if batch and limits and numel + piece.stop - piece.start > min(limits):
+                self._update(state, batch, coefficient)
+                batch, numel = [], 0
+            batch.append(piece)
+            numel += piece.stop - piece.start
         if batch:
             self._update(state, batch, coefficient)
 
     def _load_gradients(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
         """Give each piece its gradient, in the master dtype and scaled."""
-        if state.is_apart:
-            assert state.host_gradient is not None and state.arrival is not None
-            state.arrival.wait()
-            gradients = [state.host_gradient[piece.start : piece.stop] for piece in pieces]
+        if state.lane is not None:
+            arrived = state.lane.gradient(state)
+            gradients = [arrived[piece.start : piece.stop] for piece in pieces]
         else:
             gradients = [state.gradient.part(piece.start, piece.stop, piece.segments) for piece in pieces]
         if gradients and gradients[0].dtype != state.master.dtype:
@@ -282,16 +365,13 @@ class ShardedStep:
             piece.param.grad = None
         if not state.has_own_master or not pieces:
             return
-        parameters = state.owned_parameters
-        if state.is_apart and not state.bucket.is_shard_apart:
+        if state.lane is not None and not state.bucket.is_shard_apart:
             # Rounded on the host, so that half the bytes travel.
-            if state.host_parameters is None:
-                state.host_parameters = host_empty(parameters.numel(), parameters.dtype, parameters.device)
-            rounded = state.host_parameters
+            rounded = state.lane.rounded(state)
             torch._foreach_copy_([rounded[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
-            for piece in pieces:
-                parameters[piece.start : piece.stop].copy_(rounded[piece.start : piece.stop], non_blocking=True)
+            state.lane.send_back(state, pieces)
         else:
+            parameters = state.resting_parameters
             torch._foreach_copy_([parameters[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
 
     def _step_whole(self, state: BucketState, coefficient: float, touched: bytes) -> None:
@@ -415,6 +495,8 @@ class ShardedStep:
         self.optimizer.state[piece.param] = held
 
     def free(self) -> None:
+        if self.lane is not None:
+            self.lane.close()
         for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
             shelf.close()
         for state in self.states:

@@ -15,7 +15,7 @@ pipeline schedule or by the user
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from shoal.comm.protocol import Work
@@ -60,6 +60,7 @@ class Unit:
         self.state = UnitState.FULL
         self.holds = 0  # callers beside the hooks that need it full
         self.externals: list[Unit] = []  # units whose parameters this unit's forward reads
+        self.before_gather: Callable[[], None] | None = None  # has the shards as the last step leaves them
         self._works: list[Work] = []
 
     def __repr__(self) -> str:
@@ -85,6 +86,8 @@ class Unit:
         """
         if self.state is not UnitState.RESTING:
             return
+        if self.before_gather is not None:
+            self.before_gather()
         self._move(UnitState.GATHERING)
         self._works = [b.gather(from_secondary=from_secondary) for b in self.buckets if b.is_sharded]
 

@@ -1,4 +1,4 @@
-"""Copies between an accelerator and page-locked host memory, in a stream of their own."""
+"""Copies between an accelerator and host memory, in a stream of their own."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ import torch
 from shoal.memory.aligned import aligned_empty
 
 
-class _Event:
-    def __init__(self, event: torch.Event, device: torch.device) -> None:
+class CopyDone:
+    """The end of a copy."""
+
+    def __init__(self, event: torch.Event | None = None, device: torch.device | None = None) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        torch.accelerator.current_stream(self._device).wait_event(self._event)
+        """What is told to the device from now on comes after it. Does not block the host."""
+        if self._event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(self._event)
+
+    def block(self) -> None:
+        """Order: blocks the host until the copy has ended."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class StreamCopies:
@@ -27,21 +36,22 @@ class StreamCopies:
         self._device = device
         self._stream = torch.Stream(device)
 
-    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, _Event]:
+    def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, CopyDone]:
         nbytes = source.numel() * source.element_size()
         host = aligned_empty(nbytes, is_pinned=True).view(source.dtype).view(source.shape)
-        return host, self._copy(source, host)
+        return host, self.copy(source, host)
 
-    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> _Event:
-        return self._copy(host, target)
+    def to_device(self, host: torch.Tensor, target: torch.Tensor) -> CopyDone:
+        return self.copy(host, target)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> CopyDone:
+        """Start a copy; one side is host memory (page-locked, or the host is blocked)."""
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)
             event = torch.Event(self._device)
             event.record(self._stream)
-        return _Event(event, self._device)
+        return CopyDone(event, self._device)
 
 
 def copies_of(device: torch.device) -> StreamCopies | None:

@@ -1,0 +1,41 @@
+"""Classes that stand for a stage or a precision: of the one optimizer wrapper, ``isinstance`` asks what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shoal.compat.absent import not_built
+from shoal.engine.engine import Engine
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.registry import OWNERS
+
+
+class _Kind(type):
+    """A class whose instances are the wrappers that ``fits`` says yes to."""
+
+    fits: Callable[[ShardedOptimizer], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, ShardedOptimizer) and cls.fits(instance)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise not_built(f"{cls.__name__}(...)", "call deepspeed.initialize(): it makes the wrapper.")
+
+
+def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
+    """A class of that name for ``isinstance``. Calling it raises NotBuiltError."""
+    return _Kind(name, (), {"__doc__": doc, "fits": staticmethod(fits)})
+
+
+def stage_of(optimizer: ShardedOptimizer) -> int:
+    """The ZeRO stage of the engine that it belongs to; 0 where that engine is gone."""
+    owner = OWNERS.get(optimizer.sharded_step.states[0].bucket.parameters[0])
+    return owner.zero_optimization_stage() if isinstance(owner, Engine) else 0
+
+
+def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
+    """Does it update parameters of that format?"""
+    return any(state.bucket.dtype == dtype for state in optimizer.sharded_step.states)

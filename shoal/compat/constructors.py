@@ -1,0 +1,42 @@
+"""What the constructors of DeepSpeed's optimizers have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.errors import OptimizerError
+
+
+def fused_where_possible(params: Any) -> tuple[Any, bool | None]:
+    """The parameters or groups, and whether torch's fused step takes them (None: let torch choose).
+
+    Group dicts are kept as they are: whoever holds them sees later changes of the rate.
+    """
+    entries = list(params)
+    tensors: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            members = entry["params"]
+            entry["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+            tensors += entry["params"]
+        else:
+            tensors.append(entry)
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in tensors]
+    can = all(tensor.is_floating_point() and tensor.device.type in ("cpu", "cuda") for tensor in plain)
+    return entries, True if can and plain else None
+
+
+def only_true(name: str, option: str, value: bool) -> None:
+    """Raises: OptimizerError: the option is false, which torch's kernels do not have."""
+    if not value:
+        raise OptimizerError(
+            f"{name}({option}={value}): torch's kernels do not have it.", do="leave it out.", code="optimizer-params"
+        )
+
+
+def only_false(name: str, option: str, value: Any, do: str = "leave it out.") -> None:
+    """Raises: OptimizerError: the option asks for something that is not there."""
+    if value:
+        raise OptimizerError(f"{name}({option}={value}): there is no such option.", do=do, code="optimizer-params")

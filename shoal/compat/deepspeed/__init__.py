@@ -1,0 +1,122 @@
+"""Shoal under DeepSpeed's names: what ``import deepspeed`` is after ``install()``.
+
+    import shoal.compat.deepspeed
+    shoal.compat.deepspeed.install()        # first of all
+    import deepspeed
+
+Every module below is thin: it gives Shoal's own objects the names that DeepSpeed's users and clients know.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from shoal.compat.absent import absent_class, absent_function
+from shoal.compat.deepspeed import comm, ops, utils
+from shoal.compat.deepspeed import comm as dist
+from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.compat.deepspeed.runtime import zero
+from shoal.compat.deepspeed.runtime.activation_checkpointing import checkpointing
+from shoal.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from shoal.compat.deepspeed.runtime.compiler import is_compile_supported
+from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from shoal.compat.deepspeed.runtime.engine import (
+    DeepSpeedEngine,
+    DeepSpeedOptimizerCallable,
+    DeepSpeedSchedulerCallable,
+)
+from shoal.compat.deepspeed.runtime.entry import (
+    default_inference_config,
+    init_inference,
+    initialize,
+    set_autotp_mode,
+    tp_model_init,
+)
+from shoal.compat.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
+from shoal.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments
+from shoal.compat.deepspeed.runtime.pipe.engine import PipelineEngine
+from shoal.compat.deepspeed.runtime.pipe.module import PipelineModule
+from shoal.compat.deepspeed.utils import OnDevice, log_dist, logger
+from shoal.compat.distribution import lent_version
+from shoal.compat.finder import install, is_installed, uninstall
+from shoal.config import add_config_arguments
+
+init_distributed = comm.init_distributed
+
+__version__ = version = lent_version()
+__git_hash__ = git_hash = __git_branch__ = git_branch = "shoal"
+
+_KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
+_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
+DeepSpeedTransformerLayer = absent_class("deepspeed.DeepSpeedTransformerLayer", _KERNELS)
+DeepSpeedTransformerConfig = absent_class("deepspeed.DeepSpeedTransformerConfig", _KERNELS)
+replace_transformer_layer = absent_function("deepspeed.replace_transformer_layer", _KERNELS)
+revert_transformer_layer = absent_function("deepspeed.revert_transformer_layer", _KERNELS)
+InferenceEngine = absent_class("deepspeed.InferenceEngine", _SERVING)
+DeepSpeedInferenceConfig = absent_class("deepspeed.DeepSpeedInferenceConfig", _SERVING)
+
+# Parts that a script reaches as attributes after a bare ``import deepspeed``, imported when they are asked for.
+_PARTS = (
+    "accelerator",
+    "checkpoint",
+    "elasticity",
+    "launcher",
+    "linear",
+    "moe",
+    "monitor",
+    "pipe",
+    "profiling",
+    "runtime",
+    "sequence",
+)
+
+__all__ = [
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
+    "DeepSpeedHybridEngine",
+    "DeepSpeedInferenceConfig",
+    "DeepSpeedOptimizer",
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
+    "InferenceEngine",
+    "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
+    "__version__",
+    "add_config_arguments",
+    "add_tuning_arguments",
+    "checkpointing",
+    "comm",
+    "default_inference_config",
+    "dist",
+    "get_accelerator",
+    "init_distributed",
+    "init_inference",
+    "initialize",
+    "install",
+    "is_compile_supported",
+    "is_installed",
+    "log_dist",
+    "logger",
+    "ops",
+    "replace_transformer_layer",
+    "revert_transformer_layer",
+    "set_autotp_mode",
+    "tp_model_init",
+    "uninstall",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a part at its first use (PEP 562)."""
+    if name in _PARTS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

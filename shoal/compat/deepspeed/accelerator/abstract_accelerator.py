@@ -1,0 +1,287 @@
+"""What DeepSpeed's scripts ask of ``get_accelerator()``, answered by torch's module of the device."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from shoal.compat.absent import not_built
+
+_CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
+
+
+class DeepSpeedAccelerator:
+    """One kind of device.
+
+    Args:
+        kind: "cuda", "cpu", or another of torch's device types.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._communication_backend_name = _CPU_ONLY_BACKEND if kind == "cpu" else _CUDA_BACKEND
+        self._compile_backend = "inductor"
+
+    def __repr__(self) -> str:
+        return f"accelerator {self._name!r}"
+
+    @property
+    def _module(self) -> ModuleType:
+        module: ModuleType = torch.get_device_module(self._name)
+        return module
+
+    @property
+    def _is_cpu(self) -> bool:
+        return self._name == "cpu"
+
+    # which device
+
+    def device_name(self, device_index: int | None = None) -> str:
+        return self._name if device_index is None or self._is_cpu else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """A context in which this device is the current one."""
+        return nullcontext() if self._is_cpu else self._module.device(device_index)
+
+    def set_device(self, device_index: Any) -> None:
+        if not self._is_cpu:
+            torch.accelerator.set_device_index(device_index)
+
+    def current_device(self) -> int | str:
+        return "cpu" if self._is_cpu else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        return "cpu" if self._is_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
+
+    def device_count(self) -> int:
+        """Visible devices; on CPU the ranks that it makes sense to start: one for each core."""
+        if self._is_cpu:
+            return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        return True
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        if not self._is_cpu:
+            self._module.synchronize(device_index)
+
+    def is_synchronized_device(self) -> bool:
+        return self._is_cpu
+
+    use_host_timers = resolves_data_dependency = handles_memory_backpressure = is_synchronized_device
+
+    # random numbers
+
+    def random(self) -> ModuleType:
+        return torch.random
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if self._is_cpu:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *self._index(device_index))
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        if self._is_cpu:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state(*self._index(device_index))
+        return state
+
+    def manual_seed(self, seed: int) -> Any:
+        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> Any:
+        return torch.manual_seed(seed) if self._is_cpu else self._module.manual_seed_all(seed)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed() if self._is_cpu else int(self._module.initial_seed())
+
+    def default_generator(self, device_index: int) -> torch.Generator:
+        generator: torch.Generator = (
+            torch.default_generator if self._is_cpu else self._module.default_generators[device_index]
+        )
+        return generator
+
+    # streams and events
+
+    @property
+    def Stream(self) -> Any:
+        return None if self._is_cpu else self._module.Stream
+
+    @property
+    def Event(self) -> Any:
+        return None if self._is_cpu else self._module.Event
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext() if self._is_cpu else self._module.stream(stream)
+
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return None if self._is_cpu else self._module.current_stream(device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        return None if self._is_cpu else self._module.default_stream(device_index)
+
+    def is_current_stream_capturing(self) -> bool:
+        return not self._is_cpu and bool(self._module.is_current_stream_capturing())
+
+    def create_graph(self) -> Any:
+        return None if self._is_cpu else self._module.CUDAGraph()
+
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
+        return nullcontext() if self._is_cpu else self._module.graph(graph, pool, stream)
+
+    def replay_graph(self, graph: Any) -> None:
+        if not self._is_cpu:
+            graph.replay()
+
+    # memory, in bytes; on CPU what the process has resident
+
+    def empty_cache(self) -> None:
+        if not self._is_cpu:
+            self._module.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return _resident() if self._is_cpu else int(self._module.memory_allocated(device_index))
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return _peak() if self._is_cpu else int(self._module.max_memory_allocated(device_index))
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if not self._is_cpu:
+            self._module.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return _resident() if self._is_cpu else int(self._module.memory_reserved(device_index))
+
+    memory_cached = memory_reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return _peak() if self._is_cpu else int(self._module.max_memory_reserved(device_index))
+
+    max_memory_cached = max_memory_reserved
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        return {} if self._is_cpu else dict(self._module.memory_stats(device_index))
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        if self._is_cpu:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return int(self._module.get_device_properties(device_index or self.current_device()).total_memory)
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        if self._is_cpu:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        return self.total_memory(device_index) - self.memory_allocated(device_index)
+
+    # formats
+
+    def is_bf16_supported(self) -> bool:
+        return self._is_cpu or bool(self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        return True
+
+    def is_fp64_supported(self) -> bool:
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        return [torch.float, torch.half, torch.bfloat16]
+
+    def is_triton_supported(self) -> bool:
+        return not self._is_cpu
+
+    # tensors
+
+    def _typed(self, dtype: torch.dtype) -> Any:
+        def make(*args: Any) -> torch.Tensor:
+            if len(args) == 1 and not isinstance(args[0], int):
+                return torch.tensor(args[0], dtype=dtype, device=self.current_device_name())
+            return torch.empty(*args, dtype=dtype, device=self.current_device_name())
+
+        return make
+
+    BFloat16Tensor = property(lambda self: self._typed(torch.bfloat16))
+    ByteTensor = property(lambda self: self._typed(torch.uint8))
+    DoubleTensor = property(lambda self: self._typed(torch.float64))
+    FloatTensor = property(lambda self: self._typed(torch.float32))
+    HalfTensor = property(lambda self: self._typed(torch.float16))
+    IntTensor = property(lambda self: self._typed(torch.int32))
+    LongTensor = property(lambda self: self._typed(torch.int64))
+
+    def pin_memory(
+        self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True, align_bytes: int = 1
+    ) -> torch.Tensor:
+        return tensor if self._is_cpu else tensor.pin_memory()
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self._is_cpu or tensor.is_pinned()
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """No effect: torch gives pinned memory back with its last tensor."""
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    # profiler ranges
+
+    def range_push(self, msg: str, domain: Any = None, category: Any = None) -> Any:
+        return None if self._is_cpu else self._module.nvtx.range_push(msg)
+
+    def range_pop(self, domain: Any = None) -> Any:
+        return None if self._is_cpu else self._module.nvtx.range_pop()
+
+    def lazy_call(self, callback: Any) -> Any:
+        return callback()
+
+    # the rest
+
+    def communication_backend_name(self) -> str:
+        return self._communication_backend_name
+
+    def get_compile_backend(self) -> str:
+        return self._compile_backend
+
+    def set_compile_backend(self, backend: str) -> None:
+        self._compile_backend = backend
+
+    def visible_devices_envs(self) -> list[str]:
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def export_envs(self) -> list[str]:
+        return ["NCCL", "LD_LIBRARY", "PATH"]
+
+    def op_builder_dir(self) -> str:
+        return "deepspeed.ops.op_builder"
+
+    def get_op_builder(self, class_name: str) -> Any:
+        from shoal.compat.deepspeed.ops import op_builder
+
+        return vars(op_builder).get(class_name, op_builder.NotImplementedBuilder)
+
+    def create_op_builder(self, class_name: str) -> Any:
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
+
+    def build_extension(self) -> Any:
+        raise not_built("get_accelerator().build_extension()", "nothing of Shoal is compiled at run time.")
+
+    @staticmethod
+    def _index(device_index: int | None) -> tuple[int, ...]:
+        return () if device_index is None else (device_index,)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def _peak() -> int:
+    return max(_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

@@ -1,0 +1,59 @@
+"""``ds_report``: what is installed, what computes, and which operators are there."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from shoal.compat.announce import TESTED
+from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.compat.deepspeed.ops import __compatible_ops__
+from shoal.compat.distribution import lent_version
+from shoal.compat.finder import real_deepspeed
+from shoal.text import format_bytes, table
+
+
+def report() -> str:
+    """The whole report."""
+    accelerator, real = get_accelerator(), real_deepspeed()
+    rows: list[list[object]] = [
+        ["deepspeed", f"{lent_version()}, provided by Shoal"],
+        ["another DeepSpeed", real.origin if real is not None else "none installed"],
+        ["python", f"{platform.python_version()} ({sys.executable})"],
+        ["torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"],
+        ["accelerator", f"{accelerator.device_name()}, {accelerator.device_count()} of it"],
+        ["memory of it", format_bytes(accelerator.total_memory())],
+        *_clients(),
+    ]
+    ops: list[list[object]] = [
+        [name, "torch's kernels" if is_there else "not there"] for name, is_there in __compatible_ops__.items()
+    ]
+    return table(rows, ["what", "which"]) + "\n\n" + table(ops, ["operator", "done by"]) + "\n"
+
+
+def _clients() -> list[list[object]]:
+    return [[name, f"{_installed(name)} (tested: {tested})"] for name, tested in TESTED.items()]
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
+    """Write the report to stdout."""
+    text = report()
+    sys.stdout.write(text.partition("\n\n")[0] + "\n" if hide_operator_status else text)
+
+
+def cli_main() -> None:
+    main("--hide_operator_status" in sys.argv, "--hide_errors_and_warnings" in sys.argv)
+
+
+if __name__ == "__main__":
+    cli_main()

@@ -1,0 +1,21 @@
+"""``deepspeed.launcher.runner``: the `deepspeed` command. See ``shoal.compat.launching`` for its flags."""
+
+from __future__ import annotations
+
+from shoal.compat.environment import file_of_variables
+from shoal.compat.launching import fetch_hostfile, main, parse_args, parse_resource_filter
+
+DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
+DLTS_HOSTFILE = "/job/hostfile"
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "DLTS_HOSTFILE",
+    "fetch_hostfile",
+    "main",
+    "parse_args",
+    "parse_resource_filter",
+]
+
+if __name__ == "__main__":
+    main()

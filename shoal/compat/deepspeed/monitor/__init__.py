@@ -1,0 +1,1 @@
+"""``deepspeed.monitor``: values over steps."""

@@ -1,0 +1,34 @@
+"""``deepspeed.monitor.monitor``: writes values over steps to every place that a configuration names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.comm.world import current_world
+from shoal.engine.progress import make_monitor
+from shoal.observe.monitor import Event, Monitor
+
+
+class MonitorMaster:
+    """Writes on rank 0; elsewhere it does nothing.
+
+    Args:
+        monitor_config: what ``deepspeed.monitor.config.get_monitor_config`` gave, or a whole configuration.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self._monitor = make_monitor(monitor_config, current_world().rank)
+        self.enabled = any(
+            section.enabled
+            for section in (monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb)
+        )
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Each event: name, value, number of samples or step."""
+        if self._monitor is not None:
+            self._monitor.write_events(event_list)
+
+
+__all__ = ["Monitor", "MonitorMaster"]

@@ -1,0 +1,34 @@
+"""``deepspeed.ops.adagrad.cpu_adagrad``: torch's Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.compat.constructors import only_false
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad.
+
+    Args:
+        fp32_optimizer_states: no effect: states have the format of the master weights.
+
+    Raises: OptimizerError: ``amsgrad`` is True.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        only_false("DeepSpeedCPUAdagrad", "amsgrad", amsgrad)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,28 @@
+"""``deepspeed.ops.lion.cpu_lion``: Lion with DeepSpeed's default betas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.optim.lion import Lion
+
+
+class DeepSpeedCPULion(Lion):
+    """Lion.
+
+    Args:
+        fp32_optimizer_states: no effect: states have the format of the master weights.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+__all__ = ["DeepSpeedCPULion"]

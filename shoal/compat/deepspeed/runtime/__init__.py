@@ -1,0 +1,1 @@
+"""``deepspeed.runtime``: the engine and what belongs to it."""

@@ -1,0 +1,10 @@
+"""``deepspeed.runtime.base_optimizer``: the class of every optimizer that ``initialize`` returns."""
+
+from __future__ import annotations
+
+from shoal.zero.optimizer import ShardedOptimizer
+
+DeepSpeedOptimizer = ShardedOptimizer
+ZeROOptimizer = ShardedOptimizer
+
+__all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

@@ -1,0 +1,60 @@
+"""``deepspeed.runtime.config``: the configuration, read and checked by Shoal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.comm.world import current_world
+from shoal.config import Config, load
+from shoal.errors import ConfigError as DeepSpeedConfigError
+
+ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
+LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
+DEEPSPEED_OPTIMIZERS = [
+    ADAGRAD_OPTIMIZER,
+    ADAM_OPTIMIZER,
+    ADAMW_OPTIMIZER,
+    LAMB_OPTIMIZER,
+    LION_OPTIMIZER,
+    MUON_OPTIMIZER,
+]
+
+
+class DeepSpeedConfig:
+    """A checked configuration: its keys are attributes.
+
+    Args:
+        config: a path, a dict, JSON text or base64.
+        mpu: says how many data-parallel ranks share the batch; None: all ranks.
+
+    Raises: ConfigError: every problem at once.
+    """
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        ranks = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
+        self.checked: Config = load(config, world_size=ranks)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "checked":
+            raise AttributeError(name)
+        checked = self.checked
+        if name == "_param_dict":
+            return checked.raw
+        if name == "zero_config":
+            return checked.zero_optimization
+        if name in type(checked).model_fields or hasattr(type(checked), name):
+            return getattr(checked, name)
+        raise AttributeError(f"the configuration has no key {name!r}")
+
+
+__all__ = [
+    "ADAGRAD_OPTIMIZER",
+    "ADAMW_OPTIMIZER",
+    "ADAM_OPTIMIZER",
+    "DEEPSPEED_OPTIMIZERS",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "LAMB_OPTIMIZER",
+    "LION_OPTIMIZER",
+    "MUON_OPTIMIZER",
+]

@@ -1,0 +1,71 @@
+"""The functions at DeepSpeed's top level that are more than another name of Shoal's."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import current_world, init_distributed
+from shoal.compat.absent import absent_function, not_built
+from shoal.engine import initialize as shoal_initialize
+
+_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
+
+init_inference = absent_function("deepspeed.init_inference", _SERVING)
+default_inference_config = absent_function("deepspeed.default_inference_config", _SERVING)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | pathlib.Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | pathlib.Path | dict[str, Any] | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """``shoal.initialize``, after which torch.distributed is initialised, were it for one rank: scripts ask it.
+
+    Returns: engine, optimizer, data loader, schedule.
+    """
+    if dist_init_required is not False and current_world().backend == "none":
+        init_distributed(distributed_port=distributed_port, verbose=False)
+    return shoal_initialize(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        distributed_port=distributed_port,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        collate_fn=collate_fn,
+        config=config,
+        mesh_param=mesh_param,
+        config_params=config_params,
+    )
+
+
+def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
+    """The model, cast to ``dtype``. Raises: NotBuiltError: ``tp_size`` is more than 1."""
+    if tp_size != 1:
+        raise not_built(
+            f"deepspeed.tp_model_init(tp_size={tp_size}): tensor parallelism",
+            "train with ZeRO stage 3, which needs no change of the model.",
+        )
+    return model.to(dtype)
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """No effect: there is no tensor parallelism that could be for inference only."""

@@ -1,0 +1,1 @@
+"""``deepspeed.runtime.fp16``: loss scales and the classes of optimizer wrappers."""

@@ -1,0 +1,15 @@
+"""``deepspeed.runtime.fp16.fused_optimizer``: the class of optimizers over fp16 parameters at stage 0."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.compat.by_stage import has_dtype, kind, stage_of
+
+FP16_Optimizer = kind(
+    "FP16_Optimizer",
+    "An optimizer of fp16 parameters at stage 0.",
+    lambda optimizer: has_dtype(optimizer, torch.float16) and stage_of(optimizer) == 0,
+)
+
+__all__ = ["FP16_Optimizer"]

@@ -1,0 +1,190 @@
+"""``deepspeed.runtime.utils``: small helpers that scripts call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from shoal.comm.world import current_world
+from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.engine.log import say_on_rank_0
+from shoal.errors import UsageError
+from shoal.text import format_bytes
+from shoal.zero.registry import OWNERS
+
+
+class DummyOptim:
+    """Stands for no optimizer: groups of parameters and nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """The same structure with its tensors on ``device``; with ``criterion_func`` only those that it says yes to."""
+    if isinstance(item, torch.Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item.to(device) if criterion_func is None and hasattr(item, "to") else item
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
+    """As ``move_to_device``, and tensors that are there already are copied."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(device) if criterion_func(item) else item
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With ``force``, say on rank 0 what the device holds now and held at most, after ``message``."""
+    if force:
+        accelerator = get_accelerator()
+        now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
+        say_on_rank_0(current_world().rank, f"{message}: {format_bytes(now)} held, at most {format_bytes(peak)}")
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """torch's, for parameters that no engine holds. Raises: UsageError: an engine holds one; it clips in ``step()``."""
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(OWNERS.get(parameter) is not None for parameter in given):
+        raise UsageError(
+            "clip_grad_norm_() was given parameters of an engine, whose gradients rest in shards.",
+            do="set gradient_clipping in the config; engine.get_global_grad_norm() has the norm.",
+            code="clip-engine",
+        )
+    return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
+    """The norm of several norms."""
+    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
+
+
+def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of the gradients that lie on the parameters; engines have ``get_global_grad_norm()``."""
+    return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where each of ``num_parts`` parts of ``num_items`` begins, and the end: the first parts are one longer.
+
+    >>> partition_uniform(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    size, longer = divmod(num_items, num_parts)
+    return [part * size + min(part, longer) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where each part begins, and the end, so that the heaviest part is as light as it can be.
+
+    >>> partition_balanced([1, 1, 1, 1, 4], 2)
+    [0, 4, 5]
+    """
+    if num_parts >= len(weights):
+        return [min(part, len(weights)) for part in range(num_parts + 1)]
+    sums = [0.0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[k][i]: the heaviest part when the first i items are cut into k parts; the last cut that gives it
+    count = len(weights)
+    best = [[0.0 if i == 0 else float("inf") for i in range(count + 1)]]
+    cuts: list[list[int]] = []
+    for _ in range(num_parts):
+        row, cut = [0.0] * (count + 1), [0] * (count + 1)
+        for end in range(1, count + 1):
+            heaviest = [(max(best[-1][start], sums[end] - sums[start]), start) for start in range(end)]
+            row[end], cut[end] = min(heaviest)
+        best.append(row)
+        cuts.append(cut)
+    bounds = [count]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return bounds[::-1]
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """The sums of the first 1, 2, ... weights."""
+    sums, total = [], 0
+    for weight in weights:
+        total += weight
+        sums.append(total)
+    return sums
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Is it marked as one part of a tensor-parallel parameter?"""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def empty_cache() -> None:
+    get_accelerator().empty_cache()
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as text.
+
+    >>> call_to_str("f", 1, b=2)
+    'f(1, b=2)'
+    """
+    given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
+    return f"{base}({', '.join(given)})"
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value of ``items``. Raises: UsageError: there are several, or none."""
+    found = set(items)
+    if len(found) != 1:
+        raise UsageError(f"expected one value, got {len(found)}: {sorted(map(str, found))[:5]}.", code="not-unique")
+    return found.pop()
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    return func
+
+
+__all__ = [
+    "DummyOptim",
+    "call_to_str",
+    "clip_grad_norm_",
+    "copy_to_device",
+    "empty_cache",
+    "ensure_directory_exists",
+    "get_global_norm",
+    "get_grad_norm",
+    "get_only_unique_item",
+    "is_model_parallel_parameter",
+    "move_to_device",
+    "noop_decorator",
+    "partition_balanced",
+    "partition_uniform",
+    "prefix_sum_inc",
+    "see_memory_usage",
+    "set_random_seed",
+]

@@ -1,0 +1,1 @@
+"""``deepspeed.sequence``: sequence parallelism, which is not built yet."""

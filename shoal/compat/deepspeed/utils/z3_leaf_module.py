@@ -1,0 +1,122 @@
+"""``deepspeed.utils.z3_leaf_module``: modules that stage 3 gathers as one, whatever they hold.
+
+The mark is an attribute of the module, ``_z3_leaf``, as clients expect; a marked module is one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from shoal.errors import ModelError
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Is it marked?"""
+    return bool(getattr(model, "_z3_leaf", False))
+
+
+def z3_leaf_parameter(model: torch.Tensor) -> bool:
+    """Does it belong to a marked module? Parameters bear no mark here: always False."""
+    return hasattr(model, "ds_z3_leaf_module")
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """All marked modules."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark it, or take the mark away. Takes effect in ``initialize``."""
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark every module of the classes, given as classes or names (short, or with their module).
+
+    Returns: the modules.
+    Raises: ModelError, a ValueError: none is in the model.
+    """
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark away from modules of the classes; otherwise as ``set_z3_leaf_modules``."""
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their names in ``named_modules()``. Returns: the modules, and names that are not there."""
+    return _mark_names(model, module_names, flag, raise_if_not_found, lambda name, wanted: name == wanted)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules whose names end so. Returns: the modules, and suffixes that no name has."""
+    return _mark_names(model, module_name_suffixes, flag, raise_if_not_found, str.endswith)
+
+
+def _mark_classes(
+    model: nn.Module, classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
+) -> list[nn.Module]:
+    kinds = tuple(each for each in classes if isinstance(each, type))
+    names = {each for each in classes if isinstance(each, str)}
+    found = []
+    for module in model.modules():
+        cls = type(module)
+        if isinstance(module, kinds) or names & {cls.__name__, f"{cls.__module__}.{cls.__qualname__}"}:
+            set_z3_leaf_module(module, flag)
+            found.append(module)
+    if not found and raise_if_not_found:
+        raise _not_found("of class", [each if isinstance(each, str) else each.__name__ for each in classes], model)
+    return found
+
+
+def _mark_names(
+    model: nn.Module,
+    wanted: Sequence[str],
+    flag: bool,
+    raise_if_not_found: bool,
+    is_meant: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    found: list[nn.Module] = []
+    missing: list[str] = []
+    for each in wanted:
+        here = [module for name, module in model.named_modules() if name and is_meant(name, each)]
+        for module in here:
+            set_z3_leaf_module(module, flag)
+        found += here
+        if not here:
+            missing.append(each)
+    if missing and raise_if_not_found:
+        raise _not_found("called", missing, model)
+    return found, missing
+
+
+def _not_found(how: str, names: Sequence[str], model: nn.Module) -> ModelError:
+    return ModelError(
+        f"no module {how} {', '.join(repr(name) for name in names)} in {type(model).__name__}.",
+        do="name it as model.named_modules() does, or pass raise_if_not_found=False.",
+        code="leaf-module",
+    )
+
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]

@@ -1,0 +1,66 @@
+"""The variables that carry the wish to child processes, and the rank that may speak.
+
+    SHOAL_AS_DEEPSPEED   "1": an interpreter that starts with it, and sees ``startup``, lends the name
+    PYTHONPATH           has ``startup`` at its front, whose ``sitecustomize`` is run when an interpreter starts
+    RANK, LOCAL_RANK     say which process is the first
+
+This is the one file of Shoal that writes to the environment: there is no other way to tell child processes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+SWITCH = "SHOAL_AS_DEEPSPEED"
+STARTUP = str(Path(__file__).resolve().with_name("startup"))
+
+
+def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:
+    """Does the environment ask for DeepSpeed's name?"""
+    return (os.environ if variables is None else variables).get(SWITCH) == "1"
+
+
+def for_children(variables: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that make child processes lend the name too."""
+    now = (os.environ if variables is None else variables).get("PYTHONPATH", "")
+    rest = [part for part in now.split(os.pathsep) if part and part != STARTUP]
+    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([STARTUP, *rest])}
+
+
+def tell_children() -> dict[str, str | None]:
+    """Set them. Returns: what they were, for ``restore``."""
+    wanted = for_children()
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    return before
+
+
+def restore(before: Mapping[str, str | None]) -> None:
+    """Undo ``tell_children``."""
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def is_first_rank() -> bool:
+    """Is this the process that speaks for all?"""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) in ("", "0")
+
+
+def visible_devices() -> str | None:
+    """What the accelerator's driver is told to show; None: everything."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def local_rank() -> str | None:
+    """What a launcher says of this process's number on its machine."""
+    return os.environ.get("LOCAL_RANK")
+
+
+def file_of_variables() -> str:
+    """The name of the file in which DeepSpeed's users keep variables for several machines."""
+    return os.environ.get("DS_ENV_FILE", ".deepspeed_env")

@@ -1,0 +1,169 @@
+"""Makes ``import deepspeed`` mean Shoal in this process, from ``install()`` to ``uninstall()``.
+
+    import deepspeed.runtime.engine          the finder is asked first; it names the module that is there already:
+      deepspeed                 is  shoal.compat.deepspeed                    one module object under both names,
+      deepspeed.runtime.engine  is  shoal.compat.deepspeed.runtime.engine     so one class object under both names
+
+    importlib.metadata.version("deepspeed")  the finder answers too: 0.19.8+shoal.X, the API level and who provides it
+
+Nothing on disk changes, and a DeepSpeed that is installed stays as it is. This file does not import torch: it runs when
+an interpreter starts in a process tree that lends the name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from shoal.compat.environment import is_first_rank, restore, tell_children
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
+
+LENT = "deepspeed"
+OURS = "shoal.compat.deepspeed"
+CLIENTS_THAT_LOOK_EARLY = ("accelerate", "transformers", "lightning")
+
+
+class AliasLoader(Loader):
+    """Loads nothing: hands over the module that has the name ``real``."""
+
+    def __init__(self, real: str) -> None:
+        self.real = real
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = import_module(self.real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import machinery has put the alias's in its place
+        if self.real == OURS:
+            _announce()
+
+    # What ``python -m deepspeed.x`` and tools that read sources ask for.
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        code: CodeType | None = self._inner().get_code(self.real)
+        return code
+
+    def get_source(self, fullname: str) -> str | None:
+        source: str | None = self._inner().get_source(self.real)
+        return source
+
+    def get_filename(self, fullname: str) -> str:
+        name: str = self._inner().get_filename(self.real)
+        return name
+
+    def is_package(self, fullname: str) -> bool:
+        return bool(self._inner().is_package(self.real))
+
+    def _inner(self) -> Any:
+        spec = find_spec(self.real)
+        assert spec is not None and spec.loader is not None
+        return spec.loader
+
+
+class Finder(MetaPathFinder):
+    """Answers for ``deepspeed`` and what is below it, and for the metadata of a distribution of that name."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != LENT and not fullname.startswith(LENT + "."):
+            return None
+        real = OURS + fullname.removeprefix(LENT)
+        found = find_spec(real)
+        if found is None:
+            return None
+        spec = ModuleSpec(fullname, AliasLoader(real), origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
+        spec.has_location = found.has_location
+        return spec
+
+    def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
+        from shoal.compat.distribution import lent_distribution
+
+        name = getattr(context, "name", None)
+        return [lent_distribution()] if name is None or name.replace("_", "-").lower() == LENT else []
+
+
+class _Lending:
+    """What ``install`` has done, for ``uninstall``."""
+
+    def __init__(self) -> None:
+        self.finder: Finder | None = None
+        self.environment: dict[str, str | None] = {}
+
+
+_lending = _Lending()
+
+
+def install(*, children: bool = True) -> None:
+    """From now on ``import deepspeed`` is Shoal. A second call changes nothing.
+
+    Args:
+        children: child processes too: SHOAL_AS_DEEPSPEED and PYTHONPATH are set for them.
+
+    Raises: UsageError: the real DeepSpeed is imported already.
+    """
+    loaded = sys.modules.get(LENT)
+    if loaded is not None and loaded is not sys.modules.get(OURS):
+        raise UsageError(
+            f"DeepSpeed is imported already, from {getattr(loaded, '__file__', 'an unknown place')}: its classes are in"
+            " use, so Shoal cannot take its name in this process.",
+            do="call shoal.compat.deepspeed.install() as the first line of the script, or start it by"
+            " `shoal run --as-deepspeed`.",
+            code="as-deepspeed-late",
+        )
+    if _lending.finder is None:
+        _warn_if_late()
+        _lending.finder = Finder()
+        sys.meta_path.insert(0, _lending.finder)
+    if children and not _lending.environment:
+        _lending.environment = tell_children()
+
+
+def uninstall() -> None:
+    """Give the name back: the finder goes, with the aliases it has made and the variables it has set."""
+    if _lending.finder is not None:
+        if _lending.finder in sys.meta_path:
+            sys.meta_path.remove(_lending.finder)
+        _lending.finder = None
+        for name in [name for name in sys.modules if name == LENT or name.startswith(LENT + ".")]:
+            del sys.modules[name]
+    restore(_lending.environment)
+    _lending.environment = {}
+
+
+def is_installed() -> bool:
+    """Is ``import deepspeed`` Shoal?"""
+    return _lending.finder is not None
+
+
+def real_deepspeed() -> ModuleSpec | None:
+    """Where a DeepSpeed is installed that is not used now."""
+    return PathFinder.find_spec(LENT)
+
+
+def _warn_if_late() -> None:
+    early = [name for name in CLIENTS_THAT_LOOK_EARLY if name in sys.modules]
+    if early and real_deepspeed() is None:
+        from shoal.compat.announce import say
+
+        say(f"{', '.join(early)} looked for DeepSpeed when imported, and found none: install() has to come before.")
+
+
+def _announce() -> None:
+    if is_first_rank():
+        from shoal.compat.announce import announce
+
+        announce(real_deepspeed())

@@ -1,0 +1,226 @@
+"""The `deepspeed` command's flags, on one machine: which ranks, on which devices, and what is run.
+
+    --num_gpus N                    N ranks; on a machine without GPUs they compute on the CPU
+    --hostfile, --include, --exclude  slots of this machine; several machines are refused by name
+    --master_port, --master_addr    where rank 0 listens; left out, a free port
+    --module, --no_python           the script is a module's name; the script is a program
+    --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
+
+    localhost slots=4               a hostfile: one machine a line
+    localhost:0,2@worker-1          --include and --exclude: machines, each with its slots; no slots: all of them
+
+Slots are the devices that CUDA_VISIBLE_DEVICES shows, by the names that it has for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shoal.compat.absent import not_built
+from shoal.compat.environment import for_children, visible_devices
+from shoal.errors import ShoalError, UsageError
+from shoal.launch import LocalJob, run_local
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+HERE = ("localhost", "127.0.0.1")
+
+# Flags that ask for something that is not there, and what to do instead.
+NOT_THERE = {
+    "autotuning": "leave it out.",
+    "bind_cores_to_rank": "set OMP_NUM_THREADS, or start the command under numactl.",
+    "bind_core_list": "set OMP_NUM_THREADS, or start the command under numactl.",
+    "enable_each_rank_log": "leave it out: every line of the output bears its rank.",
+    "elastic_training": "leave it out.",
+    "force_multi": "leave it out: all ranks are on this machine.",
+    "save_pid": "leave it out: the command ends with its ranks, and they with it.",
+    "venv_script": "activate the environment first.",
+}
+_SEVERAL = "start `torchrun --nnodes=... --node-rank=... -m shoal.compat.deepspeed SCRIPT` on each machine, or srun."
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with DeepSpeed's flags and defaults."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        description="Start a script written for DeepSpeed on the ranks of this machine; `import deepspeed` is Shoal.",
+    )
+    add = parser.add_argument
+    add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="a machine a line: NAME slots=N")
+    add("-i", "--include", default="", help="only these: NAME[:SLOT,...][@NAME...]")
+    add("-e", "--exclude", default="", help="all but these, likewise")
+    add("--num_nodes", type=int, default=-1, help="machines; 1 is built")
+    add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on this machine; all devices")
+    add("--master_port", type=int, default=None, help="of rank 0; a free one")
+    add("--master_addr", default="", help="of rank 0; this machine")
+    add("--node_rank", type=int, default=-1, help="of this machine; 0 is built")
+    add("--launcher", default="pdsh", help="for several machines, so without effect")
+    add("--launcher_args", default="", help="for several machines, so without effect")
+    add("--module", action="store_true", help="the script is a module's name")
+    add("--no_python", action="store_true", help="the script is a program")
+    add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
+    for flag in ("--no_ssh", "--no_ssh_check"):
+        add(flag, action="store_true", help="for several machines, so without effect")
+    add("--ssh_port", type=int, default=None, help="for several machines, so without effect")
+    add("--log_level", default="info", help="without effect")
+    add("-q", "--quiet", action="store_true", help="without effect")
+    for flag in ("force_multi", "save_pid", "elastic_training", "bind_cores_to_rank"):
+        add(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("bind_core_list", "venv_script", "autotuning"):
+        add(f"--{flag}", default=None, help=argparse.SUPPRESS)
+    add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
+    add("user_script", help="a Python file, a module's name (--module) or a program (--no_python)")
+    add("user_args", nargs=argparse.REMAINDER, help="for the script")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command and leave with its exit code.
+
+    Raises: SystemExit: always; with code 2 and a message where the command line cannot be done.
+    """
+    try:
+        outcome = run_local(job_of(parse_args(args)))
+    except ShoalError as error:
+        sys.stderr.write(f"deepspeed (Shoal): {error}\n")
+        sys.exit(2)
+    if outcome.report:
+        sys.stderr.write(f"\n{outcome.report}\n")
+    sys.exit(outcome.exit_code)
+
+
+def job_of(options: argparse.Namespace) -> LocalJob:
+    """What the options ask for. Raises: NotBuiltError, UsageError."""
+    _refuse_what_is_not_there(options)
+    hosts = fetch_hostfile(options.hostfile)
+    shown = visible_devices()
+    devices = _devices(shown)
+    here = next(iter(hosts), HERE[0]) if len(hosts) == 1 else HERE[0]
+    pool = {host: [str(slot) for slot in range(slots)] for host, slots in hosts.items()} or {here: devices}
+    if len(pool) == 1 and devices and hosts:
+        pool = {here: devices[: hosts[here]]}
+    wanted = parse_resource_filter(pool, options.include, options.exclude, free=not devices)
+    if len(wanted) > 1 or any(not _is_here(host) for host in wanted):
+        raise not_built(f"starting ranks on other machines ({', '.join(wanted)})", _SEVERAL)
+    slots = next(iter(wanted.values()), [])
+    count = options.num_gpus if options.num_gpus > 0 else (len(slots) or 1)
+    if slots and count > len(slots) and (devices or options.include or options.exclude):
+        raise UsageError(
+            f"--num_gpus {count}, but there are {len(slots)} devices: {', '.join(slots)}.",
+            do=f"give --num_gpus {len(slots)} or less; hide all devices (CUDA_VISIBLE_DEVICES=) to run on the CPU.",
+            code="launch-devices",
+        )
+    environment = for_children()
+    if devices and slots[:count] != devices[:count]:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots[:count])
+    if options.master_port is not None or options.master_addr:
+        environment |= {
+            "MASTER_ADDR": options.master_addr or "127.0.0.1",
+            "MASTER_PORT": str(options.master_port or 29500),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
+        }
+    return LocalJob(_program(options), count, environment=environment)
+
+
+def _program(options: argparse.Namespace) -> list[str]:
+    if options.no_python:
+        return [options.user_script, *options.user_args]
+    return [
+        *(sys.executable, "-u", "-m", "shoal.compat.deepspeed"),
+        *([] if options.no_local_rank else ["--local-rank"]),
+        *(["-m"] if options.module else []),
+        *(options.user_script, *options.user_args),
+    ]
+
+
+def _refuse_what_is_not_there(options: argparse.Namespace) -> None:
+    for name, do in NOT_THERE.items():
+        if getattr(options, name) not in (None, False, "", "None"):
+            raise not_built(f"--{name}", do)
+    if options.num_nodes > 1 or options.node_rank > 0 or options.max_elastic_nodes > 1:
+        raise not_built(f"--num_nodes {max(options.num_nodes, options.node_rank + 1)}: several machines", _SEVERAL)
+
+
+def _devices(shown: str | None) -> list[str]:
+    """The names of the visible devices; none on a machine without."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        return []
+    if shown is not None:
+        return [name.strip() for name in shown.split(",") if name.strip()]
+    return [str(index) for index in range(torch.accelerator.device_count())]
+
+
+def _is_here(host: str) -> bool:
+    return host in HERE or host.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int]:
+    """Slots of each machine, in the file's order; empty without a file at DeepSpeed's default place.
+
+    Raises: UsageError: no such file, or a line that is not ``NAME slots=N``.
+    """
+    path = Path(hostfile_path)
+    if not path.is_file():
+        if hostfile_path == DEFAULT_HOSTFILE:
+            return {}
+        raise UsageError(f"--hostfile {hostfile_path!r}: there is no such file.", code="launch-hostfile")
+    hosts: dict[str, int] = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
+        if match is None or match[1] in hosts:
+            what = f"{match[1]!r} is there twice" if match is not None else f"{text!r} is not NAME slots=N"
+            raise UsageError(f"{hostfile_path}, line {number}: {what}.", code="launch-hostfile")
+        hosts[match[1]] = int(match[2])
+    return hosts
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[str]], include_str: str = "", exclude_str: str = "", *, free: bool = False
+) -> dict[str, list[str]]:
+    """The slots that ``--include`` or ``--exclude`` leave.
+
+    Args:
+        host_info: the slots of each machine.
+        free: slots are not devices (a machine without any), so any may be named.
+
+    Raises: UsageError: both are given, or one names what is not there.
+
+    >>> parse_resource_filter({"a": ["0", "1"], "b": ["0"]}, include_str="a:1@b")
+    {'a': ['1'], 'b': ['0']}
+    """
+    if include_str and exclude_str:
+        raise UsageError("--include and --exclude are both given.", do="give one of them.", code="launch-filter")
+    pool = {host: list(slots) for host, slots in host_info.items()}
+    if not include_str and not exclude_str:
+        return pool
+    named: dict[str, list[str]] = {}
+    for part in (include_str or exclude_str).split("@"):
+        host, _, text = part.strip().partition(":")
+        if host not in pool:
+            raise UsageError(
+                f"{host!r} is not a machine of this job.", do=f"name one of: {', '.join(pool)}.", code="launch-filter"
+            )
+        slots = [slot.strip() for slot in text.split(",") if slot.strip()] or pool[host]
+        unknown = [slot for slot in slots if slot not in pool[host]]
+        if unknown and not free:
+            raise UsageError(
+                f"{host!r} has no slot {', '.join(unknown)}.",
+                do=f"name some of: {', '.join(pool[host])}.",
+                code="launch-filter",
+            )
+        named[host] = slots
+    if include_str:
+        return {host: named[host] for host in pool if host in named}
+    left = {host: [s for s in slots if s not in named.get(host, [])] for host, slots in pool.items()}
+    return {host: slots for host, slots in left.items() if slots}

@@ -52,6 +52,7 @@ ENGINE_INSIDE = {
     "moving",
     "recompute",
     "recomputed",
+    "activations",
     "owns_recompute",
     "sharded_optimizer",
     "follows_deepspeed",

@@ -193,7 +193,7 @@ VERDICTS: dict[str, Verdict] = {
     "activation_checkpointing.number_checkpoints": unused("nothing is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": unused("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": unused("the device's own order suffices"),
-    "offload_activation.**": later("offload of activations"),
+    "offload_activation.**": OBEYED,
     "compile.**": later("compile"),
     "compile.deepcompile": later("compile (DeepCompile)", stands_alone=True),
     "compile.sync_before_reduce": unused("the collectives wait for what they need"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -27,6 +28,7 @@ from shoal.errors import ConfigError, OutOfMemoryError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
+from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
 from shoal.zero.access import Access
 from shoal.zero.agree import Agreement, agree, refuse_unused
@@ -111,6 +113,7 @@ class Engine(DeepSpeedFace):
         self.recompute: Recompute | None = None
         self.owns_recompute = False  # made from the config, not by the script's ``configure``
         self.recomputed: RecomputedBlocks | None = None  # modules that the config has recomputed
+        self.activations: HostActivations | None = None  # where the config has activations rest on the host
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.moving = Moving(self)
@@ -669,7 +672,8 @@ class Engine(DeepSpeedFace):
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, beside what the allocator says."""
-        saved = {} if self.recompute is None else self.recompute.saved_bytes_by_tier()
+        saved = Counter({} if self.recompute is None else self.recompute.saved_bytes_by_tier())
+        saved.update({} if self.activations is None else self.activations.saved_bytes_by_tier())
         moved = self.moving.ledger_kinds
         return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)
 
@@ -746,6 +750,8 @@ class Engine(DeepSpeedFace):
     def _tear_down(self) -> None:
         if self._optimizer_step is not None and self._optimizer_step.lane is not None:
             self._optimizer_step.lane.close()
+        if self.activations is not None:
+            self.activations.remove()
         if self.recomputed is not None:
             self.recomputed.remove()
         if self.recompute is not None and self.owns_recompute:

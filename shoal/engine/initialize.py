@@ -29,6 +29,7 @@ from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.schedules import build_schedule
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
     Recompute,
     RecomputeSettings,
@@ -162,6 +163,8 @@ def initialize(
         engine.recomputed = recompute_blocks(
             model, settings.activation_checkpointing.modules, recompute=engine.recompute
         )
+    if settings.offload_activation.device == "cpu":
+        engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from shoal.errors import ModelError, UsageError
-from shoal.parallel.segment import Recompute
 from shoal.text import did_you_mean
+
+
+class Runner(Protocol):
+    """Runs a module's forward in its own way."""
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What ``function(*args, **kwargs)`` gives."""
+        ...
 
 
 class RecomputedBlocks:
@@ -27,7 +34,7 @@ class RecomputedBlocks:
     Attributes: ``names``: of the modules, as ``named_modules()`` has them.
     """
 
-    def __init__(self, modules: dict[str, nn.Module], recompute: Recompute) -> None:
+    def __init__(self, modules: dict[str, nn.Module], recompute: Runner) -> None:
         self.names = tuple(modules)
         self._is_on = True
         self._before = [(module, vars(module).get("forward")) for module in modules.values()]
@@ -37,7 +44,7 @@ class RecomputedBlocks:
             self._ours.append(bound)
             module.forward = bound
 
-    def _forward_of(self, name: str, module: nn.Module, recompute: Recompute) -> Any:
+    def _forward_of(self, name: str, module: nn.Module, recompute: Runner) -> Any:
         before = module.forward
         # A method, not what it is bound to: a copy of the module must run its own.
         method = before.__func__ if isinstance(before, MethodType) and before.__self__ is module else None
@@ -71,7 +78,7 @@ def recompute_blocks(
     classes: Iterable[str | type[nn.Module]] | str | type[nn.Module] | None = None,
     *,
     every: int = 1,
-    recompute: Recompute,
+    recompute: Runner,
 ) -> RecomputedBlocks:
     """Recompute modules of ``model`` in the backward pass.
 

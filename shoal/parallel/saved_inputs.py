@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 
 import torch
@@ -41,6 +41,10 @@ class SavedInputs:
 
     def begin(self) -> AbstractContextManager[object]:
         """A context for what autograd saves: the inputs of one segment."""
+        return torch.autograd.graph.saved_tensors_hooks(*self.hooks())
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Packed], Callable[[Packed], torch.Tensor]]:
+        """What such a context calls, for one segment that begins now."""
         segment = self._place.begin()
 
         def pack(tensor: torch.Tensor) -> Packed:
@@ -48,7 +52,7 @@ class SavedInputs:
             segment.kept.append(kept)
             return segment, kept
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, self._unpack)
+        return pack, self._unpack
 
     def _unpack(self, packed: Packed) -> torch.Tensor:
         segment, kept = packed

@@ -1,0 +1,133 @@
+"""What autograd keeps of a block for its backward pass rests in host memory: nothing is computed again.
+
+    forward    block 0       block 1       block 2       ...
+    copies     [0 leaves]    [1 leaves]    [2 leaves]
+    device     0             0, 1          1, 2
+
+Copies run beside the device's work; in the backward pass a block's tensors return while the block after it runs. What
+is kept outside of blocks stays on the device, and so do parameters. In a block that is recomputed, its inputs are
+what is kept, at the place that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.device import in_backward
+from shoal.errors import ModelError, UsageError
+from shoal.memory.placement import Tier
+from shoal.parallel.kept import Form, Kept, KeptInPlace, Segment
+from shoal.parallel.on_host import CopiesOf, OnHost
+from shoal.parallel.recompute_blocks import RecomputedBlocks, recompute_blocks
+from shoal.parallel.saved_inputs import Packed, SavedInputs
+from shoal.parallel.stream_copies import copies_of as stream_copies_of
+
+LEAST_NBYTES = 4096  # smaller tensors cost more to copy than to keep
+
+
+class _WithinBytes(OnHost):
+    """Keeps small tensors, and those beyond a number of bytes, where they are."""
+
+    def __init__(self, copies_of: CopiesOf, max_nbytes: int | None) -> None:
+        super().__init__(copies_of)
+        self._max_nbytes = max_nbytes
+        self.num_moved_nbytes = 0  # in this forward pass
+
+    def keep(self, tensor: torch.Tensor, segment: Segment) -> Kept:
+        nbytes = Form.of(tensor).nbytes
+        is_over = self._max_nbytes is not None and self.num_moved_nbytes + nbytes > self._max_nbytes
+        if nbytes < LEAST_NBYTES or is_over:
+            return KeptInPlace(tensor, Tier.DEVICE)
+        self.num_moved_nbytes += nbytes
+        return super().keep(tensor, segment)
+
+
+class HostActivations:
+    """Keeps the activations of a model's blocks in host memory, until ``remove()``.
+
+    Args:
+        max_nbytes: most bytes that leave in one forward pass, those of the first blocks; None: all.
+        copies_of: makes the copies between a device and the host.
+
+    Memory: on the device the activations of two blocks; on the host those of all.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, max_nbytes: int | None = None, copies_of: CopiesOf = stream_copies_of
+    ) -> None:
+        self._place = _WithinBytes(copies_of, max_nbytes)
+        self._saved = SavedInputs(self._place)
+        self._seen: set[str] = set()
+        try:
+            self._blocks = recompute_blocks(model, recompute=self)
+        except ModelError:  # no list of alike blocks: the model's parts are its blocks
+            self._blocks = RecomputedBlocks(dict(_parts(model, "")), self)
+        modules = dict(model.named_modules())
+        self._modules = {name: modules[name] for name in self._blocks.names}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The blocks, as ``named_modules()`` has them."""
+        return self._blocks.names
+
+    def saved_bytes_by_tier(self) -> dict[Tier, int]:
+        """Bytes that wait for their backward pass."""
+        return self._saved.nbytes_by_tier()
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most that they have been."""
+        return self._saved.peak_nbytes
+
+    def remove(self) -> None:
+        """Give the modules their own ``forward`` back. Idempotent."""
+        self._blocks.remove()
+
+    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``function(*args, **kwargs)``; what autograd keeps of it rests on the host."""
+        if not torch.is_grad_enabled() or in_backward():
+            return function(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler decides what is kept
+            return function(*args, **kwargs)
+        return self._run(name, function, args, kwargs)
+
+    def _run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if name in self._seen:  # another forward pass
+            self._seen.clear()
+            self._place.num_moved_nbytes = 0
+        self._seen.add(name)
+        pack, unpack = self._saved.hooks()
+        own = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
+
+        def pack_activation(tensor: torch.Tensor) -> Packed | torch.Tensor:
+            is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+            return tensor if is_plain and tensor.untyped_storage()._cdata in own else pack(tensor)
+
+        def unpack_activation(packed: Packed | torch.Tensor) -> torch.Tensor:
+            if isinstance(packed, torch.Tensor):
+                return packed
+            try:
+                return unpack(packed)
+            except UsageError as error:
+                raise UsageError(
+                    f"an activation of {name!r} was changed in place after autograd kept it: {error.what}",
+                    do="write x = x + y instead of x += y for what a later operation reads.",
+                    code="activation-changed",
+                ) from None
+
+        with torch.autograd.graph.saved_tensors_hooks(pack_activation, unpack_activation):
+            return function(*args, **kwargs)
+
+
+def _parts(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    """The modules that the model calls one after the other, lists gone into."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, child in model.named_children():
+        full = f"{path}{name}"
+        is_container = isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        found += _parts(child, f"{full}.") if is_container else [(full, child)]
+    return found

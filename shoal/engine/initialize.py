@@ -39,6 +39,7 @@ from shoal.parallel.recompute import (
     recompute_blocks,
 )
 from shoal.zero.build import Axes, build
+from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
 from shoal.zero.shelf import StateShelf
 from shoal.zero.step import BucketState, ShardedStep
@@ -77,6 +78,37 @@ def initialize(
     Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
     Communicates: the model's values are broadcast from rank 0.
     """
+    with suspended():  # ``zero.Init`` contexts in which the script builds its model
+        return _initialize(
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            config if config is not None else config_params,
+            mesh_param,
+        )
+
+
+def _initialize(
+    args: Any,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[..., Any] | None,
+    source: str | pathlib.Path | dict[str, Any] | None,
+    mesh_param: Any,
+) -> Initialized:
     if model is None or not isinstance(model, nn.Module):
         raise ModelError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
@@ -96,7 +128,6 @@ def initialize(
         )
     _check_free(model)
     world = _world(dist_init_required, distributed_port)
-    source = config if config is not None else config_params
     if source is None and getattr(args, "deepspeed_config", None) is None:
         raise ConfigError(
             "no config was given.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 
@@ -18,46 +19,95 @@ _MAX_WHOLE = 32
 class EarlyShard:
     """This rank's range of one parameter.
 
+    Args:
+        home: where the range rests; None: on ``device``.
+
     Memory: numel / N elements, until the parameter's unit is built.
     """
 
     def __init__(
-        self, parameter: torch.Tensor, comm: Communicator, device: torch.device, dtype: torch.dtype | None
+        self,
+        parameter: torch.Tensor,
+        comm: Communicator,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        home: torch.device | None = None,
     ) -> None:
+        self._comm, self._device, self._home = comm, device, home
+        self.number = 0  # parameters are gathered in its order, the same on every rank
+        self.holders: list[int | None] = []  # of the blocks that hold it whole: which rank's changes count in each
+        self.is_touched = False  # whole, because code used it
+        self._take(parameter, 0, dtype)
+
+    def _take(self, parameter: torch.Tensor, source: int, dtype: torch.dtype | None) -> None:
         value = parameter.detach()
         dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
         self.shape, self.numel, self.dtype = value.shape, value.numel(), dtype
-        self._comm, self._device = comm, device
-        padded = -(-self.numel // comm.size) * comm.size
-        full = torch.zeros(padded, dtype=dtype, device=device)
+        self._keep(value, source)
+        parameter.data = stand_in(tuple(self.shape), dtype, self._device)
+
+    def _keep(self, value: torch.Tensor, source: int) -> None:
+        """Keep this rank's range of rank ``source``'s value."""
+        size, rank = self._comm.size, self._comm.rank
+        length = -(-self.numel // size)
+        full = torch.zeros(length * size, dtype=self.dtype, device=self._device)
         full[: self.numel].copy_(value.reshape(-1))
-        if comm.size > 1 and padded:
-            comm.broadcast(full, 0, label="zero.Init").drain()
-        length = padded // comm.size
-        self.shard = full[comm.rank * length : (comm.rank + 1) * length].clone()
-        parameter.data = stand_in(tuple(self.shape), dtype, device)
+        if size > 1 and full.numel():
+            self._comm.broadcast(full, source, label="zero.Init").drain()
+        own = full[rank * length : (rank + 1) * length]
+        self.shard = own.clone() if self._home is None else own.to(self._home, copy=True)
 
     def whole(self) -> torch.Tensor:
         """The parameter's value. Communicates: one all_gather."""
         full = torch.empty(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self._device)
         if full.numel():
-            self._comm.all_gather(full, self.shard, label="zero.Init").drain()
+            self._comm.all_gather(full, self.shard.to(self._device), label="zero.Init").drain()
         return full[: self.numel].view(self.shape)
 
     def gather(self, parameter: torch.Tensor) -> None:
         """Make the parameter whole."""
         parameter.data = self.whole()
 
+    def write(self, parameter: torch.Tensor, source: int) -> None:
+        """Keep this rank's range of the parameter as rank ``source`` has it; it stays whole here."""
+        value = parameter.data
+        if tuple(value.shape) != tuple(self.shape):  # code has put another tensor in its place
+            self.shape, self.numel = value.shape, value.numel()
+        self._keep(value, source)
+
     def scatter(self, parameter: torch.Tensor, source: int | None) -> None:
         """Keep this rank's range of the parameter, as rank ``source`` has it (None: as it was)."""
         if source is not None:
-            flat = torch.zeros(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self._device)
-            flat[: self.numel].copy_(parameter.data.reshape(-1))
-            if self._comm.size > 1 and flat.numel():
-                self._comm.broadcast(flat, source, label="zero.Init").drain()
-            length = self.shard.numel()
-            self.shard.copy_(flat[self._comm.rank * length : (self._comm.rank + 1) * length])
+            self.write(parameter, source)
         parameter.data = stand_in(tuple(self.shape), self.dtype, self._device)
+
+    # blocks that hold it whole
+
+    def hold(self, parameter: torch.Tensor, source: int | None) -> None:
+        """A block begins in which the parameter is whole, and at whose end rank ``source``'s changes count.
+
+        A block inside another gathers nothing, so that one rank alone may open it.
+        """
+        if not self.holders:
+            if self.is_touched:
+                self.is_touched = False
+                self.write(parameter, 0)
+            else:
+                self.gather(parameter)
+        self.holders.append(source)
+
+    def let_go(self, parameter: torch.Tensor, source: int | None, *, is_kept: bool) -> None:
+        """The innermost block ends. Within a block that keeps changes itself, that one does it.
+
+        Args:
+            is_kept: no exception ended it.
+        """
+        self.holders.pop()
+        counts = source if is_kept else None
+        if not self.holders:
+            self.scatter(parameter, counts)
+        elif counts is not None and all(outer is None for outer in self.holders):
+            self.write(parameter, counts)
 
 
 class _Registry:
@@ -65,6 +115,7 @@ class _Registry:
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[torch.Tensor], EarlyShard]] = {}
+        self._numbers = itertools.count()
 
     def get(self, parameter: torch.Tensor) -> EarlyShard | None:
         entry = self._by_id.get(id(parameter))
@@ -72,6 +123,7 @@ class _Registry:
 
     def put(self, parameter: torch.Tensor, shard: EarlyShard) -> None:
         key = id(parameter)
+        shard.number = next(self._numbers)
         self._by_id[key] = (weakref.ref(parameter, lambda _: self._by_id.pop(key, None)), shard)
 
     def pop(self, parameter: torch.Tensor) -> None:
@@ -87,6 +139,7 @@ class EarlyShards:
     Args:
         dtype: floating-point parameters are cast to it; None: kept.
         before_scatter: called with a parameter that was touched, while it is whole for the last time.
+        home: where shards rest; None: on ``device``.
 
     Memory: the shards; up to 2^26 elements of parameters that were touched since the last ``scatter``.
     """
@@ -97,8 +150,10 @@ class EarlyShards:
         device: torch.device,
         dtype: torch.dtype | None = None,
         before_scatter: Callable[[nn.Parameter], None] | None = None,
+        home: torch.device | None = None,
     ) -> None:
         self._comm = comm
+        self._home = home
         self._device = device
         self._dtype = dtype
         self._before_scatter = before_scatter
@@ -108,18 +163,19 @@ class EarlyShards:
         """Cut a parameter down to this rank's range. Communicates: one broadcast of it."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if EARLY.get(parameter) is None and not parameter.is_meta:
-                EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype))
+                EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype, self._home))
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Make a sharded parameter whole, because code is about to use it. Communicates: one all_gather of it."""
         early = EARLY.get(parameter)
-        if early is None or id(parameter) in self._whole:
+        if early is None or early.is_touched or early.holders:
             return
         held = sum(p.numel() for p in self._whole.values())
         if held + parameter.numel() > _MAX_WHOLE_NUMEL or len(self._whole) >= _MAX_WHOLE:
             self.scatter()
         with torch._C.DisableTorchFunction(), torch.no_grad():
             early.gather(parameter)
+        early.is_touched = True
         self._whole[id(parameter)] = parameter
 
     def scatter(self) -> None:
@@ -127,7 +183,8 @@ class EarlyShards:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for parameter in self._whole.values():
                 early = EARLY.get(parameter)
-                if early is not None:
+                if early is not None and early.is_touched:
+                    early.is_touched = False
                     if self._before_scatter is not None:
                         self._before_scatter(parameter)
                     early.scatter(parameter, source=0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.zero.early import EARLY
+from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.registry import OWNERS, Owner
 from shoal.zero.unit import Unit
 
@@ -22,7 +22,8 @@ class GatheredParameters:
     """Holds the given parameters whole inside the block. DeepSpeed's signature.
 
     Args:
-        params: one parameter, or any iterable of them; parameters that are not sharded are left as they are.
+        params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
+            left as they are.
         modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded
             parameters are lost.
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
@@ -38,7 +39,7 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) else list(_iterate(params))
+        given = [params] if isinstance(params, torch.Tensor) else [p for p in _iterate(params) if p is not None]
         self._parameters = list({id(p): p for p in given if isinstance(p, torch.Tensor)}.values())
         if len([p for p in given if not isinstance(p, torch.Tensor)]):
             wrong = next(p for p in given if not isinstance(p, torch.Tensor))
@@ -64,18 +65,24 @@ class GatheredParameters:
             early = EARLY.get(parameter)
             owner = OWNERS.get(parameter)
             if early is not None:
-                with torch.no_grad():
-                    early.gather(parameter)
                 self._early.append(parameter)
             elif owner is not None:
                 owned.setdefault(id(owner), (owner, []))[1].append(parameter)
+        self._early.sort(key=_number)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for parameter in self._early:
+                _early(parameter).hold(parameter, self._modifier_rank)
         for owner, parameters in owned.values():
             sharded = owner.sharded
+            parameters.sort(key=lambda p: sharded.number_of[id(p)])
             units = list(dict.fromkeys(sharded.unit_of[id(p)] for p in parameters))
             context = sharded.gathered([unit for unit in units if unit.is_sharded])
             context.__enter__()
             self._contexts.append(context)
             self._live.append((owner, parameters, units))
+            if self._modifier_rank is not None:
+                for parameter in parameters:
+                    sharded.begin_change(parameter)
         return self
 
     def __exit__(
@@ -83,20 +90,33 @@ class GatheredParameters:
     ) -> None:
         if not self._enabled:
             return
-        with torch.no_grad():
+        is_kept = error is None
+        with torch._C.DisableTorchFunction(), torch.no_grad():
             for parameter in self._early:
                 early = EARLY.get(parameter)
                 if early is not None:
-                    early.scatter(parameter, self._modifier_rank if error is None else None)
-            if self._modifier_rank is not None and error is None:
+                    early.let_go(parameter, self._modifier_rank, is_kept=is_kept)
+            if self._modifier_rank is not None:
                 for owner, parameters, _ in self._live:
                     for parameter in parameters:
-                        write_through(owner, parameter, self._modifier_rank)
+                        num_outer = owner.sharded.end_change(parameter)
+                        if is_kept and not num_outer:
+                            write_through(owner, parameter, self._modifier_rank)
         for context in reversed(self._contexts):
             context.__exit__(None, None, None)
         self._contexts.clear()
         self._live.clear()
         self._early.clear()
+
+
+def _early(parameter: torch.Tensor) -> EarlyShard:
+    early = EARLY.get(parameter)
+    assert early is not None
+    return early
+
+
+def _number(parameter: torch.Tensor) -> int:
+    return _early(parameter).number
 
 
 def _iterate(params: Any) -> Iterable[Any]:

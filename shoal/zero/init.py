@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,7 @@ class Init:
         module: a module that exists already: it is sharded at once.
         config_dict_or_path, config: accepted; Shoal needs nothing from it here.
         enabled: False: the context does nothing.
+        remote_device: "cpu" or "nvme": shards rest in host memory until ``initialize``.
         dtype: cast floating-point parameters to it; None: keep them, so that master weights get the full precision.
 
     Communicates: one broadcast of each parameter (rank 0's values count).
@@ -49,18 +51,28 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
         **_unused: Any,
     ) -> None:
-        if remote_device not in (None, "none") and enabled:
-            raise NotBuiltError(
-                f"zero.Init(remote_device={remote_device!r}): offload is not built yet.", do="leave remote_device out."
-            )
-        if data_parallel_group is not None:
-            raise UsageError(
-                "zero.Init(data_parallel_group=...): groups are made from the config.",
-                do="leave it out.",
-                code="zero-init-group",
-            )
+        groups = {
+            "data_parallel_group": data_parallel_group,
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "sequence_data_parallel_group": sequence_data_parallel_group,
+        }
+        for name, group in groups.items():
+            if group is not None and enabled:
+                raise UsageError(
+                    f"zero.Init({name}=...): groups are made from the config.",
+                    do="leave it out.",
+                    code="zero-init-group",
+                )
+        if (zero_quantized_weights or zero_quantized_nontrainable_weights) and enabled:
+            raise NotBuiltError("zero.Init(zero_quantized_weights=True): quantized weights are not built yet.")
+        self._home = torch.device("cpu") if remote_device not in (None, "none") else None
         self._enabled = enabled
         self._dtype = dtype
         self._mode: TouchMode | None = None
@@ -72,7 +84,9 @@ class Init:
 
     def _prepare(self) -> None:
         world = current_world()
-        self._early = EarlyShards(world.communicator("dp", Mesh.of(world.size)), world.device, self._dtype)
+        self._early = EarlyShards(
+            world.communicator("dp", Mesh.of(world.size)), world.device, self._dtype, home=self._home
+        )
 
     def __enter__(self) -> Init:
         if self._enabled:
@@ -91,6 +105,17 @@ class Init:
             _PATCH.leave(self)
             if error is None:
                 self._early.scatter()
+
+    def suspend(self) -> None:
+        """Shard what is whole, and do nothing until ``resume``."""
+        self._early.scatter()
+        if self._mode is not None:
+            self._mode.is_on = False
+
+    def resume(self) -> None:
+        """Go on after ``suspend``."""
+        if self._mode is not None:
+            self._mode.is_on = True
 
     # called by the patched constructors
 
@@ -150,6 +175,19 @@ class _ConstructorPatch:
                 else:
                     nn.Module.__init_subclass__ = self._subclass_hook  # type: ignore[method-assign]
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        held = self._stack()
+        for init in held:
+            init.suspend()
+        self._local.stack = []
+        try:
+            yield
+        finally:
+            self._local.stack = held
+            for init in held:
+                init.resume()
+
     def _wrap_all(self) -> None:
         pending: list[type[nn.Module]] = [nn.Module]
         while pending:
@@ -184,3 +222,11 @@ class _ConstructorPatch:
 
 
 _PATCH = _ConstructorPatch()
+
+
+def suspended() -> AbstractContextManager[None]:
+    """Inside, the contexts that are open in this thread do nothing: for code that is not the model's own.
+
+    Communicates: a broadcast of each parameter that code has touched.
+    """
+    return _PATCH.suspended()

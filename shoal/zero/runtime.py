@@ -86,6 +86,9 @@ class ShardedModel:
             modules = {**modules, ROOT: [model]}
             self._readers.append(root)
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
+        # The order in which parameters are gathered and given to all, the same on every rank.
+        self.number_of = {key: number for number, key in enumerate(self.unit_of)}
+        self._changing: dict[int, int] = {}  # blocks that will give a parameter's changes to all, by its id
         self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
         self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back
@@ -398,6 +401,19 @@ class ShardedModel:
             for unit in units:
                 unit.holds -= 1
                 unit.release()
+
+    def begin_change(self, parameter: torch.Tensor) -> None:
+        """A block begins that gives changes of a parameter to all ranks at its end."""
+        self._changing[id(parameter)] = self._changing.get(id(parameter), 0) + 1
+
+    def end_change(self, parameter: torch.Tensor) -> int:
+        """It ends. Returns: how many such blocks are still around it."""
+        num_left = self._changing.get(id(parameter), 1) - 1
+        if num_left:
+            self._changing[id(parameter)] = num_left
+        else:
+            self._changing.pop(id(parameter), None)
+        return num_left
 
     def recover(self) -> None:
         """After an exception:

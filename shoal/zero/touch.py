@@ -39,12 +39,13 @@ class TouchMode(TorchFunctionMode):
         super().__init__()
         self._on_touch = on_touch
         self._leave_out = _READS_NO_VALUE.union(leave_out)
+        self.is_on = True
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and func not in self._leave_out:
+        if self.is_on and not torch.compiler.is_compiling() and func not in self._leave_out:
             for value in (*args, *kwargs.values()):
                 for item in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(item, nn.Parameter):

@@ -1,0 +1,74 @@
+"""``deepspeed.zero.Init``: Shoal's, with the dtype that the config says, for parameters and for what is made beside."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from shoal.comm.world import current_world
+from shoal.compat.tensor_constructors import ConstructorMode, zero_wrapper_for_fp_tensor_constructor
+from shoal.config import load
+from shoal.zero.init import Init as ShardingInit
+
+_FACADE = "shoal.compat.deepspeed.runtime.zero.partition_parameters"
+
+
+class Init(ShardingInit):
+    """Shards parameters as modules are built. DeepSpeed's signature and meaning.
+
+    Args:
+        config_dict_or_path, config: its ``fp16`` and ``bf16`` say the dtype; ``"auto"`` may be left in it.
+        dtype: in place of the config's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        is_enabled = kwargs.get("enabled", True)
+        if is_enabled and kwargs.get("dtype") is None:
+            kwargs["dtype"] = dtype_of(kwargs.get("config_dict_or_path") or kwargs.get("config"))
+        self._constructors: ConstructorMode | None = None
+        super().__init__(*args, **kwargs)
+
+    def __enter__(self) -> Init:
+        super().__enter__()
+        if self._enabled and self._dtype is not None:
+            self._constructors = ConstructorMode(_wrapper(), self._dtype, current_world().device)
+            self._constructors.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._constructors is not None:
+            self._constructors.__exit__(kind, error, trace)
+            self._constructors = None
+        super().__exit__(kind, error, trace)
+
+    def suspend(self) -> None:
+        super().suspend()
+        if self._constructors is not None:
+            self._constructors.is_on = False
+
+    def resume(self) -> None:
+        super().resume()
+        if self._constructors is not None:
+            self._constructors.is_on = True
+
+
+def dtype_of(config: Any) -> torch.dtype | None:
+    """The dtype that a config has a model built in; None without one: as the script builds it."""
+    if config is None:
+        return None
+    settings = load(config, check_built=False)
+    if settings.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if settings.bf16.enabled else torch.float32
+
+
+def _wrapper() -> Callable[..., Any]:
+    """The function of the facade's module, which a client may have replaced."""
+    facade = sys.modules.get(_FACADE)
+    return vars(facade)["zero_wrapper_for_fp_tensor_constructor"] if facade else zero_wrapper_for_fp_tensor_constructor

@@ -1,0 +1,328 @@
+"""``zero.Init`` and ``GatheredParameters`` as DeepSpeed's clients use them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.compat.zero_init import Init
+from shoal.zero import GatheredParameters
+from shoal.zero.early import EARLY
+from tests.ranks.models import Plain
+from tests.ranks.training import batch, config, sgd, start, start_with
+
+# As Transformers has it before it knows the model's size.
+WITH_AUTO: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def on_two(run: Callable[[], Any]) -> list[Any]:
+    return run_ranks(2, run)
+
+
+class Rotary(nn.Module):
+    """Makes tensors of every kind as it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 2))
+        self.register_buffer("steps", torch.arange(0.0, 4.0, 0.5))
+        self.register_buffer("table", torch.zeros(2) + torch.ones(2) + torch.full((2,), 2.0) + torch.eye(2)[0])
+        self.register_buffer("counts", torch.arange(3))
+        self.register_buffer("asked", torch.tensor([1.0], dtype=torch.float64))
+
+
+def test_the_configs_dtype_is_that_of_parameters_and_of_tensors() -> None:
+    def build() -> list[torch.dtype]:
+        with Init(config_dict_or_path=WITH_AUTO):
+            model = Rotary()
+        assert EARLY.get(model.weight) is not None
+        assert model.weight.shape == (3, 2)
+        return [t.dtype for t in (model.weight, model.steps, model.table, model.counts, model.asked)]
+
+    bf16 = torch.bfloat16
+    assert on_two(build) == [[bf16, bf16, bf16, torch.int64, bf16]] * 2
+    assert torch.zeros(1).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [({"fp16": {"enabled": True}}, torch.float16), ({}, torch.float32), ({"fp16": {"enabled": "auto"}}, torch.float32)],
+)
+def test_without_a_half_dtype_in_the_config_all_is_fp32(sections: dict[str, Any], expected: torch.dtype) -> None:
+    with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
+        model = Rotary().to(torch.float64)
+    assert model.steps.dtype == torch.float64
+    with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
+        model = Rotary()
+    assert model.weight.dtype == model.steps.dtype == expected
+
+
+def test_a_context_that_is_not_enabled_does_nothing() -> None:
+    with Init(config_dict_or_path=WITH_AUTO, enabled=False, remote_device="cpu"):
+        model = Rotary()
+    assert EARLY.get(model.weight) is None
+    assert model.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("remote", [None, "none", "cpu", "nvme"])
+def test_shards_that_rest_elsewhere_train_the_same(remote: str | None) -> None:
+    def train() -> dict[str, torch.Tensor]:
+        with Init(config_dict_or_path={"train_batch_size": 4}, remote_device=remote):
+            torch.manual_seed(0)
+            model = Plain()
+        engine = start_with(model, config(3), sgd)
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.step()
+        values = engine.module_state_dict()
+        engine.destroy()
+        return values
+
+    trained, again = on_two(train)
+    assert all(bool(value.isfinite().all()) for value in trained.values())
+    assert all(torch.equal(trained[name], again[name]) for name in trained)
+
+
+def test_initialize_inside_an_open_context_keeps_what_code_has_changed_and_casts_nothing() -> None:
+    def build() -> tuple[torch.Tensor, list[torch.dtype], torch.Tensor, torch.dtype]:
+        with Init(config_dict_or_path={"train_batch_size": 4, "bf16": {"enabled": True}}):
+            model = Plain()
+            with torch.no_grad():
+                model.head.weight.fill_(0.25)
+            engine = start_with(model, config(3, bf16={"enabled": True}), sgd)
+            masters = [state.master.dtype for state in engine.bucket_states]
+            later = nn.Linear(2, 2)
+            assert EARLY.get(later.weight) is not None
+        weight = engine.module_state_dict()["head.weight"]
+        engine.destroy()
+        return weight, masters, later.weight.detach(), later.weight.dtype
+
+    for weight, masters, _, dtype in on_two(build):
+        assert torch.equal(weight, torch.full_like(weight, 0.25))
+        assert set(masters) == {torch.float32}
+        assert dtype == torch.bfloat16
+
+
+def test_nested_contexts_and_modules_are_sharded_once() -> None:
+    def build() -> list[int]:
+        with Init(config_dict_or_path={"train_batch_size": 2}), Init(config_dict_or_path={"train_batch_size": 2}):
+            model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
+        shards = [EARLY.get(p) for p in model.parameters()]
+        return [shard.shard.numel() for shard in shards if shard is not None]
+
+    assert on_two(build) == [[8, 2, 4, 1]] * 2
+
+
+def test_apply_inside_the_context_sees_whole_parameters_and_rank_0s_values_count() -> None:
+    def build() -> torch.Tensor:
+        rank = current_world().rank
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.part = nn.Linear(3, 3)
+                self.apply(self.fill)
+
+            def fill(self, module: nn.Module) -> None:
+                if isinstance(module, nn.Linear):
+                    assert not bool(module.weight.isnan().any())
+                    nn.init.constant_(module.weight, 1.0 + rank)
+
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            model = Model()
+        with GatheredParameters(model.parameters()):
+            return model.part.weight.detach().clone()
+
+    for value in on_two(build):
+        assert torch.equal(value, torch.ones(3, 3))
+
+
+def early_model() -> nn.Module:
+    with Init(config_dict_or_path={"train_batch_size": 2}):
+        return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def value_of(parameter: nn.Parameter) -> torch.Tensor:
+    with GatheredParameters(parameter):
+        return parameter.detach().clone()
+
+
+def test_gathering_takes_nothing_none_duplicates_generators_and_ordinary_tensors() -> None:
+    def gather() -> None:
+        model = early_model()
+        ordinary = nn.Parameter(torch.ones(2))
+        with GatheredParameters([]), GatheredParameters(()), GatheredParameters([None, ordinary, torch.zeros(1)]):
+            assert torch.equal(ordinary.detach(), torch.ones(2))
+        weight = model[0].weight
+        with GatheredParameters((p for p in [weight, weight, None]), modifier_rank=1):
+            with torch.no_grad():
+                weight.fill_(float(current_world().rank))
+        assert bool(weight.isnan().all())
+        assert torch.equal(value_of(weight), torch.ones(5, 3))
+
+    on_two(gather)
+
+
+def test_parameters_are_gathered_in_one_order_whatever_the_ranks_say() -> None:
+    """As where Transformers hands over a set."""
+
+    def gather() -> None:
+        for model in (early_model(), start(Plain, config(3), sgd).module):
+            parameters = list(model.parameters())
+            shuffled = parameters if current_world().rank == 0 else parameters[::-1]
+            with GatheredParameters(shuffled, modifier_rank=0), torch.no_grad():
+                for number, parameter in enumerate(parameters):
+                    parameter.fill_(number)
+            for number, parameter in enumerate(parameters):
+                assert set(value_of(parameter).flatten().tolist()) == {float(number)}
+
+    on_two(gather)
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_rank_0_alone_may_run_the_body_and_gather_within(is_live: bool) -> None:
+    def gather() -> None:
+        model = start(Plain, config(3), sgd).module if is_live else early_model()
+        parameters = list(model.parameters())
+        with GatheredParameters(parameters, modifier_rank=0):
+            if current_world().rank == 0:
+                with GatheredParameters(parameters[:2], modifier_rank=0), torch.no_grad():
+                    parameters[0].fill_(3.0)
+                with torch.no_grad():
+                    parameters[1].fill_(4.0)
+        assert set(value_of(parameters[0]).flatten().tolist()) == {3.0}
+        assert set(value_of(parameters[1]).flatten().tolist()) == {4.0}
+
+    on_two(gather)
+
+
+def test_a_block_that_keeps_changes_inside_one_that_does_not_keeps_them() -> None:
+    def gather() -> None:
+        weight = early_model()[0].weight
+        with GatheredParameters(weight):
+            with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+                weight.fill_(2.0)
+        assert torch.equal(value_of(weight), torch.full((5, 3), 2.0))
+
+    on_two(gather)
+
+
+def test_rank_0_alone_may_run_the_body_while_the_context_is_open() -> None:
+    def build() -> torch.Tensor:
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            part = nn.Linear(2, 2)
+            with torch.no_grad():
+                part.bias.fill_(7.0)  # touched, and so whole, before the block
+            with GatheredParameters([part.weight, part.bias], modifier_rank=0):
+                if current_world().rank == 0:
+                    nn.init.ones_(part.weight)
+        assert torch.equal(value_of(part.bias), torch.full((2,), 7.0))
+        return value_of(part.weight)
+
+    for value in on_two(build):
+        assert torch.equal(value, torch.ones(2, 2))
+
+
+def test_a_parameter_that_gets_another_shape_inside_the_block_keeps_it() -> None:
+    """As an embedding does that grows."""
+
+    def grow() -> tuple[torch.Tensor, torch.Tensor]:
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            table = nn.Embedding(4, 2)
+        grown = nn.Embedding(7, 2)
+        before = value_of(table.weight)
+        with GatheredParameters([table.weight, grown.weight], modifier_rank=0):
+            grown.weight.data[:4] = table.weight.data
+            table.weight.data = grown.weight.data
+        assert table.weight.shape == (7, 2)
+        after = value_of(table.weight)
+        assert torch.equal(after[:4], before)
+        other = nn.Embedding(3, 2)
+        with GatheredParameters([table.weight, other.weight], modifier_rank=0):
+            table.weight = other.weight
+        return after, table.weight.detach()
+
+    (one, own), (two, _) = on_two(grow)
+    assert torch.equal(one, two)
+    assert own.shape == (3, 2)
+
+
+class Normed(nn.Module):
+    """A convolution whose weight is normalised, as speech models have it."""
+
+    def __init__(self, *, is_gathered: bool) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.scale = nn.Parameter(torch.tensor(0.5))  # 0-d
+        if is_gathered:
+            with GatheredParameters(self.conv.weight, modifier_rank=0):
+                self.conv = nn.utils.parametrizations.weight_norm(self.conv, name="weight", dim=2)
+            for name in ("original0", "original1"):
+                shoal.zero.register_external_parameter(self, getattr(self.conv.parametrizations.weight, name))
+        else:
+            self.conv = nn.utils.parametrizations.weight_norm(self.conv, name="weight", dim=2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (self.conv(inputs) * self.scale).square().mean()
+
+
+def test_a_normalised_weight_and_a_0_d_parameter_train_as_one_process_does() -> None:
+    torch.manual_seed(3)
+    plain = Normed(is_gathered=False)
+    values = copy.deepcopy(plain.state_dict())
+    inputs = torch.randn(4, 4, 6)
+    optimizer = sgd(list(plain.parameters()))
+    for _ in range(2):
+        plain(inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train() -> dict[str, torch.Tensor]:
+        rank = current_world().rank
+        with Init(config_dict_or_path={"train_batch_size": 4}):
+            model = Normed(is_gathered=True)
+        with GatheredParameters(model.parameters(), modifier_rank=0):
+            if rank == 0:
+                model.load_state_dict(values)
+        settings = {**config(3), "units": {"names": ["conv"]}}
+        engine = start_with(model, settings, sgd)
+        for _ in range(2):
+            engine.backward(engine(inputs[rank * 2 : rank * 2 + 2]))
+            engine.step()
+        found = engine.module_state_dict()
+        engine.destroy()
+        return found
+
+    for found in on_two(train):
+        assert sorted(found) == sorted(values)
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_a_model_that_was_trained_destroyed_and_born_sharded_is_initialized_again() -> None:
+    def twice() -> None:
+        rank = current_world().rank
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            model = Plain()
+        for index in range(2):
+            engine = start_with(model, config(3), sgd)
+            engine.backward(engine(*batch(index, rank, 2)))
+            engine.step()
+            engine.destroy()
+        with GatheredParameters(model.parameters()):
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+    on_two(twice)

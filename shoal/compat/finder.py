@@ -47,6 +47,7 @@ class AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import machinery has put the alias's in its place
         if self.real == OURS:
+            _lend_attributes()
             _announce()
 
     # What ``python -m deepspeed.x`` and tools that read sources ask for.
@@ -138,6 +139,10 @@ def uninstall() -> None:
         if _lending.finder in sys.meta_path:
             sys.meta_path.remove(_lending.finder)
         _lending.finder = None
+        if "shoal.compat.parameters" in sys.modules:
+            from shoal.compat.parameters import take_back
+
+            take_back()
         for name in [name for name in sys.modules if name == LENT or name.startswith(LENT + ".")]:
             del sys.modules[name]
     restore(_lending.environment)
@@ -160,6 +165,12 @@ def _warn_if_late() -> None:
         from shoal.compat.announce import say
 
         say(f"{', '.join(early)} looked for DeepSpeed when imported, and found none: install() has to come before.")
+
+
+def _lend_attributes() -> None:
+    from shoal.compat.parameters import lend
+
+    lend()
 
 
 def _announce() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.world import current_world
+from shoal.comm.world import current_world, init_distributed
 from shoal.compat.tensor_constructors import ConstructorMode, zero_wrapper_for_fp_tensor_constructor
 from shoal.config import load
 from shoal.zero.init import Init as ShardingInit
@@ -27,6 +27,8 @@ class Init(ShardingInit):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         is_enabled = kwargs.get("enabled", True)
+        if is_enabled and current_world().backend == "none":
+            init_distributed(verbose=False)  # scripts ask torch.distributed for their rank, were there one alone
         if is_enabled and kwargs.get("dtype") is None:
             kwargs["dtype"] = dtype_of(kwargs.get("config_dict_or_path") or kwargs.get("config"))
         self._constructors: ConstructorMode | None = None

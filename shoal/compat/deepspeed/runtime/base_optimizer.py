@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.zero.optimizer import ShardedOptimizer
-
-DeepSpeedOptimizer = ShardedOptimizer
-ZeROOptimizer = ShardedOptimizer
+from shoal.zero.optimizer import DeepSpeedOptimizer
+from shoal.zero.optimizer import ShardedOptimizer as ZeROOptimizer
 
 __all__ = ["DeepSpeedOptimizer", "ZeROOptimizer"]

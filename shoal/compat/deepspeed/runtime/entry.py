@@ -36,11 +36,11 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """``shoal.initialize``, after which torch.distributed is initialised, were it for one rank: scripts ask it.
 
-    Returns: engine, optimizer, data loader, schedule.
+    Returns: engine; optimizer (at stage 3 without one: what gathers and releases parameters); data loader; schedule.
     """
     if dist_init_required is not False and current_world().backend == "none":
         init_distributed(distributed_port=distributed_port, verbose=False)
-    return shoal_initialize(
+    engine, _, loader, schedule = shoal_initialize(
         args=args,
         model=model,
         optimizer=optimizer,
@@ -55,6 +55,8 @@ def initialize(
         mesh_param=mesh_param,
         config_params=config_params,
     )
+    engine.follows_deepspeed = True
+    return engine, engine.optimizer, loader, schedule
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:

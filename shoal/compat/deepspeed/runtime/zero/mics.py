@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.zero import Init as MiCS_Init
+from shoal.compat.zero_init import Init as MiCS_Init
 
 __all__ = ["MiCS_Init"]

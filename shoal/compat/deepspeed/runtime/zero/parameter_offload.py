@@ -1,12 +1,7 @@
-"""``deepspeed.runtime.zero.parameter_offload``: what gathers and releases parameters; here the engine itself."""
+"""``deepspeed.runtime.zero.parameter_offload``: the switch of the hooks that gather and release parameters."""
 
 from __future__ import annotations
 
-from shoal.compat.absent import absent_class
-
-DeepSpeedZeRoOffload = absent_class(
-    "deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload",
-    "call deepspeed.initialize() without an optimizer: at stage 3 such an engine gathers and releases.",
-)
+from shoal.zero.hook_switch import ParameterOffload as DeepSpeedZeRoOffload
 
 __all__ = ["DeepSpeedZeRoOffload"]

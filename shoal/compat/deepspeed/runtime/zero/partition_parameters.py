@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import Enum
-from typing import Any
 
 import torch
 
 from shoal.compat.deepspeed.accelerator import get_accelerator
-from shoal.zero import GatheredParameters, Init, register_external_parameter, unregister_external_parameter
+from shoal.compat.parameters import ZeroParamStatus
+from shoal.compat.tensor_constructors import zero_wrapper_for_fp_tensor_constructor
+from shoal.compat.zero_init import Init
+from shoal.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 
 
 class ZeroParamType(Enum):
@@ -18,14 +19,6 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class ZeroParamStatus(Enum):
-    """Is a parameter whole on this rank?"""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
 
 
 class DeepSpeedTensorOverride(Enum):
@@ -45,27 +38,6 @@ _orig_torch_full = torch.full
 _orig_torch_arange = torch.arange
 _orig_torch_eye = torch.eye
 _orig_torch_randn = torch.randn
-
-
-def zero_wrapper_for_fp_tensor_constructor(
-    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype | None, target_device: torch.device | None
-) -> Callable[..., torch.Tensor]:
-    """A constructor of tensors whose floating-point results have a dtype and a device.
-
-    Args:
-        fn: one of the ``_orig_torch_*`` above.
-        target_fp_dtype, target_device: None: as torch chooses; a device that the caller names wins.
-    """
-
-    def construct(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if target_device is not None and kwargs.get("device") is None:
-            kwargs["device"] = target_device
-        made = fn(*args, **kwargs)
-        if target_fp_dtype is not None and made.is_floating_point():
-            made.data = made.data.to(target_fp_dtype)
-        return made
-
-    return construct
 
 
 __all__ = [

@@ -63,12 +63,12 @@ def test_the_configs_dtype_is_that_of_parameters_and_of_tensors() -> None:
     [({"fp16": {"enabled": True}}, torch.float16), ({}, torch.float32), ({"fp16": {"enabled": "auto"}}, torch.float32)],
 )
 def test_without_a_half_dtype_in_the_config_all_is_fp32(sections: dict[str, Any], expected: torch.dtype) -> None:
-    with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
-        model = Rotary().to(torch.float64)
-    assert model.steps.dtype == torch.float64
-    with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
-        model = Rotary()
-    assert model.weight.dtype == model.steps.dtype == expected
+    def build() -> list[torch.dtype]:
+        with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
+            model = Rotary()
+        return [model.weight.dtype, model.steps.dtype]
+
+    assert on_two(build) == [[expected] * 2] * 2
 
 
 def test_a_context_that_is_not_enabled_does_nothing() -> None:

@@ -95,6 +95,12 @@ class Device:
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 
+    def free_nbytes(self) -> int:
+        """Bytes of the accelerator that nobody has taken, and that this process's allocator keeps without using."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(free) + int(kept)
+
     def generator_states(self) -> dict[str, torch.Tensor]:
         """The states of this device's generators, beside the CPU's. Each 1-D, uint8."""
         return {"cuda": torch.cuda.get_rng_state(self.torch_device)} if self.is_cuda else {}

@@ -104,6 +104,7 @@ class Holdings:
         self.step = step
         self.axes = axes
         self._state_of = {id(state.bucket): state for state in states}
+        self._visited: ParameterBucket | None = None  # a frozen one, whose shard was fetched from a disk
 
     def buckets(self) -> Iterator[tuple[ParameterBucket, BucketState | None]]:
         for unit in self.sharded.units:
@@ -133,7 +134,9 @@ class Holdings:
                 piece = flat[segment.start : segment.stop]
                 fetch = None
                 if state is not None and state.shelf is not None and state.has_own_master:
-                    fetch = partial(_master_of, state, segment.start, segment.stop)
+                    fetch = partial(self._master_of, state, segment.start, segment.stop)
+                elif state is None and bucket.is_on_disk:
+                    fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 yield Holding(MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch)
 
     def optimizer(self) -> Iterator[Holding]:
@@ -171,8 +174,26 @@ class Holdings:
         state.shelf.visit(state)
         return tuple(self._state_parts(state, index)[key])
 
+    def _master_of(self, state: BucketState, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        assert state.shelf is not None
+        state.shelf.visit(state)
+        return (state.master[start:stop],)
+
+    def _frozen(self, bucket: ParameterBucket, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        if self._visited is not bucket:
+            self._leave_bucket()
+            bucket.hold_shard()
+            self._visited = bucket
+        return (bucket.shard[start:stop],)
+
+    def _leave_bucket(self) -> None:
+        if self._visited is not None:
+            bucket, self._visited = self._visited, None
+            bucket.store_shard()
+
     def leave(self) -> None:
         """What was fetched from a disk goes back."""
+        self._leave_bucket()
         for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
             shelf.leave()
 
@@ -206,12 +227,6 @@ class Holdings:
                             )
                         found.setdefault(slot.name, {})[key] = value
         return found
-
-
-def _master_of(state: BucketState, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-    assert state.shelf is not None
-    state.shelf.visit(state)
-    return (state.master[start:stop],)
 
 
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:

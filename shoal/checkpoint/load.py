@@ -335,7 +335,7 @@ class Load:
         works = []
         for bucket, state in self._holdings.buckets():
             if state is not None and state.has_own_master:
-                with state.at_hand():
+                with state.at_hand(), bucket.shard_at_hand(is_overwritten=True):
                     owned_range(bucket).copy_(state.master)
             if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
                 works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))

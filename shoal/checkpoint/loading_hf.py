@@ -247,7 +247,8 @@ def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: Weights, name: s
                     owner.access.set_local_parameter(parameter, value)
                 else:
                     bucket.comm.drain()
-                    bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
+                    with bucket.shard_at_hand():
+                        bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
             return
 
 

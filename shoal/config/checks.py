@@ -37,6 +37,20 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
             f'"{zero.offload_param.device}" at zero_optimization.stage {zero.stage}: only stage 3 shards parameters.',
             "set zero_optimization.stage to 3, or the device to none.",
         )
+    if config.offload == "auto":
+        if zero.stage == 0:
+            problem(
+                "offload",
+                '"auto" at zero_optimization.stage 0: every rank holds everything, so nothing can rest elsewhere.',
+                "set zero_optimization.stage to 1, 2 or 3.",
+            )
+        for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+            if section.device != "none":
+                problem(
+                    "offload",
+                    f'"auto" decides what zero_optimization.{name}.device = "{section.device}" decides too.',
+                    "leave one of them out.",
+                )
     for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if section.device == "nvme" and not section.nvme_path:
             problem(f"zero_optimization.{name}.nvme_path", "missing, but the device is nvme.", "name a folder.")

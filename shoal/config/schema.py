@@ -101,6 +101,9 @@ class Schema(Section):
     strict: bool | Literal["warn"] = key(True, "an unknown key is an error (true), or a warning ('warn')")
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")
+    offload: Literal["auto"] | None = key(
+        None, "'auto': the device is filled first, then host memory, then the disk of nvme_path, by what is free"
+    )
     offload_activation: OffloadActivation = section(OffloadActivation, "saved activations on the host")
     precision: Precision = section(Precision, "formats of communication and state, and numbers that are not finite")
     debug: Debug = section(Debug, "checks that cost time")

@@ -23,9 +23,11 @@ class OffloadParam(Section):
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for parameters on a disk")
-    buffer_count: int = key(5, "staging buffers between disk and host", ge=1)
-    buffer_size: int = key(100_000_000, "elements of one staging buffer; the largest parameter must fit", ge=1)
-    max_in_cpu: int = key(1_000_000_000, "elements kept in host memory when the device is nvme", ge=0)
+    buffer_count: int = key(5, "most shards (of a unit's parameters) in host memory, read ahead or being written", ge=1)
+    buffer_size: int = key(100_000_000, "elements; buffer_count times as many are read ahead at most", ge=1)
+    max_in_cpu: int = key(
+        1_000_000_000, "elements of a rank's parameters kept in host memory when the device is nvme", ge=0
+    )
     pin_memory: bool = key(True, "page-lock the host memory, for faster copies")
 
 

@@ -19,10 +19,10 @@ from shoal.config import Config, load
 from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
+from shoal.engine.offload import Offload
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError
-from shoal.memory.disk import DiskTier
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.optim.build import build as build_optimizer
@@ -41,7 +41,6 @@ from shoal.parallel.recompute import (
 from shoal.zero.build import Axes, build
 from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
-from shoal.zero.shelf import StateShelf
 from shoal.zero.step import BucketState, ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]
@@ -150,6 +149,7 @@ def _initialize(
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
     device = Device(world.device)
     engine_box: list[Engine] = []
+    offload = Offload(settings, plan, model, axes.all, device, world.rank)
     with device.use():
         sharded, states = build(
             model,
@@ -159,25 +159,31 @@ def _initialize(
             axes,
             device.torch_device,
             lambda: engine_box[0]._on_backward(),
+            decide=offload.decide,
+            open_disks=offload.open_disks,
         )
-        step = None
-        if client_optimizer is not None:
-            offload = settings.zero_optimization.offload_optimizer
-            step = ShardedStep(
-                client_optimizer,
-                states,
-                axes.inner,
-                block_numel=device.step_block_numel,
-                chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
-                device=device,
-                is_ahead=offload.super_offload,
-                num_host_threads=_host_threads(states, axes, offload.cpuadam_cores_perc),
-            )
-        engine = Engine(
-            model, sharded, states, step, plan, settings, world, axes, device, loss_scale_of(settings) if step else None
-        )
-        if step is not None and plan.zero.state_tier is Tier.DISK:
-            _shelve(step, states, settings, axes, world.rank)
+        try:
+            step = None
+            if client_optimizer is not None:
+                section = settings.zero_optimization.offload_optimizer
+                step = ShardedStep(
+                    client_optimizer,
+                    states,
+                    axes.inner,
+                    block_numel=device.step_block_numel,
+                    chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
+                    device=device,
+                    is_ahead=section.super_offload,
+                    num_host_threads=_host_threads(states, axes, section.cpuadam_cores_perc),
+                )
+                if sharded.disks.state is not None:
+                    sharded.disks.state.bind(step, [s for s in states if s.unit.row.state_tier is Tier.DISK])
+            scale = loss_scale_of(settings) if step else None
+            engine = Engine(model, sharded, states, step, plan, settings, world, axes, device, scale)
+        except BaseException:
+            sharded.disks.close()
+            raise
+    notes += offload.notes()
     engine_box.append(engine)
     engine.client_optimizer = client_optimizer
     engine.lr_scheduler = schedule
@@ -211,31 +217,6 @@ def _host_threads(states: Sequence[BucketState], axes: Axes, share: float) -> in
     hosts = list(axes.all.gather_objects(socket.gethostname(), label="offload: hosts"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(share * cores / hosts.count(socket.gethostname())))
-
-
-def _shelve(step: ShardedStep, states: Sequence[BucketState], settings: Config, axes: Axes, rank: int) -> None:
-    """Optimizer state goes to the disk. Raises: TierError, OutOfMemoryError: the folder cannot hold it."""
-    aio = settings.aio
-    threads = max(2, int(aio.intra_op_parallelism))
-    hosts = list(axes.all.gather_objects(socket.gethostname(), label="offload: hosts"))
-    tier = DiskTier(
-        str(settings.zero_optimization.offload_optimizer.nvme_path),
-        rank=rank,
-        num_threads=threads,
-        block_nbytes=int(aio.block_size),
-        queue_depth=max(threads, int(aio.queue_depth)),
-    )
-    try:
-        # Master weights and two states an element, in fp32: what most optimizers keep.
-        owned = sum(state.bucket.end - state.bucket.begin for state in states)
-        tier.reserve(12 * owned, num_ranks=hosts.count(socket.gethostname()))
-        shelf = StateShelf(tier, step, states)
-        for state in states:
-            state.shelf = shelf
-        shelf.store_all()
-    except BaseException:
-        tier.close()
-        raise
 
 
 def _check_free(model: nn.Module) -> None:

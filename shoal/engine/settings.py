@@ -104,6 +104,8 @@ def plan_of(config: Config, dp_size: int) -> Plan:
             has_overlap=zero.overlap_comm is not False,
             parameter_tier=_tier(zero.offload_param),
             state_tier=_state_tier(config),
+            state_ratio=float(zero.offload_optimizer.ratio),
+            max_host_numel=int(zero.offload_param.max_in_cpu),
             pins_parameters=bool(zero.offload_param.pin_memory) if zero.offload_param is not None else True,
             pins_state=bool(zero.offload_optimizer.pin_memory) if zero.offload_optimizer is not None else True,
         ),

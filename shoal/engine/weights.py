@@ -134,9 +134,10 @@ class Weights:
                 if bucket.is_sharded:
                     low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
                     if low < high:
-                        bucket.shard[low - bucket.begin : high - bucket.begin] = flat[
-                            low - slot.offset : high - slot.offset
-                        ]
+                        with bucket.shard_at_hand():
+                            bucket.shard[low - bucket.begin : high - bucket.begin] = flat[
+                                low - slot.offset : high - slot.offset
+                            ]
                 else:
                     bucket.views[bucket.parameters.index(member)].copy_(flat.view(slot.shape))
 

@@ -10,12 +10,14 @@ refuses writes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.memory.layout import BucketLayout
+from shoal.memory.shelf import Place, Shelf
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -35,6 +37,8 @@ class ParameterBucket:
         secondary: the inner axis of a second sharding that the backward pass gathers from (ZeRO++ hpZ,
             arXiv:2306.10209), or None.
         host: makes the shard's memory where it rests apart from the device; None: on the device.
+        shelf: where the shard rests on a disk; ``shard`` is then a stand-in, but inside ``shard_at_hand()`` and, until
+            ``store_shard()`` is called for the first time, after construction.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ParameterBucket:
         is_state_sharded: bool = True,
         secondary: Communicator | None = None,
         host: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.label = label
         self.layout = layout
@@ -72,18 +77,34 @@ class ParameterBucket:
         self._full_nbytes = layout.numel * self.full.element_size()
         self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
         self.stand_ins = [stand_in(slot.shape, dtype, device) for slot in layout.slots] if is_sharded else []
-        self.is_shard_apart = is_sharded and host is not None
+        self._shelf = shelf if is_sharded else None
+        self._place: Place | None = None  # of the shard, on the shelf
+        self._is_changed = False  # since it was taken from the shelf
         self.is_moved = False  # for a while, by ``move_to_host``
+        self.is_shard_apart = is_sharded and (host is not None or shelf is not None)
         if not is_sharded:
             self.shard = self.full[begin:end]
+        elif shelf is not None:
+            self._place = shelf.make(label, self.nbytes_of_shard)
+            self._place.num_holders = 1
+            self.shard = self._shelved()
         else:
             self.shard = host(end - begin, dtype) if host is not None else comm.empty(end - begin, dtype, device)
 
     @property
+    def nbytes_of_shard(self) -> int:
+        return (self.end - self.begin) * self.full.element_size()
+
+    @property
     def nbytes_at_rest(self) -> int:
-        """Bytes of parameters held between steps."""
+        """Bytes of parameters held between steps, on whatever tier."""
         held = self.shard if self.is_sharded else self.full
         return held.numel() * held.element_size()
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Does the shard rest on a disk?"""
+        return self._place is not None
 
     @property
     def nbytes_secondary(self) -> int:
@@ -106,12 +127,79 @@ class ParameterBucket:
             return self._secondary_comm.all_gather(self.full, self._secondary, label=self.label)
         return self.comm.all_gather(self.full, self._shard_on_device(), label=self.label)
 
-    def _shard_on_device(self) -> torch.Tensor:
+    def _shard_on_device(self) -> torch.Tensor | None:
+        """The shard where it can be sent from; None: in the full bucket itself."""
         if not self.is_shard_apart:
             return self.shard
+        is_alone = self.comm.size == 1
         # A tensor of its own: peers may read it after the full bucket was released.
-        staged = self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
-        return staged.copy_(self.shard, non_blocking=True)
+        staged = self.full if is_alone else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+        with self.shard_at_hand(is_read_only=True):
+            staged.copy_(self.shard, non_blocking=True)
+        return None if is_alone else staged
+
+    # a shard on a disk
+
+    def start_fetch(self, *, from_secondary: bool = False) -> None:
+        """Begin to read what ``gather(from_secondary=...)`` needs from the disk. Returns at once."""
+        if self._shelf is not None and self._place is not None and not (from_secondary and self._secondary is not None):
+            self._shelf.start_fetch(self._place)
+
+    def fetch(self, *, from_secondary: bool = False) -> None:
+        """Have read it. Raises: TierError: it could not be."""
+        if self._shelf is not None and self._place is not None and not (from_secondary and self._secondary is not None):
+            self._shelf.bring(self._place)
+
+    def can_fetch_ahead(self) -> bool:
+        """Is there room to read the shard ahead of its use?"""
+        return self._shelf is None or self._shelf.can_fetch_ahead(self.nbytes_of_shard)
+
+    def hold_shard(self, *, is_overwritten: bool = False) -> None:
+        """Have the shard in memory until ``store_shard()``.
+
+        Args:
+            is_overwritten: all of it will be, so it is not read: it is zero.
+
+        Raises: TierError: it could not be read.
+        """
+        if self._shelf is None or self._place is None:
+            return
+        if is_overwritten and not self._place.num_holders:
+            self._shelf.blank(self._place)
+        else:
+            self._shelf.bring(self._place)
+        self._place.num_holders += 1
+        self.shard = self._shelved()
+
+    def store_shard(self, *, is_read_only: bool = False) -> None:
+        """It is no longer needed: the disk gets it, unless it was only read. Raises: TierError."""
+        if self._shelf is None or self._place is None:
+            return
+        self._place.num_holders -= 1
+        self._is_changed |= not is_read_only
+        if self._place.num_holders:
+            return
+        self.shard = stand_in((self.end - self.begin,), self.dtype, torch.device("cpu"))
+        is_changed, self._is_changed = self._is_changed, False
+        if is_changed:
+            self._shelf.put_away(self._place)
+        else:
+            self._shelf.let_go(self._place)
+
+    @contextmanager
+    def shard_at_hand(self, *, is_overwritten: bool = False, is_read_only: bool = False) -> Iterator[None]:
+        """Hold the shard in memory, wherever it rests; what changes in it is kept, unless ``is_read_only``."""
+        self.hold_shard(is_overwritten=is_overwritten)
+        try:
+            yield
+        finally:
+            self.store_shard(is_read_only=is_read_only)
+
+    def _shelved(self) -> torch.Tensor:
+        assert self._place is not None
+        if self._place.buffer is None:  # nothing is owned
+            return torch.empty(0, dtype=self.dtype)
+        return self._place.buffer[: self.nbytes_of_shard].view(self.dtype)
 
     def keep_secondary(self) -> None:
         """Keep this rank's range of the inner axis for the backward pass, while the bucket is full."""
@@ -168,7 +256,8 @@ class ParameterBucket:
         """Copy this rank's range of a full bucket into its shard, after the parameters were changed in place."""
         if self.is_sharded:
             self.comm.drain()
-            self.shard.copy_(self.full[self.begin : self.end])
+            with self.shard_at_hand(is_overwritten=True):
+                self.shard.copy_(self.full[self.begin : self.end])
 
     def detach(self) -> None:
         """Give the parameters tensors of their own, and the bucket's memory back (the bucket must be full)."""
@@ -176,4 +265,5 @@ class ParameterBucket:
             parameter.data = view.clone()
         nothing = self.full.new_empty(0)
         self.full, self.shard, self.views, self._secondary = nothing, nothing, [], None
+        self._shelf = self._place = None
         self._storage = nothing.untyped_storage()

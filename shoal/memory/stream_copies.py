@@ -54,6 +54,15 @@ class StreamCopies:
         return CopyDone(event, self._device)
 
 
+def mark(device: torch.device) -> CopyDone:
+    """The end of what ``device`` has been told to do on its current stream so far."""
+    if device.type == "cpu":
+        return CopyDone()
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device))
+    return CopyDone(event, device)
+
+
 def copies_of(device: torch.device) -> StreamCopies | None:
     """The copies of a device; None for the CPU, whose memory is the host's."""
     return None if device.type == "cpu" else StreamCopies(device)

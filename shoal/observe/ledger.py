@@ -206,9 +206,9 @@ def account(
             entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
     in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
     entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
-    shelves = {id(state.shelf): state.shelf for state in states if state.shelf is not None}
-    for shelf in shelves.values():
-        entries.append(Entry("(all)", "buffers in flight", "host", shelf.host_nbytes, shelf.host_nbytes))
+    if sharded.disks.host_nbytes:
+        held = sharded.disks.host_nbytes
+        entries.append(Entry("(all)", "buffers in flight", "host", held, held))
     if step is not None and step.host_nbytes:
         entries.append(Entry("(all)", "buffers in flight", "host", step.host_nbytes, step.host_nbytes))
     sums = sum(comm.scratch_nbytes for comm in _communicators(sharded, states))

@@ -100,7 +100,8 @@ class Access:
             with state.at_hand():
                 state.master[segment.start : segment.stop].copy_(part)
             if state.has_own_master:
-                state.owned_parameters[segment.start : segment.stop].copy_(part)
+                with state.bucket.shard_at_hand():
+                    state.owned_parameters[segment.start : segment.stop].copy_(part)
         if not state.bucket.is_sharded:
             state.bucket.views[slot].copy_(value)
 
@@ -115,7 +116,8 @@ class Access:
         with state.at_hand():
             state.master[segment.start : segment.stop].copy_(value.reshape(-1))
         if state.has_own_master:
-            state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
+            with state.bucket.shard_at_hand():
+                state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
 
     # gradients
 

@@ -17,7 +17,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import lay_out
+from shoal.memory.layout import BucketLayout, lay_out
 from shoal.memory.placement import Kind, Tier
 from shoal.memory.pool import Pool
 from shoal.zero.gradient import BucketGradient, GradientPolicy
@@ -27,8 +27,10 @@ from shoal.zero.partition import UnitRules, UnitSpec, cut
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.runtime import ShardedModel
+from shoal.zero.shelf import Disks
 from shoal.zero.step import BucketState
 from shoal.zero.table import Row, Table, row_of_stage
+from shoal.zero.tiers import Decide, Tiers, UnitSize, as_asked
 from shoal.zero.unit import Unit
 
 
@@ -64,14 +66,29 @@ class ZeroSettings:
     can_be_native: bool = True  # on one rank, leave gradients where autograd puts them
     parameter_tier: Tier = Tier.DEVICE  # of shards between uses
     state_tier: Tier = Tier.DEVICE  # of master weights and optimizer state
+    state_ratio: float = 1.0  # share of the trained elements whose state is there; the rest is on the device
+    max_host_numel: int = 0  # of this rank's parameters, kept in host memory though their tier is the disk
     pins_parameters: bool = True
     pins_state: bool = True
     is_host_apart: bool | None = None  # is the host's memory another than the device's? None: unless that is a CPU
 
     def is_apart(self, tier: Tier, device: torch.device) -> bool:
-        """Must bytes of ``tier`` be copied before ``device`` can compute with them?"""
-        has_own_memory = device.type != "cpu" if self.is_host_apart is None else self.is_host_apart
-        return tier is not Tier.DEVICE and has_own_memory
+        """Must bytes of ``tier`` in host memory be copied before ``device`` can compute with them?"""
+        return tier is not Tier.DEVICE and self.has_host_apart(device)
+
+    def has_host_apart(self, device: torch.device) -> bool:
+        """Is the host's memory another than the device's?"""
+        return device.type != "cpu" if self.is_host_apart is None else self.is_host_apart
+
+    def as_asked(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
+        """The tiers that the file names."""
+        return as_asked(
+            sizes,
+            self.parameter_tier,
+            self.state_tier,
+            ratio=self.state_ratio,
+            max_host_numel=self.max_host_numel,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,12 +143,18 @@ def build(
     axes: Axes,
     device: torch.device,
     on_backward: Callable[[], None],
+    *,
+    decide: Decide | None = None,
+    open_disks: Callable[[int, int], Disks] | None = None,
 ) -> tuple[ShardedModel, list[BucketState]]:
     """Shard ``model`` in place.
 
     Args:
         groups: the optimizer's parameter groups; a parameter in none of them is not trained.
+        decide: the tier of each unit; None: as the settings ask.
+        open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
 
+    Raises: OutOfMemoryError, TierError: a tier cannot hold what rests there. The disks that were opened are closed.
     Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
         sharded already are all-gathered in place of that.
     """
@@ -139,38 +162,28 @@ def build(
     specs = cut(model, settings.rules)
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
-    rows = [
-        row_of_stage(
-            settings.stage,
-            spec.name,
-            hybrid=axes.outer is not None and axes.outer.size > 1,
-            secondary=settings.has_secondary,
-            persistent=spec.is_persistent,
-            parameter_tier=settings.parameter_tier,
-            state_tier=settings.state_tier,
-        )
-        for spec in specs
-    ]
+    hybrid = axes.outer is not None and axes.outer.size > 1
+    drafts = [_Draft.of(spec, parameters, group_of, settings, precision, axes, hybrid=hybrid) for spec in specs]
+    sizes = [draft.size(precision) for draft in drafts]
+    tiers = (decide or settings.as_asked)(sizes)
+    for draft, found in zip(drafts, tiers, strict=True):
+        draft.row = draft.row.on(found.parameter, found.state)
+    rows = [draft.row for draft in drafts]
+    disks = _open(sizes, rows, open_disks)
     is_sharded = any(row.parameter.inner is Kind.SHARD for row in rows)
     materializer = Materializer(model, device, axes.all, is_sharded=is_sharded)
     pool = Pool(axes.inner, device)
     built: dict[str, tuple[Unit, list[BucketState]]] = {}
     filled_last = materializer.module_positions()
     order = sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i))
-    for index in order:
-        built[specs[index].name] = _build_unit(
-            specs[index],
-            index,
-            rows[index],
-            parameters,
-            group_of,
-            settings,
-            precision,
-            axes,
-            device,
-            pool,
-            materializer,
-        )
+    try:
+        for index in order:
+            built[specs[index].name] = _build_unit(
+                drafts[index], index, parameters, settings, precision, axes, device, pool, materializer, disks
+            )
+    except BaseException:
+        disks.close()
+        raise
     materializer.finish(precision.buffer or precision.parameter)
     units = [built[spec.name][0] for spec in specs]
     states = [state for spec in specs for state in built[spec.name][1]]
@@ -191,41 +204,138 @@ def build(
         has_overlap=settings.has_overlap,
         device=device,
         on_backward=on_backward,
+        disks=disks,
     )
     sharded.born_sharded = frozenset(materializer.born_sharded)
     return sharded, states
 
 
+def _open(sizes: Sequence[UnitSize], rows: Sequence[Row], open_disks: Callable[[int, int], Disks] | None) -> Disks:
+    both = list(zip(sizes, rows, strict=True))
+    parameter_nbytes = sum(size.parameter_nbytes for size, row in both if row.parameter_tier is Tier.DISK)
+    state_nbytes = sum(size.state_away_nbytes for size, row in both if row.state_tier is Tier.DISK)
+    if open_disks is None or not (parameter_nbytes or state_nbytes):
+        return Disks()
+    return open_disks(parameter_nbytes, state_nbytes)
+
+
+@dataclass(frozen=True)
+class _DraftBucket:
+    members: list[str]
+    layout: BucketLayout
+    dtype: torch.dtype
+    is_trained: bool
+
+
+@dataclass
+class _Draft:
+    """A unit before it has memory."""
+
+    spec: UnitSpec
+    row: Row
+    buckets: list[_DraftBucket]
+    comm: Communicator  # that shards
+    outer: Communicator | None
+
+    @classmethod
+    def of(
+        cls,
+        spec: UnitSpec,
+        parameters: dict[str, nn.Parameter],
+        group_of: dict[int, int],
+        settings: ZeroSettings,
+        precision: Precision,
+        axes: Axes,
+        *,
+        hybrid: bool,
+    ) -> _Draft:
+        row = row_of_stage(
+            settings.stage,
+            spec.name,
+            hybrid=hybrid,
+            secondary=settings.has_secondary,
+            persistent=spec.is_persistent,
+        )
+        is_state_sharded = row.state.inner is Kind.SHARD
+        comm = axes.inner if is_state_sharded else axes.all
+        buckets = []
+        for members in _split(spec, parameters, group_of, settings, precision):
+            first = parameters[members[0]]
+            is_trained = id(first) in group_of and first.requires_grad
+            layout = lay_out(
+                [
+                    (n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1)
+                    for n in members
+                ],
+                num_shards=comm.size,
+            )
+            buckets.append(_DraftBucket(members, layout, _target_dtype(first, precision), is_trained))
+        return cls(spec, row, buckets, comm, axes.outer if is_state_sharded else None)
+
+    def size(self, precision: Precision) -> UnitSize:
+        """What it will need on one rank."""
+        row = self.row
+        is_sharded, is_state_sharded = row.parameter.inner is Kind.SHARD, row.state.inner is Kind.SHARD
+        shard = trained = at_rest = gathered = gradient = reduced = state = away = travel = 0
+        for bucket in self.buckets:
+            numel, itemsize = bucket.layout.numel, bucket.dtype.itemsize
+            owned = numel // self.comm.size if is_state_sharded else numel
+            at_rest += (owned if is_sharded else numel) * itemsize
+            shard += owned if is_sharded else numel
+            gathered += numel * itemsize * is_sharded
+            if not bucket.is_trained:
+                continue
+            is_wider = _is_wider(bucket.dtype, precision)
+            master = ((is_wider and precision.master) or bucket.dtype).itemsize
+            sums = (precision.gradient.accumulate_dtype or bucket.dtype).itemsize
+            trained += owned
+            gradient += (owned if row.gradient_between.inner is Kind.SHARD else numel) * sums
+            reduced += numel * itemsize * (row.gradient_between.inner is Kind.SHARD)
+            state += owned * master * (2 + is_wider)
+            away += owned * master * 3
+            travel += owned * (sums + itemsize)
+        return UnitSize(
+            self.spec.name,
+            shard,
+            trained,
+            at_rest,
+            gathered,
+            gradient,
+            reduced,
+            state,
+            away,
+            travel,
+            can_move_parameters=is_sharded,
+            can_move_state=is_state_sharded,
+        )
+
+
+def _is_wider(dtype: torch.dtype, precision: Precision) -> bool:
+    """Do master weights have more digits than parameters of ``dtype``?"""
+    return dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
+
+
 def _build_unit(
-    spec: UnitSpec,
+    draft: _Draft,
     index: int,
-    row: Row,
     parameters: dict[str, nn.Parameter],
-    group_of: dict[int, int],
     settings: ZeroSettings,
     precision: Precision,
     axes: Axes,
     device: torch.device,
     pool: Pool,
     materializer: Materializer,
+    disks: Disks,
 ) -> tuple[Unit, list[BucketState]]:
-    comm = axes.inner if row.state.inner is Kind.SHARD else axes.all
-    outer = axes.outer if row.state.inner is Kind.SHARD else None
+    spec, row, comm = draft.spec, draft.row, draft.comm
     is_state_apart = settings.is_apart(row.state_tier, device)
-    is_shard_apart = row.parameter.inner is Kind.SHARD and settings.is_apart(row.parameter_tier, device)
-    is_native = settings.can_be_native and axes.all.size == 1 and not is_state_apart
+    is_on_disk = row.parameter_tier is Tier.DISK
+    is_shard_apart = is_on_disk or settings.is_apart(row.parameter_tier, device)
+    is_native = settings.can_be_native and axes.all.size == 1 and not (is_state_apart or is_shard_apart)
     buckets: list[ParameterBucket] = []
     trained: list[tuple[ParameterBucket, BucketGradient, torch.Tensor, bool]] = []
-    for number, members in enumerate(_split(spec, parameters, group_of, settings, precision)):
-        dtype = _target_dtype(parameters[members[0]], precision)
-        is_trained = id(parameters[members[0]]) in group_of and parameters[members[0]].requires_grad
-        layout = lay_out(
-            [
-                (n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1)
-                for n in members
-            ],
-            num_shards=comm.size,
-        )
+    for number, drafted in enumerate(draft.buckets):
+        dtype, layout = drafted.dtype, drafted.layout
         bucket = ParameterBucket(
             spec.name if number == 0 else f"{spec.name}#{number}",
             layout,
@@ -236,23 +346,32 @@ def _build_unit(
             is_sharded=row.parameter.inner is Kind.SHARD and (comm.size > 1 or is_shard_apart),
             is_state_sharded=row.state.inner is Kind.SHARD,
             secondary=axes.secondary if row.secondary else None,
-            host=partial(host_empty, device=device, is_pinned=settings.pins_parameters) if is_shard_apart else None,
+            host=partial(host_empty, device=device, is_pinned=settings.pins_parameters)
+            if is_shard_apart and not is_on_disk
+            else None,
+            shelf=disks.parameters if is_on_disk else None,
         )
         wide = _fill(bucket, materializer, axes.all)
         buckets.append(bucket)
-        if not is_trained:
+        if not drafted.is_trained:
+            bucket.store_shard()
             continue
-        is_wider = dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
-        has_own_master = is_wider or is_state_apart != is_shard_apart
+        is_wider = _is_wider(dtype, precision)
+        has_own_master = is_wider or is_on_disk or is_state_apart != is_shard_apart
         if has_own_master:
             source = wide[bucket.begin : bucket.end]
-            master = _master_like(source, (is_wider and precision.master) or dtype, is_state_apart, settings)
+            master_dtype = (is_wider and precision.master) or dtype
+            if row.state_tier is Tier.DISK and disks.state is not None:
+                master = disks.state.admit(bucket, source, master_dtype)
+            else:
+                master = _master_like(source, master_dtype, is_state_apart, settings)
         else:
             master = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
+        bucket.store_shard()
         native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
         gradient_class = NativeGradient if native else BucketGradient
         sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
-        gradient = gradient_class(bucket, row, precision.gradient, comm, outer, pool, sum_dtype)
+        gradient = gradient_class(bucket, row, precision.gradient, comm, draft.outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
     states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]

@@ -159,7 +159,8 @@ def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
                     changed = new != was.to(new.dtype)
                     state.master[start:stop].copy_(torch.where(changed, new.to(was.dtype), was))
             if bucket.is_sharded:
-                bucket.shard[start:stop].copy_(new)
+                with bucket.shard_at_hand():
+                    bucket.shard[start:stop].copy_(new)
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:

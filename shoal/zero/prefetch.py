@@ -7,6 +7,8 @@ wrong, only slower.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shoal.zero.unit import Unit
 
 
@@ -69,6 +71,11 @@ class UnitOrder:
                 chosen.append(unit)
                 numel += unit.numel
         return chosen
+
+    def upcoming(self) -> Iterator[tuple[Unit, bool]]:
+        """The units that come next and whether in backward, up to the pass's end: to be read from a disk ahead."""
+        if self._is_following:
+            yield from self._recorded[self._key][len(self._visited) :]
 
     def reuse_distance(self, unit: Unit) -> int | None:
         """Elements gathered for other units before ``unit`` is used again; None: it is not, or nobody knows."""

@@ -27,6 +27,7 @@ from shoal.zero.hooks import HookSet, tensors_in
 from shoal.zero.partition import ROOT
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import Reducer, UnitGradient
+from shoal.zero.shelf import Disks
 from shoal.zero.table import Table, row_of_stage
 from shoal.zero.unit import Unit, UnitState
 
@@ -69,8 +70,10 @@ class ShardedModel:
         has_overlap: bool,
         device: torch.device,
         on_backward: Callable[[], None],
+        disks: Disks | None = None,
     ) -> None:
         self.model = model
+        self.disks = disks if disks is not None else Disks()
         self.table = table
         self.units = list(units)
         self.entries = list(entries)
@@ -79,6 +82,7 @@ class ShardedModel:
         self.comm = comm
         self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
         self.sharded = [unit for unit in self.units if unit.is_sharded]
+        self._has_disk = any(unit.is_on_disk for unit in self.units)
         # Who reads parameters: the sharded units, and the model itself where nothing sharded is its own.
         self._readers = list(self.sharded)
         if self.sharded and all(model not in modules.get(unit.name, ()) for unit in self.sharded):
@@ -175,6 +179,7 @@ class ShardedModel:
         if not in_backward():
             self._running.clear()
             self.order.start(self._pass_key())
+            self._fetch_ahead()
 
     def after_model(self, output: Any) -> None:
         if in_backward():
@@ -183,6 +188,7 @@ class ShardedModel:
             if unit.state is UnitState.GATHERING:
                 unit.release()
         if torch.is_grad_enabled():
+            self._fetch_ahead()
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._output_gradient)
@@ -226,9 +232,21 @@ class ShardedModel:
     def _gather(self, unit: Unit) -> None:
         self.order.visit(unit, in_backward=self.in_pass)
         from_secondary = self.in_pass
+        unit.start_fetch(from_secondary=from_secondary)
+        self._fetch_ahead()
         unit.gather(from_secondary=from_secondary)
         for later in self.order.ahead(self.live_numel()):
             later.start_gather(from_secondary=from_secondary)
+
+    def _fetch_ahead(self) -> None:
+        """Begin to read the units that come next from their disk, as far as there are buffers for them."""
+        if not self._has_disk:
+            return
+        for unit, is_backward in self.order.upcoming():
+            if unit.state is UnitState.AWAY:
+                if not unit.can_fetch_ahead():
+                    break
+                unit.start_fetch(from_secondary=is_backward)
 
     # backward
 
@@ -433,14 +451,17 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
-        for unit in self.units:
-            unit.gather()
-            for bucket in unit.buckets:
-                bucket.detach()
-                for parameter in bucket.parameters:
-                    if id(parameter) in self.born_sharded:
-                        EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
-        self.pool.clear()
+        try:
+            for unit in self.units:
+                unit.gather()
+                for bucket in unit.buckets:
+                    bucket.detach()
+                    for parameter in bucket.parameters:
+                        if id(parameter) in self.born_sharded:
+                            EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
+        finally:
+            self.pool.clear()
+            self.disks.close()
 
 
 def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:

@@ -7,101 +7,97 @@
 
 Between its updates a bucket's master weights and optimizer state are stand-ins: they show their true size and read as
 NaN. Whoever else needs them holds them ``at_hand``.
-
-Source: ZeRO-Infinity (arXiv:2104.07857), sections 5.2.2 and 6.2: disk and update overlap, buffers are used again.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.memory.aligned import PAGE, aligned_empty, round_up
-from shoal.memory.bucket import stand_in
-from shoal.memory.disk import DiskTier
-from shoal.memory.io_threads import Ticket
-from shoal.memory.transfer import Extent
+from shoal.memory.aligned import PAGE, round_up
+from shoal.memory.bucket import ParameterBucket, stand_in
+from shoal.memory.shelf import Place, Shelf
 
 if TYPE_CHECKING:
     from shoal.zero.step import BucketState, ShardedStep
 
 MASTER = "master"
 _AHEAD = 1  # buckets whose state is read before their turn
-_BEHIND = 2  # buckets whose state may still be on its way to the disk
 
 Spec = tuple[str, torch.dtype]
 
 
-@dataclass
-class _Place:
-    """Where one bucket's state is."""
+@dataclass(eq=False)
+class _Held:
+    """What rests of one bucket, one after the other in one place."""
 
-    specs: tuple[Spec, ...] = ()  # what the extent holds, one after the other
-    extent: Extent | None = None
-    buffer: torch.Tensor | None = None  # [nbytes] uint8, while it is in memory or on its way
-    reads: list[Ticket] = field(default_factory=list)
-    is_here: bool = False
-    num_holders: int = 0
+    place: Place
+    specs: tuple[Spec, ...] = ()
 
 
 class StateShelf:
-    """The optimizer state of all buckets of one rank, on a disk.
+    """The optimizer state of one rank's buckets, on a disk.
+
+    Master weights come as their bucket is built (``admit``), so that memory never holds all of them; the optimizer
+    comes with ``bind``, and its state bucket by bucket in the first step.
 
     Memory: on the host at most three buckets' state: the one that is updated, the next, the last (and one more behind).
     """
 
-    def __init__(self, tier: DiskTier, step: ShardedStep, states: Sequence[BucketState]) -> None:
-        self.tier = tier
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._step: ShardedStep | None = None
+        self._states: list[BucketState] = []
+        self._index: dict[int, int] = {}
+        self._held: dict[int, _Held] = {}  # by id of the bucket
+        self._visited: BucketState | None = None
+
+    @torch.no_grad()
+    def admit(self, bucket: ParameterBucket, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Begin to store a bucket's master weights. Returns: their stand-in. Raises: OutOfMemoryError, TierError."""
+        held = _Held(self._shelf.make(bucket.label, _nbytes(source.numel(), ((MASTER, dtype),))), ((MASTER, dtype),))
+        assert held.place.buffer is not None
+        _views(source.numel(), held.specs, held.place.buffer)[MASTER].copy_(source)
+        self._shelf.put_away(held.place)
+        self._held[id(bucket)] = held
+        return stand_in((source.numel(),), dtype, torch.device("cpu"))
+
+    def bind(self, step: ShardedStep, states: Sequence[BucketState]) -> None:
+        """From now on these buckets' state rests here, in this order of use."""
         self._step = step
         self._states = list(states)
         self._index = {id(state): index for index, state in enumerate(self._states)}
-        self._places = {id(state): _Place() for state in self._states}
-        self._writes: deque[tuple[Ticket, torch.Tensor]] = deque()
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._visited: BucketState | None = None
-        self._held_nbytes = 0
-
-    def store_all(self) -> None:
-        """At the start: everything to the disk. Raises: OutOfMemoryError, TierError."""
         for state in self._states:
-            place = self._places[id(state)]
-            place.is_here = True
-            self.put_away(state)
-        self.drain()
+            self._held.setdefault(id(state.bucket), _Held(Place(state.bucket.label, is_here=True)))
+            state.shelf = self
+        self._shelf.drain()
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of the buffers, in use or ready."""
-        return self._held_nbytes
+        """Bytes of the buffers, in use or kept."""
+        return self._shelf.host_nbytes
+
+    def _held_of(self, state: BucketState) -> _Held:
+        return self._held[id(state.bucket)]
 
     # one bucket
 
     def start_fetch(self, state: BucketState) -> None:
         """Begin to read a bucket's state. Returns at once."""
-        place = self._places[id(state)]
-        if place.is_here or place.buffer is not None or place.extent is None:
-            return
-        place.buffer = self._take(place.extent.nbytes)
-        place.reads = [self.tier.read(place.extent, place.buffer[: place.extent.nbytes])]
+        self._shelf.start_fetch(self._held_of(state).place)
 
     def bring(self, state: BucketState, *, reads_ahead: bool = False) -> None:
         """Have a bucket's state in memory, and (in a step) begin to read the next one's.
 
         Raises: TierError: it could not be read.
         """
-        place = self._places[id(state)]
-        if not place.is_here:
-            self.start_fetch(state)
-            for ticket in place.reads:
-                ticket.wait()
-            place.reads = []
-            self._attach(state, place)
-            place.is_here = True
+        held = self._held_of(state)
+        if self._shelf.bring(held.place) and held.place.buffer is not None:
+            self._point(state, _views(_numel(state), held.specs, held.place.buffer))
         if reads_ahead:
             following = self._index[id(state)] + 1
             for later in self._states[following : following + _AHEAD]:
@@ -112,28 +108,26 @@ class StateShelf:
 
         Raises: TierError: an earlier bucket's could not be stored.
         """
-        place = self._places[id(state)]
-        if not place.is_here or place.num_holders:
+        held = self._held_of(state)
+        if not held.place.is_here or held.place.num_holders:
             return
-        self._make_extent(state, place)
-        if place.extent is not None and place.buffer is not None:
-            self._detach(state, place)
-            ticket = self.tier.write(place.extent, place.buffer[: place.extent.nbytes])
-            self._writes.append((ticket, place.buffer))
-            place.buffer = None
-            place.is_here = False
-        while len(self._writes) > _BEHIND:
-            self._finish_write()
+        old = self._fit(state, held)
+        if held.place.extent is not None and held.place.buffer is not None:
+            self._copy_into(state, held)
+            cpu = torch.device("cpu")
+            self._point(state, {key: stand_in((_numel(state),), dtype, cpu) for key, dtype in held.specs})
+        if old is not None:
+            self._shelf.give_back(old)
+        self._shelf.put_away(held.place)
 
     def drain(self) -> None:
         """Wait until all is stored. Raises: TierError."""
-        while self._writes:
-            self._finish_write()
+        self._shelf.drain()
 
     @contextmanager
     def at_hand(self, state: BucketState) -> Iterator[None]:
         """Hold a bucket's state in memory; what changes in it is stored."""
-        place = self._places[id(state)]
+        place = self._held_of(state).place
         self.bring(state)
         place.num_holders += 1
         try:
@@ -147,45 +141,27 @@ class StateShelf:
         if self._visited is not state:
             self.leave()
             self.bring(state)
-            self._places[id(state)].num_holders += 1
+            self._held_of(state).place.num_holders += 1
             self._visited = state
 
     def leave(self) -> None:
         """Nobody visits any more."""
         if self._visited is not None:
             state, self._visited = self._visited, None
-            self._places[id(state)].num_holders -= 1
+            self._held_of(state).place.num_holders -= 1
             self.put_away(state)
 
     def close(self) -> None:
         """Remove the files. What was on the disk is gone."""
-        self._visited = None
-        self._writes.clear()
-        self._free.clear()
-        self.tier.close()
+        self._visited = self._step = None
+        self._states.clear()
+        self._held.clear()
+        self._shelf.close()
 
-    # memory
-
-    def _take(self, nbytes: int) -> torch.Tensor:
-        size = round_up(nbytes, PAGE)
-        free = self._free.setdefault(size, [])
-        if not free:
-            for index, (ticket, buffer) in enumerate(self._writes):
-                if buffer.numel() == size and ticket.is_done:
-                    ticket.wait()
-                    del self._writes[index]
-                    return buffer
-        if free:
-            return free.pop()
-        self._held_nbytes += size
-        return aligned_empty(size)
-
-    def _finish_write(self) -> None:
-        ticket, buffer = self._writes.popleft()
-        ticket.wait()
-        self._free.setdefault(buffer.numel(), []).append(buffer)
+    # values
 
     def _specs_of(self, state: BucketState) -> tuple[Spec, ...]:
+        assert self._step is not None
         specs: dict[str, torch.dtype] = {MASTER: state.master.dtype} if state.has_own_master else {}
         for piece in state.pieces:
             for key, value in self._step.optimizer.state.get(piece.param, {}).items():
@@ -193,40 +169,21 @@ class StateShelf:
                     specs.setdefault(key, value.dtype)
         return tuple(specs.items())
 
-    def _views(self, state: BucketState, specs: Sequence[Spec], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        numel = state.bucket.end - state.bucket.begin
-        views, at = {}, 0
-        for key, dtype in specs:
-            views[key] = buffer[at : at + numel * dtype.itemsize].view(dtype)
-            at += round_up(numel * dtype.itemsize, PAGE)
-        return views
+    def _fit(self, state: BucketState, held: _Held) -> torch.Tensor | None:
+        """Room for what the bucket has now: the first step makes optimizer state, a load may change it.
 
-    def _make_extent(self, state: BucketState, place: _Place) -> None:
-        """Room for what the bucket has now: the first step makes optimizer state, a load may change it."""
+        Returns: the buffer in which its values still lie, where that is another one now.
+        """
         specs = self._specs_of(state)
-        if specs == place.specs and place.buffer is not None:
-            return
-        numel = state.bucket.end - state.bucket.begin
-        nbytes = sum(round_up(numel * dtype.itemsize, PAGE) for _, dtype in specs)
-        if not nbytes:
-            return
-        if place.extent is not None and place.specs != specs:
-            self.tier.free(place.extent)
-            place.extent = None
-        if place.extent is None:
-            place.extent = self.tier.allocate(f"{state.bucket.label} {len(specs)}", nbytes)
-        old, place.buffer = place.buffer, self._take(nbytes)
-        place.buffer.zero_()
-        place.specs = specs
-        if old is not None:
-            self._copy_into(state, place)
-            self._free.setdefault(old.numel(), []).append(old)
+        nbytes = _nbytes(_numel(state), specs)
+        if not nbytes or (specs == held.specs and held.place.buffer is not None):
+            return None
+        held.specs = specs
+        return self._shelf.resize(held.place, nbytes)
 
-    # values
-
-    def _copy_into(self, state: BucketState, place: _Place) -> None:
-        assert place.buffer is not None
-        views = self._views(state, place.specs, place.buffer)
+    def _copy_into(self, state: BucketState, held: _Held) -> None:
+        assert held.place.buffer is not None and self._step is not None
+        views = _views(_numel(state), held.specs, held.place.buffer)
         if MASTER in views and views[MASTER].data_ptr() != state.master.data_ptr():
             views[MASTER].copy_(state.master)
         for piece in state.pieces:
@@ -236,17 +193,8 @@ class StateShelf:
                     if target.data_ptr() != value.data_ptr():
                         target.copy_(value)
 
-    def _attach(self, state: BucketState, place: _Place) -> None:
-        if place.buffer is None:
-            return
-        self._point(state, self._views(state, place.specs, place.buffer))
-
-    def _detach(self, state: BucketState, place: _Place) -> None:
-        self._copy_into(state, place)
-        numel = state.bucket.end - state.bucket.begin
-        self._point(state, {key: stand_in((numel,), dtype, torch.device("cpu")) for key, dtype in place.specs})
-
     def _point(self, state: BucketState, flats: dict[str, torch.Tensor]) -> None:
+        assert self._step is not None
         if MASTER in flats:
             state.master = flats[MASTER]
         for piece in state.pieces:
@@ -256,3 +204,38 @@ class StateShelf:
             for key in held:
                 if key in flats and isinstance(held[key], torch.Tensor) and held[key].dim() == 1:
                     held[key] = flats[key][piece.start : piece.stop]
+
+
+@dataclass
+class Disks:
+    """What of one rank rests on disks."""
+
+    parameters: Shelf | None = None
+    state: StateShelf | None = None
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the buffers, in use or kept."""
+        return sum(shelf.host_nbytes for shelf in (self.parameters, self.state) if shelf is not None)
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        for shelf in (self.parameters, self.state):
+            if shelf is not None:
+                shelf.close()
+
+
+def _numel(state: BucketState) -> int:
+    return state.bucket.end - state.bucket.begin
+
+
+def _nbytes(numel: int, specs: Sequence[Spec]) -> int:
+    return sum(round_up(numel * dtype.itemsize, PAGE) for _, dtype in specs)
+
+
+def _views(numel: int, specs: Sequence[Spec], buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    views, at = {}, 0
+    for key, dtype in specs:
+        views[key] = buffer[at : at + numel * dtype.itemsize].view(dtype)
+        at += round_up(numel * dtype.itemsize, PAGE)
+    return views

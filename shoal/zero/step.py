@@ -218,8 +218,9 @@ class ShardedStep:
 
     def begin(self) -> None:
         """Put pieces in the place of the user's parameters."""
-        if self.states and self.states[0].shelf is not None:
-            self.states[0].shelf.start_fetch(self.states[0])
+        first = next((state for state in self.states if state.shelf is not None), None)
+        if first is not None and first.shelf is not None:
+            first.shelf.start_fetch(first)
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
         for state in self.states:
             if state.lane is not None:
@@ -275,16 +276,20 @@ class ShardedStep:
                 continue
             if state.shelf is not None:
                 state.shelf.bring(state, reads_ahead=True)
+            if any(touched[index]):
+                state.bucket.hold_shard(is_overwritten=all(touched[index]))
             if self._is_whole_tensor:
                 self._step_whole(state, coefficient, touched[index])
             else:
                 pieces = self._touched_pieces(state, touched[index])
                 if state.lane is None or not state.lane.start(state, pieces, coefficient):
                     self._step_pieces(state, pieces, coefficient)
+            if state.lane is not None and (state.shelf is not None or state.bucket.is_on_disk):
+                state.lane.finish(state)  # memory holds few buckets of what rests on a disk
             if state.shelf is not None:
-                if state.lane is not None:
-                    state.lane.finish(state)
                 state.shelf.put_away(state)
+            if any(touched[index]):
+                state.bucket.store_shard()
             if state.lane is None:
                 works += self._make_whole(state)
         return works
@@ -411,9 +416,10 @@ class ShardedStep:
         self._store(state, state.pieces)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != dtype:
-            self._scratch = torch.empty(numel, dtype=dtype, device=device)
-        return self._scratch
+        held = self._scratch
+        if held is None or held.numel() < numel or held.dtype != dtype or held.device != device:
+            self._scratch = held = torch.empty(numel, dtype=dtype, device=device)
+        return held
 
     # state, by parameter
 
@@ -497,9 +503,8 @@ class ShardedStep:
     def free(self) -> None:
         if self.lane is not None:
             self.lane.close()
-        for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
-            shelf.close()
         for state in self.states:
+            state.shelf = None
             for piece in state.pieces:
                 self.optimizer.state.pop(piece.param, None)
             state.pieces = []

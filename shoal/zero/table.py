@@ -8,7 +8,7 @@ and 7), MiCS (arXiv:2205.00119) and ZeRO++ hpZ (arXiv:2306.10209).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal.memory.placement import PARTIAL, REPLICATE, SHARD, Kind, Placement, Tier, collective
 from shoal.text import table as text_table
@@ -36,6 +36,11 @@ class Row:
     def after_step(self) -> str:
         """What makes the parameters whole once the optimizer has updated this rank's range."""
         return "all_gather" if self.state.inner is Kind.SHARD and self.parameter.inner is Kind.REPLICATE else "nothing"
+
+    def on(self, parameter_tier: Tier, state_tier: Tier) -> Row:
+        """The same row on other tiers. What rests whole rests on the device."""
+        is_sharded = self.parameter.inner is Kind.SHARD
+        return replace(self, parameter_tier=parameter_tier if is_sharded else Tier.DEVICE, state_tier=state_tier)
 
     def cells(self) -> list[str]:
         tiers = {self.parameter_tier, self.gradient_tier, self.state_tier}

@@ -1,12 +1,12 @@
 """A unit: parameters that are needed together, and the small state machine of their memory.
 
-| state     | memory held on the device          |
-| --------- | ---------------------------------- |
-| AWAY      | nothing: the shard is on host or disk |
-| FETCHING  | the shard, not filled yet          |
-| RESTING   | the shard                          |
-| GATHERING | the shard and the full bucket, not filled yet |
-| FULL      | the shard and the full bucket      |
+| state     | memory held                                   | for a shard on a disk                 |
+| --------- | --------------------------------------------- | ------------------------------------- |
+| AWAY      |                                               | nothing                               |
+| FETCHING  |                                               | a buffer on the host, not filled yet  |
+| RESTING   | the shard, on its tier                        | that buffer, filled                   |
+| GATHERING | the shard and the full bucket, not filled yet | the full bucket, not filled yet       |
+| FULL      | the shard and the full bucket                 | the full bucket                       |
 
 A unit whose parameters rest as Replicate is FULL for ever. ``gather`` and ``release`` may be called by a hook, by a
 pipeline schedule or by the user
@@ -56,6 +56,7 @@ class Unit:
         self.row = row
         self.buckets = list(buckets)
         self.is_sharded = any(bucket.is_sharded for bucket in self.buckets)
+        self.is_on_disk = any(bucket.is_on_disk for bucket in self.buckets)
         self.numel = sum(bucket.layout.numel for bucket in self.buckets)
         self.state = UnitState.FULL
         self.holds = 0  # callers beside the hooks that need it full
@@ -77,17 +78,37 @@ class Unit:
 
     @property
     def is_at_rest(self) -> bool:
-        return self.state is UnitState.RESTING
+        """Neither gathered nor being gathered."""
+        return self.state in (UnitState.RESTING, UnitState.AWAY, UnitState.FETCHING)
+
+    def start_fetch(self, *, from_secondary: bool = False) -> None:
+        """Begin to read the shard from its disk. Nothing where it rests elsewhere. Does not block the host."""
+        if self.state is not UnitState.AWAY:
+            return
+        self._move(UnitState.FETCHING)
+        for bucket in self.buckets:
+            bucket.start_fetch(from_secondary=from_secondary)
+
+    def can_fetch_ahead(self) -> bool:
+        """Is there room to read the shard ahead of its use?"""
+        return all(bucket.can_fetch_ahead() for bucket in self.buckets)
 
     def start_gather(self, *, from_secondary: bool = False) -> None:
-        """Begin to gather. Nothing when it is gathered or on the way. Does not block the host.
+        """Begin to gather. Nothing when it is gathered or on the way.
 
+        Raises: TierError: the shard could not be read from its disk.
         Communicates: per sharded bucket one all_gather, (N - 1) / N of the bucket received per rank.
+        Order: blocks the host only until a shard on a disk has been read.
         """
-        if self.state is not UnitState.RESTING:
+        if not self.is_at_rest:
             return
         if self.before_gather is not None:
             self.before_gather()
+        if self.state is not UnitState.RESTING:
+            self.start_fetch(from_secondary=from_secondary)
+            for bucket in self.buckets:
+                bucket.fetch(from_secondary=from_secondary)
+            self._move(UnitState.RESTING)
         self._move(UnitState.GATHERING)
         self._works = [b.gather(from_secondary=from_secondary) for b in self.buckets if b.is_sharded]
 
@@ -106,7 +127,7 @@ class Unit:
 
     def release(self) -> None:
         """Let the full bucket go, unless somebody holds the unit. Communicates nothing."""
-        if not self.is_sharded or self.holds or self.state is UnitState.RESTING:
+        if not self.is_sharded or self.holds or self.is_at_rest:
             return
         if self.state is UnitState.GATHERING:
             self.gather()
@@ -114,6 +135,8 @@ class Unit:
             if bucket.is_sharded:
                 bucket.release()
         self._move(UnitState.RESTING)
+        if self.is_on_disk:
+            self._move(UnitState.AWAY)
 
     def settle_at_rest(self) -> None:
         """Called once, when the shards have been filled from the full buckets."""

@@ -38,22 +38,22 @@ def test_a_good_file_passes_and_shows_verdicts_values_and_notes(capsys: pytest.C
     ]
 
 
-def on_a_disk(folder: pathlib.Path) -> pathlib.Path:
-    """The recipe for ZeRO-3 with offload, but of parameters to a disk."""
+def with_quantized_weights(folder: pathlib.Path) -> pathlib.Path:
+    """The recipe for ZeRO-3 with offload, and a part that is not built."""
     path = folder / "ds.json"
     recipe = (RECIPES / "zero3_offload_config_accelerate.json").read_text()
-    offload = '"offload_param": {"device": "nvme", "nvme_path": "/disk"}'
-    path.write_text(recipe.replace('"offload_optimizer": {"device": "cpu"}', offload, 1))
+    part = '"zero_quantized_weights": true'
+    path.write_text(recipe.replace('"offload_optimizer": {"device": "cpu"}', part, 1))
     return path
 
 
 def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
     capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
-    code, out = run(capsys, on_a_disk(tmp_path))
+    code, out = run(capsys, with_quantized_weights(tmp_path))
     assert code == 1
-    assert "not built yet: offload to disk" in out
-    assert "1. zero_optimization.offload_param.device (line 5)" in out
+    assert "not built yet: quantized communication" in out
+    assert "1. zero_optimization.zero_quantized_weights (line 5)" in out
     assert "give --world-size" in out
     assert "Effective values" in out
 
@@ -69,11 +69,11 @@ def test_a_wrong_file_lists_all_problems(capsys: pytest.CaptureFixture[str], tmp
 
 
 def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
-    code, out = run(capsys, on_a_disk(tmp_path), 4, json=True)
+    code, out = run(capsys, with_quantized_weights(tmp_path), 4, json=True)
     said = json.loads(out)
     assert code == 1
     assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}
-    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.offload_param.device"]
+    assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.zero_quantized_weights"]
     assert {"path": "zero_optimization.stage", "value": 3, "verdict": "obeyed", "reason": "", "asks": True} in said[
         "keys"
     ]

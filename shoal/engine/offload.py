@@ -1,0 +1,202 @@
+"""Offload at start-up: what is free, which tier each unit gets, and the disks that are opened for it.
+
+1  every rank   measures its device, its share of its host, its share of the disk    (``offload: "auto"`` only)
+2  all ranks    exchange the numbers; the least of each counts, so all decide the same
+3  every rank   opens its folders and asks for room; a rank that finds none tells all
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.config import Config
+from shoal.device import Device
+from shoal.engine.settings import Plan
+from shoal.errors import OutOfMemoryError, ShoalError, TierError
+from shoal.memory.available import host_available_nbytes
+from shoal.memory.disk import DiskTier
+from shoal.memory.placement import Tier
+from shoal.memory.shelf import Shelf
+from shoal.memory.tier_error import free_nbytes
+from shoal.zero.shelf import Disks, StateShelf
+from shoal.zero.tiers import Filled, Free, Tiers, UnitSize, fill
+
+
+def measure(device: Device, *, is_host_apart: bool, num_ranks_here: int, path: str | None) -> Free:
+    """What one of ``num_ranks_here`` ranks of this host may take. Device memory is its own where the host is apart."""
+    host = host_available_nbytes() // num_ranks_here
+    disk = free_nbytes(path) // num_ranks_here if path is not None else None
+    if not is_host_apart:
+        return Free(host, 0, disk)
+    return Free(device.free_nbytes() if device.is_cuda else host, host, disk)
+
+
+class Offload:
+    """Decides the tiers of one engine's units, and opens its disks.
+
+    Args:
+        measure: as ``measure``; another one for tests.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        model: nn.Module,
+        comm: Communicator,
+        device: Device,
+        rank: int,
+        measure: Callable[..., Free] | None = None,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._model = model
+        self._comm = comm
+        self._device = device
+        self._rank = rank
+        self._measure = measure
+        hosts = list(comm.gather_objects(socket.gethostname(), label="offload: hosts")) if comm.size > 1 else ["here"]
+        self._num_ranks_here = hosts.count(socket.gethostname()) if comm.size > 1 else 1
+        self.filled: Filled | None = None
+
+    def decide(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
+        """The tiers of the units. Raises: OutOfMemoryError: ``auto`` finds no room, on every rank.
+
+        Communicates: with ``auto`` three numbers.
+        """
+        if self._config.offload != "auto":
+            return self._plan.zero.as_asked(sizes)
+        free = self._free()
+        self.filled = fill(sizes, free)
+        return self.filled.tiers
+
+    def _free(self) -> Free:
+        paths = [path for path in self._paths() if path is not None]
+        mine = (self._measure or measure)(
+            self._device,
+            is_host_apart=self._plan.zero.has_host_apart(self._device.torch_device),
+            num_ranks_here=self._num_ranks_here,
+            path=paths[0] if paths else None,
+        )
+        # The model's own copy goes, unit by unit, while the units are built.
+        mine = Free(mine.device + self._held_nbytes(), mine.host, mine.disk)
+        if self._comm.size == 1:
+            return mine
+        least = mine
+        for device, host, disk in self._comm.gather_objects([mine.device, mine.host, mine.disk], label="offload: free"):
+            least = least.least(Free(device, host, disk))
+        return least
+
+    def _held_nbytes(self) -> int:
+        storages = {}
+        for parameter in self._model.parameters():
+            if parameter.device == self._device.torch_device:
+                storage = parameter.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+        return sum(storages.values())
+
+    def notes(self) -> list[str]:
+        """Lines for start-up."""
+        if self.filled is not None:
+            return [f"{self.filled}."]
+        zero = self._config.zero_optimization
+        if self._plan.zero.parameter_tier is Tier.DISK and self._plan.zero.max_host_numel:
+            return [
+                f"zero_optimization.offload_param.max_in_cpu: the first {zero.offload_param.max_in_cpu:,} elements of "
+                "each rank's parameters stay in host memory; 0 sends all to the disk."
+            ]
+        return []
+
+    # disks
+
+    def _paths(self) -> tuple[str | None, str | None]:
+        zero = self._config.zero_optimization
+        parameters, state = zero.offload_param.nvme_path, zero.offload_optimizer.nvme_path
+        if self._config.offload == "auto":
+            return parameters or state, state or parameters
+        return parameters, state
+
+    def open_disks(self, parameter_nbytes: int, state_nbytes: int) -> Disks:
+        """Make this rank's folders and find room.
+
+        Raises: TierError, OutOfMemoryError: on every rank, if some rank's folder cannot hold it. Nothing is left there.
+        Communicates: what each rank found.
+        """
+        tiers: dict[str, DiskTier] = {}
+        problem: ShoalError | None = None
+        found = Disks()
+        try:
+            parameter_path, state_path = self._paths()
+            for path, nbytes in ((parameter_path, parameter_nbytes), (state_path, state_nbytes)):
+                if nbytes:
+                    tier = tiers.get(str(path)) or tiers.setdefault(str(path), self._tier(str(path)))
+                    tier.reserve(nbytes, num_ranks=self._num_ranks_here)
+            if parameter_nbytes:
+                found.parameters = self._parameter_shelf(tiers[str(parameter_path)])
+            if state_nbytes:
+                found.state = StateShelf(
+                    Shelf(
+                        tiers[str(state_path)],
+                        "state",
+                        device=self._device.torch_device,
+                        is_pinned=self._plan.zero.pins_state,
+                    )
+                )
+        except ShoalError as error:
+            problem = error
+        try:
+            _agree(self._comm, problem)
+        except BaseException:
+            for tier in tiers.values():
+                tier.close()
+            raise
+        return found
+
+    def _parameter_shelf(self, tier: DiskTier) -> Shelf:
+        section = self._config.zero_optimization.offload_param
+        itemsize = (self._plan.precision.parameter or torch.float32).itemsize
+        count = int(section.buffer_count)
+        return Shelf(
+            tier,
+            "parameters",
+            device=self._device.torch_device,
+            max_ahead=(count, count * int(section.buffer_size) * itemsize),
+            is_pinned=self._plan.zero.pins_parameters,
+        )
+
+    def _tier(self, path: str) -> DiskTier:
+        aio = self._config.aio
+        threads = max(2, int(aio.intra_op_parallelism))
+        return DiskTier(
+            path,
+            rank=self._rank,
+            num_threads=threads,
+            block_nbytes=int(aio.block_size),
+            queue_depth=max(threads, int(aio.queue_depth)),
+        )
+
+
+_KINDS: dict[str, type[ShoalError]] = {kind.__name__: kind for kind in (TierError, OutOfMemoryError)}
+
+
+def _agree(comm: Communicator, problem: ShoalError | None) -> None:
+    """Raises: the problem of the first rank that has one, on every rank."""
+    if comm.size == 1:
+        if problem is not None:
+            raise problem
+        return
+    words: Any = None
+    if problem is not None:
+        kind = next((name for name, kind in _KINDS.items() if isinstance(problem, kind)), TierError.__name__)
+        words = [kind, problem.what, problem.where, problem.do, problem.code]
+    found = list(comm.gather_objects(words, label="offload: room"))
+    for rank, theirs in enumerate(found):
+        if theirs is not None:
+            kind, what, where, do, code = theirs
+            raise _KINDS[kind](what, where=f"rank {rank}: {where}", do=do, code=code) from problem

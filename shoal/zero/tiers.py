@@ -1,0 +1,188 @@
+"""Which tier each unit's parameters and state rest on: arithmetic on sizes, the same on every rank, without a tensor.
+
+Two ways to decide: ``as_asked`` follows the file's keys (device, ``ratio``, ``max_in_cpu``), ``fill`` takes what is
+free, the device first, then the host, then the disk.
+
+Which units stay nearer, where not all can: the first in forward. Their gradients come last in backward, so a host that
+updates beside backward would have the least time for them; their parameters are the first that the next forward waits
+for; and while they compute, those of the later ones are read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import OutOfMemoryError
+from shoal.memory.placement import Tier
+from shoal.text import format_bytes
+
+ACTIVATION_SHARE = 0.3  # of the device's free memory, kept for activations and what the allocator cannot use
+HOST_SHARE = 0.1  # of the host's, kept for everything else that runs there
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """What one unit needs on one rank, in bytes (``*_numel``: elements, padding included)."""
+
+    name: str
+    shard_numel: int  # of parameters at rest
+    trained_numel: int  # of them, those that this rank's optimizer owns
+    parameter_nbytes: int  # at rest
+    gathered_nbytes: int  # whole, while it computes; 0 where it is always whole
+    gradient_nbytes: int  # between micro-batches, on the device
+    reduce_nbytes: int  # of the whole gradient, while it is reduced
+    state_nbytes: int  # master weights and two states an element (what Adam keeps), on the device
+    state_away_nbytes: int  # the same elsewhere, where parameters cannot be their own master weights
+    travel_nbytes: int  # of gradients and parameters on the host, on their way to and from an update there
+    can_move_parameters: bool = False  # they are sharded
+    can_move_state: bool = True
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where one unit rests."""
+
+    parameter: Tier = Tier.DEVICE
+    state: Tier = Tier.DEVICE
+
+
+Decide = Callable[[Sequence[UnitSize]], Sequence[Tiers]]
+
+
+def as_asked(
+    sizes: Sequence[UnitSize], parameter: Tier, state: Tier, *, ratio: float = 1.0, max_host_numel: int = 0
+) -> list[Tiers]:
+    """The tiers that the file names.
+
+    Args:
+        ratio: share of the trained elements whose state rests on ``state``; of the first units in forward it stays on
+            the device, as long as that is at most ``1 - ratio`` of all (DeepSpeed's ZeRO-Offload++, "Twin-Flow").
+        max_host_numel: elements of this rank's parameters that stay in host memory though ``parameter`` is the disk.
+    """
+    kept = (1 - ratio) * sum(size.trained_numel for size in sizes)
+    held = 0
+    found = []
+    for size in sizes:
+        parameter_tier, state_tier = parameter, state
+        if parameter is Tier.DISK and size.can_move_parameters and held + size.shard_numel <= max_host_numel:
+            held += size.shard_numel
+            parameter_tier = Tier.HOST
+        if state is not Tier.DEVICE and 0 < size.trained_numel <= kept:
+            kept -= size.trained_numel
+            state_tier = Tier.DEVICE
+        found.append(Tiers(parameter_tier if size.can_move_parameters else Tier.DEVICE, state_tier))
+    return found
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that one rank may take. ``host``: beside the device's; 0 where they are the same memory.
+
+    ``disk``: None: there is none to be used.
+    """
+
+    device: int
+    host: int
+    disk: int | None = None
+
+    def least(self, other: Free) -> Free:
+        """What both have."""
+        disks = [disk for disk in (self.disk, other.disk) if disk is not None]
+        is_none = self.disk is None or other.disk is None
+        return Free(min(self.device, other.device), min(self.host, other.host), None if is_none else min(disks))
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What ``fill`` decided, and from which numbers."""
+
+    tiers: tuple[Tiers, ...]
+    free: Free
+    activation_nbytes: int
+    gathered_nbytes: int
+    gradient_nbytes: int
+    used: tuple[tuple[Tier, int], ...]
+
+    def __str__(self) -> str:
+        words = []
+        for kind in ("parameter", "state"):
+            count = Counter(getattr(tiers, kind) for tiers in self.tiers)
+            words.append(
+                f"{'parameters' if kind == 'parameter' else 'optimizer state'} of "
+                + ", ".join(f"{count[tier]} on the {tier.value}" for tier in Tier if count[tier])
+            )
+        used = dict(self.used)
+        free = [(Tier.DEVICE, self.free.device), (Tier.HOST, self.free.host), (Tier.DISK, self.free.disk)]
+        rooms = [
+            f"{tier.value} {format_bytes(used.get(tier, 0))} of {format_bytes(nbytes)}"
+            for tier, nbytes in free
+            if nbytes
+        ]
+        return (
+            f"offload auto, {len(self.tiers)} units: {'; '.join(words)}. Taken on each rank of what the fullest one "
+            f"has free: {', '.join(rooms)}. Kept on the device: {format_bytes(self.activation_nbytes)} for "
+            f"activations, {format_bytes(self.gathered_nbytes)} for two gathered units, "
+            f"{format_bytes(self.gradient_nbytes)} for gradients"
+        )
+
+
+def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
+    """Fill the device, then the host, then the disk.
+
+    Kept free on the device: ``ACTIVATION_SHARE`` of it, the two largest units gathered, all gradients and two of the
+    largest whole ones on their way. Parameters come before state: a byte of theirs on another tier is moved at least
+    twice a step, in forward and in backward; a byte of state less than once.
+
+    Raises: OutOfMemoryError: they do not fit, with what is needed and what there is.
+    """
+    activations = int(ACTIVATION_SHARE * free.device)
+    gathered = sum(sorted((size.gathered_nbytes for size in sizes), reverse=True)[:2])
+    gradients = sum(size.gradient_nbytes for size in sizes) + 2 * max((size.reduce_nbytes for size in sizes), default=0)
+    room = {
+        Tier.DEVICE: free.device - activations - gathered - gradients,
+        Tier.HOST: int((1 - HOST_SHARE) * free.host),
+        Tier.DISK: free.disk or 0,
+    }
+    used: Counter[Tier] = Counter()
+
+    def take(tier: Tier, nbytes: int, beside: int = 0) -> bool:
+        """Take room, and ``beside`` on the host."""
+        has_host = free.host > 0
+        needed = {tier: nbytes}
+        if has_host:
+            needed[Tier.HOST] = needed.get(Tier.HOST, 0) + beside
+        if any(room[where] - used[where] < wanted for where, wanted in needed.items()):
+            return False
+        used.update(needed)
+        return True
+
+    def put(size: UnitSize, what: str, wanted: Sequence[tuple[Tier, int, int]]) -> Tier:
+        for tier, nbytes, beside in wanted:
+            if take(tier, nbytes, beside):
+                return tier
+        left = ", ".join(f"{tier.value} {format_bytes(max(0, room[tier] - used[tier]))}" for tier in Tier)
+        total = sum(s.parameter_nbytes + s.state_nbytes for s in sizes)
+        raise OutOfMemoryError(
+            f"offload auto finds no room for the {what} of unit {size.name!r}: {format_bytes(wanted[-1][1])} are "
+            f"needed, left are {left}. All parameters and state of a rank take {format_bytes(total)}; activations keep "
+            f"{format_bytes(activations)} of the device, two gathered units {format_bytes(gathered)}, gradients "
+            f"{format_bytes(gradients)}.",
+            do="name a folder on a local disk (zero_optimization.offload_param.nvme_path), free space there, or train "
+            "on more ranks.",
+            code="offload-auto-no-room",
+        )
+
+    places = [Tier.DEVICE] + [Tier.HOST] * (free.host > 0) + [Tier.DISK] * (free.disk is not None)
+    parameters, states = [], []
+    for size in sizes:
+        tiers = places if size.can_move_parameters else places[:1]
+        parameters.append(put(size, "parameters", [(tier, size.parameter_nbytes, 0) for tier in tiers]))
+    for size, parameter in zip(sizes, parameters, strict=True):
+        tiers = places if size.can_move_state else places[:1]
+        on_device = size.state_nbytes if parameter is Tier.DEVICE else size.state_away_nbytes
+        choices = [(tier, size.state_away_nbytes, size.travel_nbytes) for tier in tiers[1:]]
+        states.append(put(size, "optimizer state", [(Tier.DEVICE, on_device, 0), *choices]))
+    tiers_of_units = tuple(Tiers(p, s) for p, s in zip(parameters, states, strict=True))
+    return Filled(tiers_of_units, free, activations, gathered, gradients, tuple(used.items()))

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("convert")(convert)
+app.command("as-deepspeed")(as_deepspeed)
 
 
 class Precision(StrEnum):
@@ -68,15 +70,49 @@ def run(
         int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start; one per visible GPU, else 1.")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    as_deepspeed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deepspeed",
+            help="`import deepspeed` is Shoal, in child processes too. SCRIPT may be a launcher, as accelerate.",
+        ),
+    ] = False,
 ) -> None:
     """Start a script on several local ranks, one process each."""
     from shoal.launch import LocalJob, run_local
 
-    program = [sys.executable, *(["-m"] if module else []), script, *context.args]
-    outcome = run_local(LocalJob(program, ranks or _default_ranks()))
+    if as_deepspeed:
+        from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
+
+        if not module and is_command(script):
+            become_command(script, context.args, ranks)
+        job = job_as_deepspeed(script, context.args, is_module=module, ranks=ranks or _default_ranks())
+    else:
+        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *context.args], ranks or _default_ranks())
+    outcome = run_local(job)
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)
+
+
+@app.command(
+    "deepspeed",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def deepspeed(context: typer.Context) -> None:
+    """Start a script as DeepSpeed's launcher does, with its flags."""
+    from shoal.compat.launching import main
+
+    main(context.args)
+
+
+@app.command("ds-report")
+def ds_report() -> None:
+    """Print what `import deepspeed` is here, what computes, and which operators are there."""
+    from shoal.compat.deepspeed.env_report import main
+
+    main()
 
 
 @app.command("train")

@@ -82,9 +82,11 @@ class Finder(MetaPathFinder):
         if fullname != LENT and not fullname.startswith(LENT + "."):
             return None
         real = OURS + fullname.removeprefix(LENT)
-        found = find_spec(real)
+        found = _ours(real)
         if found is None:
-            return None
+            from shoal.compat.absent_modules import absent_spec
+
+            return absent_spec(fullname)
         spec = ModuleSpec(fullname, AliasLoader(real), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         spec.has_location = found.has_location
@@ -95,6 +97,13 @@ class Finder(MetaPathFinder):
 
         name = getattr(context, "name", None)
         return [lent_distribution()] if name is None or name.replace("_", "-").lower() == LENT else []
+
+
+def _ours(real: str) -> ModuleSpec | None:
+    try:
+        return find_spec(real)
+    except ModuleNotFoundError:  # the package that it would be in is not there either
+        return None
 
 
 class _Lending:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from shoal.compat.absent import not_built
 from shoal.compat.environment import for_children, visible_devices
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, run_local
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -46,7 +46,7 @@ _SEVERAL = "start `torchrun --nnodes=... --node-rank=... -m shoal.compat.deepspe
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with DeepSpeed's flags and defaults."""
     parser = argparse.ArgumentParser(
-        prog="deepspeed",
+        prog="shoal deepspeed",
         description="Start a script written for DeepSpeed on the ranks of this machine; `import deepspeed` is Shoal.",
     )
     add = parser.add_argument
@@ -83,42 +83,51 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code.
 
-    Raises: SystemExit: always; with code 2 and a message where the command line cannot be done.
+    Raises: ConfigError, NotBuiltError: what the options ask for cannot be done. SystemExit: otherwise.
     """
-    try:
-        outcome = run_local(job_of(parse_args(args)))
-    except ShoalError as error:
-        sys.stderr.write(f"deepspeed (Shoal): {error}\n")
-        sys.exit(2)
+    outcome = run_local(job_of(parse_args(args)))
     if outcome.report:
         sys.stderr.write(f"\n{outcome.report}\n")
     sys.exit(outcome.exit_code)
 
 
+def command() -> None:
+    """``main`` as a program: an error of Shoal's is a message and exit code 2."""
+    try:
+        main()
+    except ShoalError as error:
+        sys.stderr.write(f"shoal deepspeed: {error}\n")
+        sys.exit(2)
+
+
 def job_of(options: argparse.Namespace) -> LocalJob:
-    """What the options ask for. Raises: NotBuiltError, UsageError."""
+    """What the options ask for. Raises: ConfigError, NotBuiltError."""
     _refuse_what_is_not_there(options)
+    has_filter = bool(options.include or options.exclude)
+    if has_filter and (options.num_gpus > 0 or options.num_nodes > 0):
+        raise ConfigError(
+            "--num_gpus and --num_nodes cannot be given beside --include or --exclude.",
+            do="count by --num_gpus, or name devices by --include.",
+            code="launch-filter",
+        )
     hosts = fetch_hostfile(options.hostfile)
-    shown = visible_devices()
-    devices = _devices(shown)
-    here = next(iter(hosts), HERE[0]) if len(hosts) == 1 else HERE[0]
-    pool = {host: [str(slot) for slot in range(slots)] for host, slots in hosts.items()} or {here: devices}
-    if len(pool) == 1 and devices and hosts:
-        pool = {here: devices[: hosts[here]]}
-    wanted = parse_resource_filter(pool, options.include, options.exclude, free=not devices)
+    devices = _devices(visible_devices())
+    wanted = _wanted(hosts, devices, options)
     if len(wanted) > 1 or any(not _is_here(host) for host in wanted):
         raise not_built(f"starting ranks on other machines ({', '.join(wanted)})", _SEVERAL)
     slots = next(iter(wanted.values()), [])
-    count = options.num_gpus if options.num_gpus > 0 else (len(slots) or 1)
-    if slots and count > len(slots) and (devices or options.include or options.exclude):
-        raise UsageError(
-            f"--num_gpus {count}, but there are {len(slots)} devices: {', '.join(slots)}.",
+    if not slots and (devices or hosts or has_filter):
+        raise ConfigError("no slot is left for a rank.", do="exclude less.", code="launch-devices")
+    count = options.num_gpus if options.num_gpus > 0 else len(slots) or 1
+    if devices and count > len(slots):
+        raise ConfigError(
+            f"--num_gpus {count}, but there are {len(slots)} devices: {', '.join(map(str, slots))}.",
             do=f"give --num_gpus {len(slots)} or less; hide all devices (CUDA_VISIBLE_DEVICES=) to run on the CPU.",
             code="launch-devices",
         )
     environment = for_children()
     if devices and slots[:count] != devices[:count]:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(slots[:count])
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots[:count]))
     if options.master_port is not None or options.master_addr:
         environment |= {
             "MASTER_ADDR": options.master_addr or "127.0.0.1",
@@ -126,6 +135,23 @@ def job_of(options: argparse.Namespace) -> LocalJob:
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
         }
     return LocalJob(_program(options), count, environment=environment)
+
+
+def _wanted(
+    hosts: Mapping[str, int], devices: Sequence[int | str], options: argparse.Namespace
+) -> dict[str, list[int | str]]:
+    """The slots of each machine that are to have ranks; without devices there are as many as a filter names."""
+    if not hosts and not devices:
+        text = options.include or options.exclude
+        named = _slots(",".join(part.partition(":")[2] for part in text.split("@")))
+        free: list[int | str] = list(range(max([int(s) + 1 for s in named if isinstance(s, int)], default=1)))
+        pool: dict[str, Sequence[int | str]] = {HERE[0]: free if text else []}
+    elif len(hosts) <= 1 and devices:
+        name, slots = next(iter(hosts.items()), (HERE[0], len(devices)))
+        pool = {name: devices[:slots]}
+    else:
+        pool = {host: range(slots) for host, slots in hosts.items()}
+    return parse_resource_filter(pool, options.include, options.exclude)
 
 
 def _program(options: argparse.Namespace) -> list[str]:
@@ -147,15 +173,15 @@ def _refuse_what_is_not_there(options: argparse.Namespace) -> None:
         raise not_built(f"--num_nodes {max(options.num_nodes, options.node_rank + 1)}: several machines", _SEVERAL)
 
 
-def _devices(shown: str | None) -> list[str]:
+def _devices(shown: str | None) -> list[int | str]:
     """The names of the visible devices; none on a machine without."""
     import torch
 
     if not torch.accelerator.is_available():
         return []
     if shown is not None:
-        return [name.strip() for name in shown.split(",") if name.strip()]
-    return [str(index) for index in range(torch.accelerator.device_count())]
+        return _slots(shown)
+    return list(range(torch.accelerator.device_count()))
 
 
 def _is_here(host: str) -> bool:
@@ -165,62 +191,90 @@ def _is_here(host: str) -> bool:
 def fetch_hostfile(hostfile_path: str) -> dict[str, int]:
     """Slots of each machine, in the file's order; empty without a file at DeepSpeed's default place.
 
-    Raises: UsageError: no such file, or a line that is not ``NAME slots=N``.
+    Raises: ConfigError: no such file, or what ``parse_hostfile`` finds.
     """
     path = Path(hostfile_path)
-    if not path.is_file():
-        if hostfile_path == DEFAULT_HOSTFILE:
-            return {}
-        raise UsageError(f"--hostfile {hostfile_path!r}: there is no such file.", code="launch-hostfile")
+    if path.is_file():
+        return parse_hostfile(path.read_text(encoding="utf-8").splitlines(), hostfile_path)
+    if hostfile_path == DEFAULT_HOSTFILE:
+        return {}
+    raise ConfigError(f"--hostfile {hostfile_path!r}: there is no such file.", code="launch-hostfile")
+
+
+def parse_hostfile(lines: Sequence[str], name: str = "the hostfile") -> dict[str, int]:
+    """Raises: ConfigError: a line that is not ``NAME slots=N``, a machine that is there twice, or no machine at all."""
     hosts: dict[str, int] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", text)
         if match is None or match[1] in hosts:
             what = f"{match[1]!r} is there twice" if match is not None else f"{text!r} is not NAME slots=N"
-            raise UsageError(f"{hostfile_path}, line {number}: {what}.", code="launch-hostfile")
+            raise ConfigError(f"{name}, line {number}: {what}.", code="launch-hostfile")
         hosts[match[1]] = int(match[2])
+    if not hosts:
+        raise ConfigError(f"{name} names no machine.", do="write a line NAME slots=N.", code="launch-hostfile")
     return hosts
 
 
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> dict[str, list[int | str]]:
+    """``parse_resource_filter`` of slots that are numbered from 0 on each machine.
+
+    >>> parse_inclusion_exclusion({"a": 2, "b": 3}, "", "b:1")
+    {'a': [0, 1], 'b': [0, 2]}
+    """
+    return parse_resource_filter({host: range(slots) for host, slots in resource_pool.items()}, inclusion, exclusion)
+
+
 def parse_resource_filter(
-    host_info: Mapping[str, Sequence[str]], include_str: str = "", exclude_str: str = "", *, free: bool = False
-) -> dict[str, list[str]]:
-    """The slots that ``--include`` or ``--exclude`` leave.
+    host_info: Mapping[str, Sequence[int | str]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int | str]]:
+    """The slots that ``--include`` or ``--exclude`` leave, in the pool's order.
 
     Args:
         host_info: the slots of each machine.
-        free: slots are not devices (a machine without any), so any may be named.
 
-    Raises: UsageError: both are given, or one names what is not there.
+    Raises: ConfigError: both are given, or one names what is not there.
 
-    >>> parse_resource_filter({"a": ["0", "1"], "b": ["0"]}, include_str="a:1@b")
-    {'a': ['1'], 'b': ['0']}
+    >>> parse_resource_filter({"a": [0, 1], "b": [0]}, include_str="a:1@b")
+    {'a': [1], 'b': [0]}
     """
     if include_str and exclude_str:
-        raise UsageError("--include and --exclude are both given.", do="give one of them.", code="launch-filter")
+        raise ConfigError("--include and --exclude are both given.", do="give one of them.", code="launch-filter")
     pool = {host: list(slots) for host, slots in host_info.items()}
     if not include_str and not exclude_str:
         return pool
-    named: dict[str, list[str]] = {}
-    for part in (include_str or exclude_str).split("@"):
-        host, _, text = part.strip().partition(":")
-        if host not in pool:
-            raise UsageError(
-                f"{host!r} is not a machine of this job.", do=f"name one of: {', '.join(pool)}.", code="launch-filter"
-            )
-        slots = [slot.strip() for slot in text.split(",") if slot.strip()] or pool[host]
-        unknown = [slot for slot in slots if slot not in pool[host]]
-        if unknown and not free:
-            raise UsageError(
-                f"{host!r} has no slot {', '.join(unknown)}.",
-                do=f"name some of: {', '.join(pool[host])}.",
-                code="launch-filter",
-            )
-        named[host] = slots
+    named = named_slots(pool, include_str or exclude_str)
     if include_str:
-        return {host: named[host] for host in pool if host in named}
-    left = {host: [s for s in slots if s not in named.get(host, [])] for host, slots in pool.items()}
+        return {host: [slot for slot in pool[host] if slot in named[host]] for host in pool if host in named}
+    left = {host: [slot for slot in slots if slot not in named.get(host, [])] for host, slots in pool.items()}
     return {host: slots for host, slots in left.items() if slots}
+
+
+def named_slots(pool: Mapping[str, Sequence[int | str]], text: str) -> dict[str, list[int | str]]:
+    """What a filter names. Raises: ConfigError: a machine or slot that is not in the pool."""
+    named: dict[str, list[int | str]] = {}
+    for part in text.split("@"):
+        host, _, listed = part.strip().partition(":")
+        if host not in pool:
+            raise ConfigError(
+                f"No hostname {host!r} in this job.", do=f"name one of: {', '.join(pool)}.", code="launch-filter"
+            )
+        for slot in _slots(listed) or pool[host]:
+            if slot not in pool[host]:
+                raise ConfigError(
+                    f"No slot '{slot}' specified on host '{host}'.",
+                    do=f"name some of: {', '.join(map(str, pool[host])) or 'none'}.",
+                    code="launch-filter",
+                )
+            named.setdefault(host, []).append(slot)
+    return named
+
+
+def _slots(text: str) -> list[int | str]:
+    """Devices by number, or by the longer names that CUDA has for them."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return [int(name) if name.isdigit() else name for name in names]

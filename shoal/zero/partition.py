@@ -139,6 +139,7 @@ def _find_blocks(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRul
         and (
             type(module).__name__ in {path.rsplit(".", 1)[-1] for path in rules.leaf_classes}
             or any(fnmatch.fnmatchcase(name, pattern) for pattern in rules.leaf_names)
+            or getattr(module, "_z3_leaf", False)  # the mark that set_z3_leaf_modules leaves
         )
     }
     found = set(_blocks_without_leaves(model, modules, rules)) | leaves

@@ -57,11 +57,13 @@ revert_transformer_layer = absent_function("deepspeed.revert_transformer_layer",
 InferenceEngine = absent_class("deepspeed.InferenceEngine", _SERVING)
 DeepSpeedInferenceConfig = absent_class("deepspeed.DeepSpeedInferenceConfig", _SERVING)
 
+# What is reached as attributes of these is made by the finder; see ``shoal.compat.absent_modules``.
+_ABSENT = ("autotuning", "compression", "elasticity", "inference", "model_implementations", "module_inject", "nebula")
+
 # Parts that a script reaches as attributes after a bare ``import deepspeed``, imported when they are asked for.
 _PARTS = (
     "accelerator",
     "checkpoint",
-    "elasticity",
     "launcher",
     "linear",
     "moe",
@@ -119,4 +121,6 @@ def __getattr__(name: str) -> Any:
     """Import a part at its first use (PEP 562)."""
     if name in _PARTS:
         return import_module(f"{__name__}.{name}")
+    if name in _ABSENT and is_installed():
+        return import_module(f"deepspeed.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

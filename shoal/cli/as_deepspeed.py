@@ -1,0 +1,72 @@
+"""What the command line does for scripts that say ``import deepspeed``: run them, or lend the name everywhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.compat.environment import SWITCH, for_children
+from shoal.errors import UsageError
+from shoal.launch import LocalJob
+
+PTH_NAME = "shoal-as-deepspeed.pth"
+PTH_LINE = (
+    f'import os; os.environ.get("{SWITCH}") == "1" and '
+    '__import__("shoal.compat.finder", fromlist=["install"]).install(children=False)\n'
+)
+
+
+def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, ranks: int) -> LocalJob:
+    """The ranks of a script for which ``import deepspeed`` is Shoal."""
+    name = ["-m", script] if is_module else [script]
+    program = [sys.executable, "-m", "shoal.compat.deepspeed", *name, *arguments]
+    return LocalJob(program, ranks, environment=for_children())
+
+
+def is_command(script: str) -> bool:
+    """Is it a program of the path (``accelerate``, ``torchrun``), and no file of that name here?"""
+    return os.sep not in script and not Path(script).exists() and shutil.which(script) is not None
+
+
+def become_command(command: str, arguments: Sequence[str], ranks: int | None) -> None:
+    """Become a launcher whose ranks lend the name. Does not return.
+
+    Raises: UsageError: ``ranks`` was given: the command starts ranks of its own.
+    """
+    if ranks is not None:
+        raise UsageError(
+            f"--ranks {ranks} before the command {command!r}, which starts ranks itself.",
+            do=f"leave --ranks out and tell {command} how many.",
+            code="as-deepspeed-ranks",
+        )
+    os.execvpe(command, [command, *arguments], {**os.environ, **for_children()})
+
+
+def as_deepspeed(
+    enable: Annotated[bool, typer.Option("--enable", help=f"Write {PTH_NAME} to this environment.")] = False,
+    disable: Annotated[bool, typer.Option("--disable", help="Remove it.")] = False,
+) -> None:
+    """Lend DeepSpeed's name wherever SHOAL_AS_DEEPSPEED=1 is set: notebooks, Ray workers, any launcher.
+
+    With --enable each interpreter of this environment asks for that variable when it starts (a line in a .pth file),
+    and does nothing without it. `shoal run --as-deepspeed` needs none of this.
+    """
+    path = Path(sysconfig.get_paths()["purelib"]) / PTH_NAME
+    if enable == disable:
+        state = "enabled" if path.is_file() else "not enabled"
+        print(f"{state} in this environment ({path}); --enable or --disable changes it.")
+    elif enable:
+        path.write_text(PTH_LINE, encoding="ascii")
+        print(f"wrote {path}: with {SWITCH}=1, `import deepspeed` is Shoal in this environment.")
+    elif path.is_file():
+        path.unlink()
+        print(f"removed {path}: this environment lends the name no longer.")
+    else:
+        print(f"nothing to remove: there is no {path}.")

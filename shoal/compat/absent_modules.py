@@ -1,0 +1,193 @@
+"""Modules of DeepSpeed's that have no counterpart here, with what to use instead. They are made when they are imported.
+
+    name below ``deepspeed``     what is in it
+    inference.engine             InferenceEngine: importing it is no error, making one is
+
+A module below one of these packages that is not listed cannot be imported; the error says the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from shoal.compat.absent import absent_class, absent_function
+from shoal.errors import NotBuiltError
+
+_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
+_KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
+_SPARSE = "use torch.nn.attention.flex_attention in the model."
+_COMPRESSION = "use torchao for quantization and pruning, before or after training."
+_PLANNING = "choose the stage by memory: all stages give the same numbers; shoal doctor shows what a config means."
+_ELASTIC = "start the job again on the ranks there are: a checkpoint of any layout loads in any other."
+_ONE_BIT = "use AdamW or Lamb; communication_data_type in the config sends gradients in 16 bit."
+_DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
+_DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."
+_SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training goes on."
+_TENSOR = "train with ZeRO stage 3, which needs no change of the model."
+_OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
+_CHECKPOINTS = "use `shoal convert`: DeepSpeed's checkpoints are read, and any layout loads in any other."
+
+# Name below ``deepspeed``: what to do instead, and the names in it. Capitals begin classes.
+ABSENT: dict[str, tuple[str, str]] = {
+    "inference": (
+        _SERVING,
+        "InferenceEngine InferenceEngineV2 RaggedInferenceEngineConfig DeepSpeedTPConfig build_hf_engine",
+    ),
+    "inference.config": (
+        _SERVING,
+        "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig DtypeEnum",
+    ),
+    "inference.engine": (_SERVING, "InferenceEngine"),
+    "inference.v2": (
+        _SERVING,
+        "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint",
+    ),
+    "inference.v2.engine_v2": (_SERVING, "InferenceEngineV2"),
+    "inference.v2.engine_factory": (_SERVING, "build_hf_engine build_engine_from_ds_checkpoint"),
+    "inference.v2.config_v2": (_SERVING, "RaggedInferenceEngineConfig"),
+    "inference.quantization": (_SERVING, ""),
+    "module_inject": (
+        _KERNELS,
+        "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection"
+        " LinearAllreduce LinearLayer EmbeddingLayer Normalize HFBertLayerPolicy DSPolicy",
+    ),
+    "module_inject.layers": (_TENSOR, "LinearAllreduce LinearLayer EmbeddingLayer Normalize"),
+    "module_inject.auto_tp": (_TENSOR, "AutoTP ReplaceWithTensorSlicing"),
+    "module_inject.replace_module": (_KERNELS, "replace_transformer_layer revert_transformer_layer"),
+    "module_inject.replace_policy": (_KERNELS, "HFBertLayerPolicy DSPolicy"),
+    "module_inject.inject": (_KERNELS, "module_inject"),
+    "model_implementations": (_SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "ops.transformer": (
+        _KERNELS,
+        "DeepSpeedTransformerLayer DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedInferenceConfig",
+    ),
+    "ops.transformer.transformer": (_KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+    "ops.transformer.inference": (_SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "ops.sparse_attention": (
+        _SPARSE,
+        "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig DenseSparsityConfig"
+        " FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig BSLongformerSparsityConfig",
+    ),
+    "ops.deepspeed4science": (_KERNELS, "DS4Sci_EvoformerAttention"),
+    "ops.quantizer": (_COMPRESSION, "ds_quantizer"),
+    "ops.fp_quantizer": (_COMPRESSION, "FP_Quantize Quantizer matmul_fp8"),
+    "ops.random_ltd": (_DATA, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
+    "ops.random_ltd.dropping_utils": (_DATA, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
+    "ops.gds": (_DISK, ""),
+    "ops.adam.zenflow_cpu_adam": (_OFFLOAD, "ZenFlowCPUAdam"),
+    "ops.adam.zenflow_torch_adam": (_OFFLOAD, "ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+    "compression": (_COMPRESSION, ""),
+    "compression.compress": (_COMPRESSION, "init_compression redundancy_clean student_initialization"),
+    "compression.scheduler": (_COMPRESSION, "compression_scheduler"),
+    "compression.config": (_COMPRESSION, "get_compression_config"),
+    "compression.helper": (_COMPRESSION, "convert_conv1d_to_linear recursive_getattr recursive_setattr"),
+    "autotuning": (_PLANNING, "Autotuner"),
+    "autotuning.autotuner": (_PLANNING, "Autotuner"),
+    "elasticity": (
+        _ELASTIC,
+        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent ElasticityError"
+        " ElasticityConfigError",
+    ),
+    "elasticity.elasticity": (_ELASTIC, "compute_elastic_config elasticity_enabled"),
+    "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
+    "runtime.fp16.onebit": (_ONE_BIT, "OnebitAdam OnebitLamb ZeroOneAdam"),
+    "runtime.fp16.onebit.adam": (_ONE_BIT, "OnebitAdam"),
+    "runtime.fp16.onebit.lamb": (_ONE_BIT, "OnebitLamb"),
+    "runtime.fp16.onebit.zoadam": (_ONE_BIT, "ZeroOneAdam"),
+    "runtime.comm": (_ONE_BIT, ""),
+    "runtime.comm.nccl": (_ONE_BIT, "NcclBackend"),
+    "runtime.comm.compressed": (_ONE_BIT, "CompressedBackend"),
+    "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce reduce_scatter_coalesced"),
+    "runtime.data_pipeline": (_DATA, ""),
+    "runtime.data_pipeline.curriculum_scheduler": (_DATA, "CurriculumScheduler"),
+    "runtime.data_pipeline.data_sampling": (_DATA, ""),
+    "runtime.data_pipeline.data_sampling.data_analyzer": (_DATA, "DataAnalyzer DistributedDataAnalyzer"),
+    "runtime.data_pipeline.data_sampling.data_sampler": (_DATA, "DeepSpeedDataSampler"),
+    "runtime.data_pipeline.data_sampling.indexed_dataset": (_DATA, "MMapIndexedDataset MMapIndexedDatasetBuilder"),
+    "runtime.data_pipeline.data_routing": (_DATA, ""),
+    "runtime.data_pipeline.data_routing.basic_layer": (_DATA, "RandomLayerTokenDrop"),
+    "runtime.data_pipeline.data_routing.helper": (
+        _DATA,
+        "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
+    ),
+    "runtime.data_pipeline.data_routing.scheduler": (_DATA, "RandomLTDScheduler"),
+    "runtime.swap_tensor": (_DISK, ""),
+    "runtime.checkpoint_engine": (_SAVING, "TorchCheckpointEngine FastCheckpointEngine DecoupledCheckpointEngine"),
+    "runtime.checkpoint_engine.checkpoint_engine": (_SAVING, "CheckpointEngine CheckpointCommitInfo"),
+    "runtime.checkpoint_engine.torch_checkpoint_engine": (_SAVING, "TorchCheckpointEngine"),
+    "runtime.checkpoint_engine.nebula_checkpoint_engine": (_SAVING, "NebulaCheckpointEngine"),
+    "nebula": (_SAVING, ""),
+    "nebula.config": (_SAVING, "DeepSpeedNebulaConfig"),
+    "datastates": (_SAVING, ""),
+    "runtime.model_checkpointing": (_SAVING, ""),
+    "runtime.state_dict_factory": (_CHECKPOINTS, "SDLoaderFactory MegatronSDLoader"),
+    "runtime.weight_quantizer": (_COMPRESSION, "WeightQuantization"),
+    "runtime.quantize": (_COMPRESSION, "Quantizer"),
+    "runtime.eigenvalue": (_COMPRESSION, "Eigenvalue"),
+    "runtime.progressive_layer_drop": ("drop layers in the model's forward.", "ProgressiveLayerDrop"),
+    "runtime.sparse_tensor": ("use sparse=False for embeddings: gradients are dense here.", "SparseTensor"),
+    "runtime.tensor_parallel": (_TENSOR, "TpTrainingManager"),
+    "runtime.domino": (_TENSOR, ""),
+    "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),
+    "runtime.superoffload": (_OFFLOAD, ""),
+    "runtime.zenflow": (_OFFLOAD, ""),
+    "runtime.rollout": (_SERVING, ""),
+    "io": (_DISK, ""),
+    "nvme": (_DISK, ""),
+    "compile": ("use engine.compile(), torch's own compiler.", ""),
+    "checkpoint.ds_to_universal": (_CHECKPOINTS, "main"),
+    "checkpoint.universal_checkpoint": (_CHECKPOINTS, "enable_universal_checkpoint load_hp_checkpoint_state"),
+    "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
+    "checkpoint.deepspeed_checkpoint": (_CHECKPOINTS, "DeepSpeedCheckpoint"),
+}
+
+
+class AbsentModuleError(NotBuiltError, ModuleNotFoundError):
+    """A module of DeepSpeed's that is not there; also a ModuleNotFoundError, for code that tries an import."""
+
+    code = "deepspeed-part"
+
+
+def absent_spec(lent_name: str) -> ModuleSpec | None:
+    """The specification of a module that is listed, or lies below a listed one; None for any other."""
+    name = lent_name.partition(".")[2]
+    if name in ABSENT:
+        return ModuleSpec(lent_name, _AbsentLoader(name), is_package=True)
+    above = next((package for package in ABSENT if name.startswith(package + ".")), None)
+    return None if above is None else ModuleSpec(lent_name, _NoLoader(lent_name, ABSENT[above][0]))
+
+
+class _AbsentLoader(Loader):
+    """Makes a module of stand-ins."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        do, names = ABSENT[self.name]
+        module.__doc__ = f"``deepspeed.{self.name}``: not a part of Shoal. Instead: {do}"
+        made = {
+            each: (absent_class if each[0].isupper() else absent_function)(f"deepspeed.{self.name}.{each}", do)
+            for each in names.split()
+        }
+        vars(module).update(made)
+        vars(module)["__all__"] = sorted(made)
+
+
+class _NoLoader(Loader):
+    """Refuses the import."""
+
+    def __init__(self, name: str, do: str) -> None:
+        self.name, self.do = name, do
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        sys.modules.pop(self.name, None)
+        raise AbsentModuleError(f"{self.name} is not a part of Shoal.", do=self.do)
+
+    def exec_module(self, module: ModuleType) -> None: ...

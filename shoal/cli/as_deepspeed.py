@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.compat.environment import SWITCH, for_children
+from shoal.compat.environment import SWITCH, for_children, whole_for_children
 from shoal.errors import UsageError
 from shoal.launch import LocalJob
 
@@ -46,7 +46,7 @@ def become_command(command: str, arguments: Sequence[str], ranks: int | None) ->
             do=f"leave --ranks out and tell {command} how many.",
             code="as-deepspeed-ranks",
         )
-    os.execvpe(command, [command, *arguments], {**os.environ, **for_children()})
+    os.execvpe(command, [command, *arguments], whole_for_children())
 
 
 def as_deepspeed(

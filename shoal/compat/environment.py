@@ -29,6 +29,11 @@ def for_children(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([STARTUP, *rest])}
 
 
+def whole_for_children() -> dict[str, str]:
+    """This process's environment with those variables in it."""
+    return {**os.environ, **for_children()}
+
+
 def tell_children() -> dict[str, str | None]:
     """Set them. Returns: what they were, for ``restore``."""
     wanted = for_children()

@@ -117,12 +117,6 @@ class Device:
         return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
-def finish_copies() -> None:
-    """Block until copies between host and device that were started have ended."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
 def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinned: bool = True) -> torch.Tensor:
     """Host memory that copies to and from ``device`` reach fast. Shape: [numel].
 

@@ -8,6 +8,7 @@ checked before any of its bytes are used.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ import xxhash
 from shoal.checkpoint.manifest import MAX_SMALL_BLOCK, FileRecord, checksum
 from shoal.checkpoint.storage import Reader, Sink, Storage
 from shoal.checkpoint.tree import name_of
-from shoal.device import finish_copies
 from shoal.errors import CheckpointError
+from shoal.memory.stream_copies import CopyDone, copies_of
 
 MAX_BLOCKS = 1024  # of one file: blocks of a larger one are larger
 _GATHER_NBYTES = 1 << 20  # smaller tensors are gathered into one write
@@ -46,12 +47,15 @@ class Entry:
 
     Args:
         read: gives the pieces; called when their turn comes, so that they need not all be there at once.
+        is_kept: the pieces stay as they are until somebody has waited for ``Snapshot.wait``, so that a snapshot may
+            take them while training goes on.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Sequence[torch.Tensor]]
+    is_kept: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -120,35 +124,77 @@ def write_file(
     return FileRecord(name=name, nbytes=writer.nbytes, block_nbytes=plan.block_nbytes, blocks=writer.sums)
 
 
-def image_of(plan: Plan, host_memory: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """A planned file's bytes, in host memory, as they are now. Shape: [plan.nbytes], uint8.
+class Snapshot:
+    """A planned file's bytes in host memory, as they are at the call.
 
-    Order: complete when it returns; blocks the host until copies from an accelerator have ended.
+    What the user's code can reach is copied when this returns. What is kept (``Entry.is_kept``) may be copied while
+    training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
+
+    Order: blocks the host until the first part is there.
     """
-    image = host_memory(plan.nbytes)[: plan.nbytes]
-    image[: len(plan.header)].copy_(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
-    for entry, offset in zip(plan.entries, plan.offsets, strict=True):
-        at = offset
-        for piece in entry.read():
-            nbytes = piece.numel() * piece.element_size()
-            image[at : at + nbytes].view(entry.dtype).copy_(piece.detach().reshape(-1), non_blocking=True)
-            at += nbytes
-    finish_copies()
-    return image
+
+    def __init__(self, plan: Plan, host_memory: Callable[[int], torch.Tensor], device: torch.device) -> None:
+        self.image = host_memory(plan.nbytes)[: plan.nbytes]
+        self.image[: len(plan.header)].copy_(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
+        self._copies = copies_of(device)
+        self._rest: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._done = CopyDone()
+        self._is_taken = threading.Event()
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for entry, offset in zip(plan.entries, plan.offsets, strict=True):
+            at = offset
+            for piece in entry.read():
+                flat = piece.detach().reshape(-1)
+                target = self.image[at : at + flat.nbytes].view(entry.dtype)
+                at += flat.nbytes
+                if entry.is_kept:
+                    kept.append((flat, target))
+                else:
+                    self._copy(flat, target)
+        self._done.block()
+        for flat, target in kept:
+            if flat.device.type == "cpu":
+                self._rest.append((flat, target))
+            else:
+                self._copy(flat, target)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if source.device.type == "cpu" or self._copies is None:
+            target.copy_(source)
+        else:
+            self._done = self._copies.copy(source, target)
+
+    def finish(self) -> None:
+        """Take what is left. Order: complete when it returns."""
+        try:
+            for source, target in self._rest:
+                target.copy_(source)
+            self._done.block()
+        finally:
+            self._rest.clear()
+            self._is_taken.set()
+
+    def wait(self) -> None:
+        """Before what is kept is changed. Order: blocks the host for copies of host memory; the device waits for its
+        own.
+        """
+        self._done.wait()
+        if self._rest:
+            self._is_taken.wait()
 
 
-def write_image(
+def write_snapshot(
     storage: Storage,
     folder: str,
     name: str,
     plan: Plan,
-    image: torch.Tensor,
+    snapshot: Snapshot,
     before_flush: Callable[[], None] = lambda: None,
 ) -> FileRecord:
-    """Write a file that ``image_of`` took. Returns, raises: as ``write_file``."""
+    """Write a file that was taken to its end. Returns, raises: as ``write_file``."""
     with storage.create(f"{folder}/{name}" if folder else name) as sink:
         writer = _BlockWriter(sink, plan.block_nbytes)
-        writer.add(_view_of(image))
+        writer.add(_view_of(snapshot.image))
         writer.finish()
         before_flush()
         sink.flush()

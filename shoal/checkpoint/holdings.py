@@ -38,6 +38,7 @@ class Holding:
     num_copies: int = 1  # ranks that hold this very range
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
+    is_private: bool = False  # it is changed by Shoal alone, after ``BucketState.settle``
 
     @property
     def numel(self) -> int:
@@ -80,7 +81,13 @@ class Holding:
             is_whole = rectangle.shape == self.shape
             key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{place}]")
             yield (
-                Entry(key, self.dtype, rectangle.shape, _reading(self, low, low + rectangle.numel)),
+                Entry(
+                    key,
+                    self.dtype,
+                    rectangle.shape,
+                    _reading(self, low, low + rectangle.numel),
+                    is_kept=self.is_private and self.fetch is None,
+                ),
                 rectangle.start,
             )
 
@@ -137,7 +144,10 @@ class Holdings:
                     fetch = partial(self._master_of, state, segment.start, segment.stop)
                 elif state is None and bucket.is_on_disk:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
-                yield Holding(MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch)
+                is_private = state is not None and (state.has_own_master or bucket.is_sharded)
+                yield Holding(
+                    MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch, is_private
+                )
 
     def optimizer(self) -> Iterator[Holding]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
@@ -158,6 +168,7 @@ class Holdings:
                         num_copies,
                         copy,
                         fetch,
+                        is_private=True,
                     )
 
     def _state_parts(self, state: BucketState, index: int) -> dict[str, list[torch.Tensor]]:

@@ -1,8 +1,9 @@
 """Saving: every rank writes its share of every tensor into one file, and the commit makes the files a checkpoint.
 
-A synchronous save returns when the checkpoint is committed. An asynchronous one returns when this rank's share is
-copied to host memory; a thread writes it while training goes on, and what remains to be agreed on between the ranks is
-done at the next steps, on the thread that trains.
+A synchronous save returns when the checkpoint is committed. An asynchronous one returns when what the
+user's code can reach of this rank's share is copied to host memory; a thread copies the rest (master weights, optimizer
+state, shards: whoever changes them waits for it), then writes it while training goes on. What remains to be agreed on
+between the ranks is done at the next steps, on the thread that trains.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import tree
-from shoal.checkpoint.blocks import Entry, Plan, image_of, plan_file, write_file, write_image
+from shoal.checkpoint.blocks import Entry, Plan, Snapshot, plan_file, write_file, write_snapshot
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.holdings import Holding
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
@@ -105,6 +106,7 @@ class Save:
         self._on_phase = on_phase
         self._stage = _Stage.WRITING
         self._thread: threading.Thread | None = None
+        self._snapshot: Snapshot | None = None
         self._outcome: Any = None  # of the part under way: a FileRecord, or an error
         self._record: dict[str, Any] = {}
         self._commit = Commit(storage, tag, on_phase)
@@ -149,20 +151,23 @@ class Save:
             self._end_commit()
             return
 
-        def take() -> torch.Tensor:
+        def take() -> Snapshot:
             self._on_phase("snapshot")
-            return image_of(plan, host_memory)
+            return Snapshot(plan, host_memory, self._device)
 
-        image = _attempt(take)
-        if isinstance(image, Exception):  # no memory: told at the end of the write, with the others' causes
-            self._outcome = image
+        snapshot = _attempt(take)
+        if isinstance(snapshot, Exception):  # no memory: told at the end of the write, with the others' causes
+            self._outcome = snapshot
             return
 
         def run() -> FileRecord:
+            snapshot.finish()
             self._on_phase("shard_write")
-            return write_image(self._storage, folder, name, plan, image, before_flush)
+            return write_snapshot(self._storage, folder, name, plan, snapshot, before_flush)
 
         self._start(run)
+        if self._thread is not None:
+            self._snapshot = snapshot
 
     def _start(self, run: Callable[[], Any]) -> None:
         def guarded() -> None:
@@ -238,6 +243,12 @@ class Save:
         return [entry["value"] for entry in theirs]
 
     # an asynchronous save, seen from the thread that trains
+
+    def wait_taken(self) -> None:
+        """Before optimizer state or shards are changed: wait until they are copied."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot = None
 
     @property
     def is_done(self) -> bool:

@@ -94,6 +94,8 @@ class Checkpoints:
             holdings.leave()
         if not save.is_done:
             self._in_flight = save
+            for bucket_state in engine.bucket_states:
+                bucket_state.before_change = save.wait_taken
             self._say_goodbye()
         return True
 

@@ -153,6 +153,8 @@ def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
                 continue
             new = bucket.full[low:high]
             start, stop = low - bucket.begin, high - bucket.begin
+            if state is not None:
+                state.settle()
             if state is not None and state.has_own_master:
                 with state.at_hand():
                     was = state.master[start:stop].to(new.device)

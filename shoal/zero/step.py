@@ -11,7 +11,7 @@ with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -65,6 +65,7 @@ class BucketState:
     is_apart: bool = False  # master and optimizer state rest in memory that the device does not compute in
     lane: HostLane | None = None  # where apart: what is updated beside the device's work
     shelf: StateShelf | None = None  # where master and optimizer state rest on a disk
+    before_change: Callable[[], None] | None = None  # somebody is still reading master, state or shard
 
     def at_hand(self) -> AbstractContextManager[None]:
         """Hold master and optimizer state in memory, wherever they rest; what changes in them is kept."""
@@ -72,9 +73,16 @@ class BucketState:
         return nullcontext() if self.shelf is None else self.shelf.at_hand(self)
 
     def settle(self) -> None:
-        """Have everything as the last step leaves it, also where its update is still under way."""
+        """Have everything as the last step leaves it, also where its update is still under way, free to be changed."""
+        self.let_go()
         if self.lane is not None:
             self.lane.settle(self)
+
+    def let_go(self) -> None:
+        """Wait until nobody reads master weights, optimizer state and shard any more (an asynchronous save)."""
+        if self.before_change is not None:
+            self.before_change()
+            self.before_change = None
 
     @property
     def owned_parameters(self) -> torch.Tensor:
@@ -235,6 +243,7 @@ class ShardedStep:
         for state in self.states:
             if state.unit is unit and state.lane is not None:
                 state.lane.send(state)
+                state.let_go()
                 state.lane.begin_ahead(state, coefficient)
 
     def forget(self) -> None:
@@ -274,6 +283,7 @@ class ShardedStep:
         for index, state in enumerate(self.states):
             if state.unit is not unit:
                 continue
+            state.let_go()
             if state.shelf is not None:
                 state.shelf.bring(state, reads_ahead=True)
             if any(touched[index]):

@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 
 import shoal
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.blocks import Snapshot
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.data import RepeatingLoader
@@ -532,6 +533,48 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(stage: int, tmp_path: 
     assert differences(saved, loaded) == []
     assert torch.equal(loaded[0].client_state["at"], torch.ones(3))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("change", ["step", "master", "state", "gathered", "load"])
+def test_whatever_changes_the_state_waits_until_an_asynchronous_save_has_copied_it(
+    stage: int, precision: str, change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {} if precision == "fp32" else {precision: {"enabled": True}}
+    run = run_of(stage, checkpoint={"async_save": True}, **keys)
+    finish = Snapshot.finish
+
+    def late(self: Snapshot) -> None:
+        time.sleep(0.1)  # long enough to be overtaken by whoever does not wait
+        finish(self)
+
+    monkeypatch.setattr(Snapshot, "finish", late)
+
+    def save(engine: shoal.Engine) -> State:
+        micro_steps(engine, run, 0, 2)
+        engine.save_checkpoint(tmp_path / "first")
+        state = state_of(engine)
+        engine.checkpoints.finish()
+        zeros = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
+        engine.save_checkpoint(tmp_path / "second")
+        parameter = next(p for p in engine.module.parameters() if p.requires_grad and p.dim() > 1)
+        if change == "step":
+            micro_steps(engine, run, 2, 3)
+        elif change == "master":
+            engine.access.set_full_parameter(parameter, torch.zeros(parameter.shape))
+        elif change == "state":
+            engine.access.set_full_optimizer_state(parameter, "exp_avg", torch.ones(parameter.shape))
+        elif change == "gathered":
+            with shoal.zero.GatheredParameters(parameter, modifier_rank=0), torch.no_grad():
+                parameter.fill_(1.0)
+        else:
+            engine.load_module_state_dict(zeros)
+        engine.checkpoints.finish()
+        return state
+
+    saved = on_ranks(run, save)
+    assert differences(saved, resume(run, tmp_path / "second", at=2)) == []
 
 
 def test_a_second_asynchronous_save_waits_for_the_first_and_a_load_too(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 def zero(stage: int) -> dict[str, Any]:
     only_at_3 = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": 0}
     return {
+        "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
@@ -118,6 +119,8 @@ def trained(
         common: dict[str, Any] = {
             "output_dir": str(folder / "out"),
             "deepspeed": zero(stage),
+            "accelerator_config": {"use_configured_state": True},
+            "use_cpu": True,
             "bf16": bf16,
             "per_device_train_batch_size": 2,
             "gradient_accumulation_steps": 2,

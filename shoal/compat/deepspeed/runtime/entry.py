@@ -11,7 +11,10 @@ from torch import nn
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.absent import absent_function, not_built
+from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
+from shoal.engine.log import say_on_rank_0
+from shoal.zero.registry import OWNERS
 
 _SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
 
@@ -40,6 +43,8 @@ def initialize(
     """
     if dist_init_required is not False and current_world().backend == "none":
         init_distributed(distributed_port=distributed_port, verbose=False)
+    if isinstance(model, nn.Module):
+        _take_over(model)
     engine, _, loader, schedule = shoal_initialize(
         args=args,
         model=model,
@@ -57,6 +62,24 @@ def initialize(
     )
     engine.follows_deepspeed = True
     return engine, engine.optimizer, loader, schedule
+
+
+def _take_over(model: nn.Module) -> None:
+    """The engines that hold the model's parameters give them back: the one that is made now has them.
+
+    Lightning hands a model over again to test it after fit. Under DeepSpeed the engine from before stays, with hooks
+    that were stripped and weights that no longer follow.
+
+    Communicates: destroy()'s, on all ranks.
+    """
+    held = {id(owner): owner for parameter in model.parameters() if (owner := OWNERS.get(parameter)) is not None}
+    for owner in held.values():
+        if isinstance(owner, Engine):
+            say_on_rank_0(
+                current_world().rank,
+                f"deepspeed.initialize: {type(model).__name__} belonged to another engine, which is destroyed now.",
+            )
+            owner.destroy()
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:

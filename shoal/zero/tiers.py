@@ -146,26 +146,20 @@ def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
         Tier.DISK: free.disk or 0,
     }
     used: Counter[Tier] = Counter()
+    parameters: dict[int, Tier] = {}  # by position
+    states: dict[int, Tier] = {}
 
-    def take(tier: Tier, nbytes: int, beside: int = 0) -> bool:
-        """Take room, and ``beside`` on the host."""
-        has_host = free.host > 0
-        needed = {tier: nbytes}
-        if has_host:
-            needed[Tier.HOST] = needed.get(Tier.HOST, 0) + beside
-        if any(room[where] - used[where] < wanted for where, wanted in needed.items()):
+    def fits(tier: Tier, nbytes: int) -> bool:
+        if room[tier] - used[tier] < nbytes:
             return False
-        used.update(needed)
+        used[tier] += nbytes
         return True
 
-    def put(size: UnitSize, what: str, wanted: Sequence[tuple[Tier, int, int]]) -> Tier:
-        for tier, nbytes, beside in wanted:
-            if take(tier, nbytes, beside):
-                return tier
+    def refuse(size: UnitSize, what: str, nbytes: int) -> OutOfMemoryError:
         left = ", ".join(f"{tier.value} {format_bytes(max(0, room[tier] - used[tier]))}" for tier in Tier)
         total = sum(s.parameter_nbytes + s.state_nbytes for s in sizes)
-        raise OutOfMemoryError(
-            f"offload auto finds no room for the {what} of unit {size.name!r}: {format_bytes(wanted[-1][1])} are "
+        return OutOfMemoryError(
+            f"offload auto finds no room for the {what} of unit {size.name!r}: {format_bytes(nbytes)} are "
             f"needed, left are {left}. All parameters and state of a rank take {format_bytes(total)}; activations keep "
             f"{format_bytes(activations)} of the device, two gathered units {format_bytes(gathered)}, gradients "
             f"{format_bytes(gradients)}.",
@@ -174,15 +168,28 @@ def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
             code="offload-auto-no-room",
         )
 
-    places = [Tier.DEVICE] + [Tier.HOST] * (free.host > 0) + [Tier.DISK] * (free.disk is not None)
-    parameters, states = [], []
-    for size in sizes:
-        tiers = places if size.can_move_parameters else places[:1]
-        parameters.append(put(size, "parameters", [(tier, size.parameter_nbytes, 0) for tier in tiers]))
-    for size, parameter in zip(sizes, parameters, strict=True):
-        tiers = places if size.can_move_state else places[:1]
-        on_device = size.state_nbytes if parameter is Tier.DEVICE else size.state_away_nbytes
-        choices = [(tier, size.state_away_nbytes, size.travel_nbytes) for tier in tiers[1:]]
-        states.append(put(size, "optimizer state", [(Tier.DEVICE, on_device, 0), *choices]))
-    tiers_of_units = tuple(Tiers(p, s) for p, s in zip(parameters, states, strict=True))
-    return Filled(tiers_of_units, free, activations, gathered, gradients, tuple(used.items()))
+    def put(size: UnitSize, what: str, nbytes: int, *, can_move: bool) -> Tier:
+        tiers = [Tier.HOST] * (free.host > 0) + [Tier.DISK] * (free.disk is not None)
+        for tier in tiers if can_move else []:
+            if fits(tier, nbytes):
+                return tier
+        raise refuse(size, what, nbytes)
+
+    for index, size in enumerate(sizes):
+        if fits(Tier.DEVICE, size.parameter_nbytes):
+            parameters[index] = Tier.DEVICE
+    for index, size in enumerate(sizes):
+        if fits(Tier.DEVICE, size.state_nbytes if index in parameters else size.state_away_nbytes):
+            states[index] = Tier.DEVICE
+    for index, size in enumerate(sizes):  # whether its state rests on the host or on the disk
+        if index not in states and free.host > 0 and not fits(Tier.HOST, size.travel_nbytes):
+            raise refuse(size, "optimizer state", size.travel_nbytes)
+    for index, size in enumerate(sizes):
+        if index not in parameters:
+            nbytes = size.parameter_nbytes
+            parameters[index] = put(size, "parameters", nbytes, can_move=size.can_move_parameters)
+    for index, size in enumerate(sizes):
+        if index not in states:
+            states[index] = put(size, "optimizer state", size.state_away_nbytes, can_move=size.can_move_state)
+    tiers = tuple(Tiers(parameters[index], states[index]) for index in range(len(sizes)))
+    return Filled(tiers, free, activations, gathered, gradients, tuple(used.items()))

@@ -11,6 +11,11 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.errors import ConfigError, OutOfMemoryError
+from shoal.memory.shelf import Shelf
+from shoal.zero.tiers import Free
+from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_offload import MODEL, accessed, config, go_on, held, loaded, make_apart, train
 
 
@@ -155,3 +160,160 @@ def test_a_model_without_an_optimizer_runs_from_the_disk(tmp_path: Path) -> None
         torch.equal(a, b) for mine, theirs in zip(plain, away, strict=True) for a, b in zip(mine, theirs, strict=True)
     )
     assert list(tmp_path.iterdir()) == []
+
+
+# At the start
+
+
+class Deep(torch.nn.Module):
+    """Eight equal layers without a bias, that initialise themselves on the meta device."""
+
+    def __init__(self, num_layers: int = 8, width: int = 64) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(width, width, bias=False) for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_masters_and_shards_go_to_the_disk_unit_by_unit_as_the_engine_is_built(
+    precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: list[int] = []
+    take = Shelf._take
+
+    def count(self: Shelf, nbytes: int) -> torch.Tensor:
+        buffer = take(self, nbytes)
+        peaks.append(live.now() + self.host_nbytes)
+        return buffer
+
+    monkeypatch.setattr(Shelf, "_take", count)
+    with torch.device("meta"):
+        model = Deep()
+    with LiveStorages() as live:
+        settings = on_disk(config(3, precision, "AdamW", (), 1), tmp_path, "nvme")
+        engine, *_ = shoal.initialize(model=model, config=settings)
+        peak = live.peak
+    layer = 64 * 64 * 4
+    assert len(peaks) == 16
+    # Whole state: 8 layers of parameters and masters. One unit in the making, and three buffers of each shelf.
+    assert max(peak, *peaks) <= 8 * layer
+    assert engine.sharded.disks.host_nbytes <= 6 * layer
+    engine.destroy()
+    assert list(tmp_path.iterdir()) == []
+
+
+# Some here, some there
+
+
+@pytest.mark.parametrize("state", ["cpu", "nvme"])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_part_of_the_state_on_the_device_gives_the_same_bits(
+    state: str, ratio: float, precision: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_apart(monkeypatch, is_apart=False)
+    plain = run_ranks(2, train, config(stage, precision, "AdamW", (), 2))
+    make_apart(monkeypatch)
+    settings = config(stage, precision, "AdamW", (), 2)
+    settings["zero_optimization"]["offload_optimizer"] = {"device": state, "nvme_path": str(tmp_path), "ratio": ratio}
+    assert_same(plain, run_ranks(2, train, settings))
+    _, tiers = run_ranks(2, held, settings)[0]
+    kept = [tier for tier in tiers[:3] if tier == "device"]  # the last unit is frozen
+    assert kept == tiers[: len(kept)]
+    assert len(kept) == {0.0: 3, 0.3: 2, 0.6: 1}[ratio]
+
+
+def test_a_checkpoint_moves_between_ratios(tmp_path: Path) -> None:
+    def settings(ratio: float) -> dict[str, Any]:
+        found = config(2, "bf16", "AdamW", (), 1)
+        section = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "ratio": ratio}
+        found["zero_optimization"]["offload_optimizer"] = section
+        return found
+
+    (tmp_path / "disk").mkdir()
+    folder = str(tmp_path / "c")
+    straight = run_ranks(2, train, config(2, "bf16", "AdamW", (), 1), None, 6)
+    begun = run_ranks(2, train, settings(0.5), folder)
+    ended = run_ranks(2, go_on, settings(0.2), folder)
+    for (losses, _), (early, _), (late, _) in zip(straight, begun, ended, strict=True):
+        assert losses == early + late
+
+
+# By what is free
+
+
+@pytest.mark.parametrize(
+    ("free", "expected"),
+    [
+        (Free(10**9, 10**9, None), {"device"}),
+        (Free(1_500, 10**9, None), {"device/device/host", "host/device/host", "host/device/device"}),
+        (Free(1_000, 2_500, 10**9), {"host/device/host", "host/device/disk"}),
+    ],
+)
+def test_auto_decides_the_same_on_all_ranks_and_gives_the_same_bits(
+    free: Free,
+    expected: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make_apart(monkeypatch, is_apart=False)
+    plain = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1))
+    make_apart(monkeypatch)
+
+    def measured(device: Any, *, num_ranks_here: int, **_: Any) -> Free:
+        assert num_ranks_here == 2
+        more = 100 * current_world().rank  # the fullest rank counts
+        return Free(free.device + more, free.host + more, free.disk)
+
+    monkeypatch.setattr("shoal.engine.offload.measure", measured)
+    settings = {**config(3, "bf16", "AdamW", (), 1), "offload": "auto"}
+    if free.disk is not None:
+        settings["zero_optimization"]["offload_param"] = {"nvme_path": str(tmp_path)}
+    caplog.clear()
+    assert_same(plain, run_ranks(2, train, settings))
+    assert sum("offload auto, 4 units" in line for line in caplog.messages) == 1
+    both = run_ranks(2, held, settings)
+    assert both[0][1] == both[1][1]
+    assert set(both[0][1]) == expected
+
+
+def test_auto_measures_this_machine_and_keeps_a_small_model_on_the_device(tmp_path: Path) -> None:
+    settings = {**config(3, "bf16", "AdamW", (), 1), "offload": "auto"}
+    settings["zero_optimization"]["offload_optimizer"] = {"nvme_path": str(tmp_path)}
+    found, tiers = run_ranks(2, held, settings)[0]
+    assert set(tiers) == {"device"}
+    assert not any(tier == "disk" for _, tier in found)
+
+
+def test_auto_without_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_apart(monkeypatch)
+    monkeypatch.setattr("shoal.engine.offload.measure", lambda *_, **__: Free(0, 100, None))
+
+    def job() -> str:
+        with pytest.raises(OutOfMemoryError, match="offload auto finds no room") as caught:
+            shoal.initialize(
+                model=copy.deepcopy(MODEL), config={**config(3, "bf16", "AdamW", (), 1), "offload": "auto"}
+            )
+        return caught.value.code
+
+    assert run_ranks(2, job) == ["offload-auto-no-room"] * 2
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": 0},
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        {"stage": 3, "offload_param": {"device": "cpu"}},
+    ],
+)
+def test_auto_beside_what_decides_too_is_an_error(zero: dict[str, Any]) -> None:
+    settings = {**config(3, "fp32", "AdamW", (), 1), "offload": "auto", "zero_optimization": zero}
+    with pytest.raises(ConfigError, match="offload"):
+        shoal.initialize(model=copy.deepcopy(MODEL), config=settings)

@@ -15,15 +15,13 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.blocks import Entry
-from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import rectangles
 from shoal.errors import CheckpointError
 from shoal.memory.bucket import ParameterBucket
 from shoal.zero.build import Axes
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
-
-OPTIMIZER = "optimizer/"
 
 
 @dataclass(frozen=True)
@@ -117,9 +115,6 @@ class Holdings:
         for unit in self.sharded.units:
             for bucket in unit.buckets:
                 yield bucket, self._state_of.get(id(bucket))
-
-    def is_frozen(self, bucket: ParameterBucket) -> bool:
-        return id(bucket) not in self._state_of
 
     def _copies(self, bucket: ParameterBucket) -> tuple[int, int]:
         """How many ranks hold this rank's range of a bucket, and which of them this rank is."""

@@ -17,8 +17,8 @@ import torch
 
 from shoal.checkpoint import catalogue, tree
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.holdings import OPTIMIZER, Holding, Holdings, names_of, owned_range
-from shoal.checkpoint.manifest import MODEL, Manifest
+from shoal.checkpoint.holdings import Holding, Holdings, names_of, owned_range
+from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator

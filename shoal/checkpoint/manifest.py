@@ -41,8 +41,8 @@ from shoal.errors import CheckpointError
 
 FORMAT = 1
 NAME = "manifest.json"
-MODEL = "model"
-OPTIMIZER = "optimizer/"
+MODEL = "model"  # the kind of parameters and buffers
+OPTIMIZER = "optimizer/"  # and a key: the kind of optimizer state
 EXTRA = "extra"
 MAX_SMALL_BLOCK = 4 << 20  # bytes of a block whatever its file's size
 _MAX_FREE_BYTES = 4 << 20  # a manifest may be this large whatever it describes, and then

@@ -12,8 +12,7 @@ import torch
 from shoal.checkpoint import catalogue, tree
 from shoal.checkpoint.blocks import Entry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Retention
-from shoal.checkpoint.holdings import OPTIMIZER
-from shoal.checkpoint.manifest import EXTRA, MODEL, Manifest, ParameterRecord, TensorRecord, versions
+from shoal.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, ParameterRecord, TensorRecord, versions
 from shoal.checkpoint.portable import About, Source, TensorInfo
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import open_storage

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch
 
-MODEL = "model"  # the kind of parameters and buffers; others are "optimizer/KEY"
-
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -86,7 +86,7 @@ def _convert(
     """Returns: what was found and could not be kept, a sentence each."""
     from shoal.checkpoint.formats import detect, open_source
     from shoal.checkpoint.formats.target import check_free
-    from shoal.checkpoint.portable import MODEL
+    from shoal.checkpoint.manifest import MODEL
     from shoal.checkpoint.tree import dtype_of
 
     if dtype is not None and to in (Target.shoal, Target.dcp):

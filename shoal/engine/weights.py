@@ -45,12 +45,8 @@ class Weights:
             result = use()
             with torch.no_grad():
                 for bucket, state in holdings_of(engine).buckets():
-                    if state is not None and state.has_own_master:
-                        own = bucket.full[bucket.begin : bucket.end]
-                        with state.at_hand():
-                            was = state.master.to(own.device)
-                            changed = was.to(own.dtype) != own
-                            state.master.copy_(torch.where(changed, own.to(was.dtype), was))
+                    if state is not None:
+                        state.follow(0, bucket.end - bucket.begin, bucket.full[bucket.begin : bucket.end])
                     bucket.write_back()
         return result
 

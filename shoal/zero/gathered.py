@@ -154,12 +154,7 @@ def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
             new = bucket.full[low:high]
             start, stop = low - bucket.begin, high - bucket.begin
             if state is not None:
-                state.settle()
-            if state is not None and state.has_own_master:
-                with state.at_hand():
-                    was = state.master[start:stop].to(new.device)
-                    changed = new != was.to(new.dtype)
-                    state.master[start:stop].copy_(torch.where(changed, new.to(was.dtype), was))
+                state.follow(start, stop, new)
             if bucket.is_sharded:
                 with bucket.shard_at_hand():
                     bucket.shard[start:stop].copy_(new)

@@ -84,6 +84,19 @@ class BucketState:
             self.before_change()
             self.before_change = None
 
+    @torch.no_grad()
+    def follow(self, start: int, stop: int, new: torch.Tensor) -> None:
+        """Parameters in ``[start, stop)`` of the owned range were set to ``new``: let own master weights follow.
+
+        Where a parameter is what its master weight rounds to, the master keeps its precision.
+        """
+        if not self.has_own_master:
+            self.settle()
+            return
+        with self.at_hand():
+            was = self.master[start:stop].to(new.device)
+            self.master[start:stop].copy_(torch.where(new != was.to(new.dtype), new.to(was.dtype), was))
+
     @property
     def owned_parameters(self) -> torch.Tensor:
         """This rank's owned range of the parameters themselves, as the last step leaves it. Shape: [owned numel]."""

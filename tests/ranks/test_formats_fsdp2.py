@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.formats.dcp import DcpSource
+from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import write_shoal
-from shoal.checkpoint.portable import MODEL
 from shoal.comm.threads import run_ranks
 from tests.ranks.models import Plain
 from tests.ranks.training import adamw, batch, config, make, run_steps, start

@@ -16,7 +16,7 @@ from torch import nn
 from shoal import zero
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.loading_hf import load_hf
-from shoal.checkpoint.portable import MODEL
+from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.storage import _LocalReader
 from shoal.comm.threads import run_ranks
 from shoal.errors import CheckpointError, UsageError

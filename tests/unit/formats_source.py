@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.portable import MODEL, About, Source, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import About, Source, TensorInfo
 
 
 class MemorySource:

@@ -16,8 +16,8 @@ from shoal.checkpoint.formats import detect, open_source
 from shoal.checkpoint.formats.dcp_writing import write_dcp
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.formats.plain import write_plain
+from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.native import write_shoal
-from shoal.checkpoint.portable import MODEL
 from shoal.cli.convert import convert
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import are_equal, everything, trained

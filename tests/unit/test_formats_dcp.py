@@ -26,7 +26,7 @@ from shoal.checkpoint.formats.dcp_metadata import _EXPECTED, read_metadata
 from shoal.checkpoint.formats.dcp_writing import write_dcp
 from shoal.checkpoint.formats.foreign import ForeignFolder
 from shoal.checkpoint.formats.torch_writing import write_tensor
-from shoal.checkpoint.portable import MODEL
+from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import are_equal, everything, trained
 from tests.unit.test_formats_plain import Canary

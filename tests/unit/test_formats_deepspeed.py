@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.formats.deepspeed_files import open_file
 from shoal.checkpoint.formats.deepspeed_state import Place, Spread
-from shoal.checkpoint.portable import MODEL, Source
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import Source
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.make import CASES
 from tests.fixtures.deepspeed.model import build_model

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.formats.huggingface import HuggingFaceSource, Weights, write_huggingface
 from shoal.checkpoint.formats.safetensors_file import read_header
-from shoal.checkpoint.portable import MODEL
+from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import MemorySource, are_equal, everything, trained
 

@@ -15,7 +15,8 @@ import torch
 
 from shoal.checkpoint.formats.plain import PlainSource, write_plain
 from shoal.checkpoint.formats.torch_writing import write_tensor, write_tensors
-from shoal.checkpoint.portable import MODEL, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import TensorInfo
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import MemorySource, are_equal, everything, trained
 

@@ -20,7 +20,8 @@ from shoal.checkpoint.formats.dcp_metadata import Item, Part, Path, read_metadat
 from shoal.checkpoint.formats.described import about
 from shoal.checkpoint.formats.foreign import ForeignFolder
 from shoal.checkpoint.formats.torch_file import load_part
-from shoal.checkpoint.portable import MODEL, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import TensorInfo
 from shoal.errors import CheckpointError
 
 _MODEL_KEYS = ("model", "module", "state_dict")

@@ -15,7 +15,8 @@ import torch
 
 from shoal.checkpoint.formats.target import new_folder
 from shoal.checkpoint.formats.torch_writing import Stream, write_tensor
-from shoal.checkpoint.portable import MODEL, Source
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import LocalStorage, Sink
 from shoal.errors import CheckpointError
 

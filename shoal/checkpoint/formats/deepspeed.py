@@ -21,7 +21,8 @@ from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, find_files
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_state import Spread, Trained, damaged, entry, read_partitioned, read_spread
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
-from shoal.checkpoint.portable import MODEL, About, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import About, TensorInfo
 from shoal.errors import CheckpointError, ShoalError
 
 

@@ -23,7 +23,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.checkpoint.portable import MODEL, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import TensorInfo
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's

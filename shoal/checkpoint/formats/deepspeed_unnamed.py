@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from shoal.checkpoint.formats.deepspeed_state import Flat, Place, Trained, entry, hyperparameters, sort_state
-from shoal.checkpoint.portable import MODEL
+from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 
 _MAX_STATES = 20_000

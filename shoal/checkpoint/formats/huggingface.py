@@ -21,7 +21,8 @@ from shoal.checkpoint.formats.described import about
 from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
 from shoal.checkpoint.formats.safetensors_file import Header, Stored, read_header, read_range
 from shoal.checkpoint.formats.target import new_folder, split
-from shoal.checkpoint.portable import MODEL, Source, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
 

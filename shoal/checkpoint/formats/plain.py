@@ -21,7 +21,8 @@ from shoal.checkpoint.formats.huggingface import cast_dtypes, write_huggingface
 from shoal.checkpoint.formats.target import new_file
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.formats.torch_writing import write_tensors
-from shoal.checkpoint.portable import MODEL, Source, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import Source, TensorInfo
 from shoal.checkpoint.storage import LocalStorage
 from shoal.errors import CheckpointError
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 SWITCH = "SHOAL_AS_DEEPSPEED"
-STARTUP = str(Path(__file__).resolve().with_name("startup"))
+STARTUP = os.path.join(os.path.dirname(os.path.realpath(__file__)), "startup")
 
 
 def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:

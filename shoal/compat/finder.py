@@ -15,16 +15,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shoal.compat.environment import is_first_rank, restore, tell_children
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
+    from importlib.abc import Loader
     from importlib.metadata import Distribution
 
 LENT = "deepspeed"
@@ -32,8 +32,11 @@ OURS = "shoal.compat.deepspeed"
 CLIENTS_THAT_LOOK_EARLY = ("accelerate", "transformers", "lightning")
 
 
-class AliasLoader(Loader):
-    """Loads nothing: hands over the module that has the name ``real``."""
+class AliasLoader:
+    """Loads nothing: hands over the module that has the name ``real``.
+
+    Without a base class: importlib.abc would take longer to import than all the rest.
+    """
 
     def __init__(self, real: str) -> None:
         self.real = real
@@ -73,7 +76,7 @@ class AliasLoader(Loader):
         return spec.loader
 
 
-class Finder(MetaPathFinder):
+class Finder:
     """Answers for ``deepspeed`` and what is below it, and for the metadata of a distribution of that name."""
 
     def find_spec(
@@ -87,7 +90,7 @@ class Finder(MetaPathFinder):
             from shoal.compat.absent_modules import absent_spec
 
             return absent_spec(fullname)
-        spec = ModuleSpec(fullname, AliasLoader(real), origin=found.origin)
+        spec = ModuleSpec(fullname, cast("Loader", AliasLoader(real)), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         spec.has_location = found.has_location
         return spec

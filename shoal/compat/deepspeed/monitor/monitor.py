@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
         self._monitor = make_monitor(monitor_config, current_world().rank)
+        self._finalizer = weakref.finalize(self, self._monitor.close if self._monitor is not None else lambda: None)
         self.enabled = any(
             section.enabled
             for section in (monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb)
@@ -29,6 +31,10 @@ class MonitorMaster:
         """Each event: name, value, number of samples or step."""
         if self._monitor is not None:
             self._monitor.write_events(event_list)
+
+    def close(self) -> None:
+        """Write out what is held back, and close the files; done at the end of the process too."""
+        self._finalizer()
 
 
 __all__ = ["Monitor", "MonitorMaster"]

@@ -1,0 +1,158 @@
+"""The `deepspeed` command's flags: which ranks, on which devices, and what is run."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.compat import launching
+from shoal.compat.launching import parse_hostfile, parse_inclusion_exclusion, parse_resource_filter
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.launch import LocalJob
+
+PYTHON = (sys.executable, "-u", "-m", "shoal.compat.deepspeed")
+
+
+def job(*args: str) -> LocalJob:
+    return launching.job_of(launching.parse_args(args))
+
+
+@pytest.fixture
+def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_without_devices_there_are_as_many_ranks_as_asked_for_and_one_by_default() -> None:
+    assert job("a.py").num_ranks == 1
+    assert job("--num_gpus", "2", "a.py").num_ranks == 2
+    assert job("--num_accelerators", "3", "a.py").num_ranks == 3
+    assert job("--include", "localhost:0,1", "a.py").num_ranks == 2
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_the_script_gets_its_own_arguments_after_the_local_rank() -> None:
+    given = ["--num_gpus", "1", "a.py", "--deepspeed", "--deepspeed_config", "ds.json", "--num_gpus", "9"]
+    assert job(*given).program == [*PYTHON, "--local-rank", *given[2:]]
+    assert job("--no_local_rank", "a.py", "-x").program == [*PYTHON, "a.py", "-x"]
+    assert job("--module", "--no_local_rank", "my.train").program == [*PYTHON, "-m", "my.train"]
+    assert job("--no_python", "./train.sh", "5").program == ["./train.sh", "5"]
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_the_ranks_lend_the_name_and_listen_where_they_are_told() -> None:
+    assert job("a.py").environment["SHOAL_AS_DEEPSPEED"] == "1"
+    assert "MASTER_PORT" not in job("a.py").environment
+    told = job("--master_port", "29511", "a.py").environment
+    assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("127.0.0.1", "29511")
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_with_devices_there_is_a_rank_for_each_of_those_left() -> None:
+    assert job("a.py").num_ranks == 4 and "CUDA_VISIBLE_DEVICES" not in job("a.py").environment
+    some = job("--include", "localhost:1,3", "a.py")
+    assert (some.num_ranks, some.environment["CUDA_VISIBLE_DEVICES"]) == (2, "1,3")
+    others = job("--exclude", "localhost:0", "a.py")
+    assert (others.num_ranks, others.environment["CUDA_VISIBLE_DEVICES"]) == (3, "1,2,3")
+    assert job("--num_gpus", "3", "a.py").num_ranks == 3
+    with pytest.raises(ConfigError, match=r"--num_gpus 5, but there are 4 devices: 0, 1, 2, 3"):
+        job("--num_gpus", "5", "a.py")
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_visible_devices_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert job("a.py").num_ranks == 2
+    one = job("--include", "localhost:3", "a.py")
+    assert (one.num_ranks, one.environment["CUDA_VISIBLE_DEVICES"]) == (1, "3")
+    with pytest.raises(ConfigError, match="No slot '0' specified on host 'localhost'"):
+        job("--include", "localhost:0", "a.py")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5f0c,GPU-9a1e")
+    assert job("--num_gpus", "1", "a.py").num_ranks == 1
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text(f"# mine\n{socket.gethostname()} slots=2\n")
+    assert job("--hostfile", str(hosts), "a.py").num_ranks == 2
+    hosts.write_text("worker-0 slots=2\nworker-1 slots=2\n")
+    with pytest.raises(NotBuiltError, match=r"other machines \(worker-0, worker-1\)(.|\n)*torchrun --nnodes"):
+        job("--hostfile", str(hosts), "a.py")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        job("--hostfile", str(tmp_path / "none"), "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--num_nodes", "2"],
+        ["--node_rank", "1"],
+        ["--autotuning", "run"],
+        ["--bind_cores_to_rank"],
+        ["--save_pid"],
+        ["--force_multi"],
+        ["--elastic_training"],
+        ["--venv_script", "x"],
+        ["--enable_each_rank_log", "logs"],
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_flags_of_what_is_not_there_are_refused_by_name(flags: list[str]) -> None:
+    with pytest.raises(NotBuiltError, match="--num_nodes 2" if "node" in flags[0] else flags[0]):
+        job(*flags, "a.py")
+
+
+@pytest.mark.parametrize(
+    "flags", ["--num_nodes 1 -i localhost", "--num_gpus 1 -e localhost", "-i localhost -e localhost"]
+)
+def test_a_count_beside_a_filter_is_an_error(flags: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[launch-filter\]"):
+        job(*flags.split(), "a.py")
+
+
+def test_filters_name_machines_and_slots() -> None:
+    hosts = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}
+    assert parse_resource_filter(hosts) == hosts
+    assert parse_resource_filter(hosts, include_str="b:0,3") == {"b": [0, 3]}
+    assert parse_resource_filter(hosts, include_str="a:1@a:0,1") == {"a": [0, 1]}
+    assert parse_resource_filter(hosts, exclude_str="a:0,1@b:3") == {"a": [2, 3], "b": [0, 1, 2]}
+    assert parse_resource_filter(hosts, exclude_str="a@b") == {}
+    assert parse_inclusion_exclusion({"a": 2, "b": 3}, "a@b:0,2", "") == {"a": [0, 1], "b": [0, 2]}
+    for wrong in ("c", "a:4", "b@a:1@5"):
+        with pytest.raises(ValueError):
+            parse_resource_filter(hosts, exclude_str=wrong)
+
+
+def test_a_hostfile_is_checked_line_by_line() -> None:
+    assert parse_hostfile(["worker-1 slots=2", "", "  10.0.0.3 slots=4 # new"]) == {"worker-1": 2, "10.0.0.3": 4}
+    for wrong, message in {
+        "a slots=1\na slots=2": "line 2: 'a' is there twice",
+        "this is bad slots=1": "line 1: 'this is bad slots=1' is not NAME slots=N",
+        "": "names no machine",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_hostfile(wrong.splitlines())
+
+
+def test_the_options_have_deepspeeds_names_and_defaults() -> None:
+    options = launching.parse_args(["a.py", "-b"])
+    assert isinstance(options, argparse.Namespace)
+    assert (options.hostfile, options.num_gpus, options.num_nodes, options.user_args) == (
+        "/job/hostfile",
+        -1,
+        -1,
+        ["-b"],
+    )

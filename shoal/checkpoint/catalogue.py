@@ -20,6 +20,8 @@ from shoal.errors import CheckpointError
 LATEST = "latest"
 STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
+# Of DeepSpeed's layout, written beside ours for its clients; alone they would be a checkpoint of DeepSpeed's.
+_BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
 _MAX_HINT_BYTES = 4096
 
 
@@ -178,7 +180,7 @@ def find_tag(storage: Storage, tag: str) -> str:
 def is_ours(storage: Storage, folder: str) -> bool:
     """Does the folder hold nothing but files that a save of Shoal's writes, and at least one?"""
     names = storage.names(folder)
-    return bool(names) and all(map(is_our_file, names))
+    return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
 
 
 def is_our_file(name: str) -> bool:

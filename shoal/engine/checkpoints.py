@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shoal.checkpoint import open_gradients, tree
+from shoal.checkpoint import catalogue, open_gradients, tree
 from shoal.checkpoint.commit import Retention
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
 from shoal.checkpoint.load import Chosen, Load, Wanted, agree, candidates
 from shoal.checkpoint.manifest import MODEL, ParameterRecord, versions
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Options, Save, State
-from shoal.checkpoint.storage import open_storage
+from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
 from shoal.engine import own_state
 from shoal.engine.log import logger, say_on_rank_0
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from shoal.engine.engine import Engine
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
+
+
+# Prepares what goes beside a checkpoint, on rank 0; what it returns is called once the checkpoint is committed.
+Beside = Callable[["Engine", Storage, str, Mapping[str, Any]], Callable[[], None]]
 
 
 class Checkpoints:
@@ -43,6 +47,8 @@ class Checkpoints:
         self._in_flight: Save | None = None
         self._host: torch.Tensor | None = None
         self._farewell: Callable[[], None] | None = None
+        self.beside: Beside | None = None
+        self._after: Callable[[], None] | None = None
 
     @property
     def _settings(self) -> Any:
@@ -92,12 +98,28 @@ class Checkpoints:
             return self._report(error)
         finally:
             holdings.leave()
-        if not save.is_done:
+        if self.beside is not None and engine.axes.all.rank == 0:
+            self._after = self.beside(engine, storage, tag, client_state or {})
+        if save.is_done:
+            self._write_beside()
+        else:
             self._in_flight = save
             for bucket_state in engine.bucket_states:
                 bucket_state.before_change = save.wait_taken
             self._say_goodbye()
         return True
+
+    def _write_beside(self) -> None:
+        """The checkpoint is committed; what goes with it cannot undo that."""
+        after, self._after = self._after, None
+        if after is None:
+            return
+        try:
+            after()
+        except (OSError, CheckpointError) as error:
+            logger.warning(
+                "the checkpoint is saved, but not all that goes beside it for DeepSpeed's clients: %s", error
+            )
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -189,6 +211,7 @@ class Checkpoints:
             self._report(error)
         if save.is_done:
             self._in_flight = None
+            self._write_beside()
 
     def finish(self) -> None:
         """Wait for a save that is under way. Every rank calls. Raises: CheckpointError: as ``poll``."""
@@ -199,6 +222,8 @@ class Checkpoints:
             save.finish()
         except CheckpointError as error:
             self._report(error)
+            return
+        self._write_beside()
 
     def _say_goodbye(self) -> None:
         """A process that ends in good order waits for what it is writing."""
@@ -289,6 +314,20 @@ class Checkpoints:
             say_on_rank_0(engine.global_rank, note)
         agree(comm, None, None, "checkpoint: loaded")
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
+
+    def load_if_there(self, folder: str | os.PathLike[str], tag: str | None, **wishes: Any) -> tuple[str | None, Any]:
+        """As ``load``; where the folder names no checkpoint and none lies in it, that is no error.
+
+        Returns: the checkpoint's path and the client state; or None and None.
+        """
+        try:
+            return self.load(folder, tag, **wishes)
+        except CheckpointError as error:
+            is_missing = tag is None and error.code == "checkpoint-missing"
+            if not is_missing or catalogue.hint(open_storage(folder)) is not None:
+                raise
+            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
+            return None, None
 
     def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""

@@ -565,7 +565,7 @@ class Engine(DeepSpeedFace):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str, Any]:
+    ) -> tuple[str | None, Any]:
         """Load a checkpoint that any layout saved. Every rank calls.
 
         Args:
@@ -574,7 +574,8 @@ class Engine(DeepSpeedFace):
             load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
             custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` while the module is whole.
 
-        Returns: the checkpoint's path, and the client state.
+        Returns: the checkpoint's path, and the client state. (Both None where DeepSpeed's name is lent and none lies
+        there.)
         Raises: CheckpointError: on every rank; nothing was changed.
         Communicates: one all_gather of the parameters where they rest whole; short messages.
         Memory: one block of 4 MiB on the host.
@@ -582,7 +583,8 @@ class Engine(DeepSpeedFace):
         self._check_alive()
         self._settle()
         self.moving.require("loading")
-        return self.checkpoints.load(
+        load = self.checkpoints.load_if_there if self.follows_deepspeed else self.checkpoints.load
+        return load(
             load_dir,
             tag,
             is_strict=load_module_strict,

@@ -14,7 +14,7 @@ import math
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -82,8 +82,26 @@ def write_tensor(stream: Stream, tensor: torch.Tensor) -> None:
         archive.add("version", b"3\n")
 
 
+def write_values(stream: Stream, value: Any) -> None:
+    """Write nested plain values and tensors, as ``torch.save`` would; ``torch.load(weights_only=True)`` reads them.
+
+    Args:
+        value: None, booleans, numbers, text, bytes, dtypes, tensors, and dicts, lists and tuples of them.
+
+    Raises: CheckpointError: anything else.
+    """
+    tensors: list[torch.Tensor] = []
+    data = b"\x80\x02" + _value(value, tensors) + b"."
+    with _Archive(stream) as archive:
+        archive.add("data.pkl", data)
+        archive.add("byteorder", b"little")
+        for key, tensor in enumerate(tensors):
+            archive.add_tensor(f"data/{key}", tensor)
+        archive.add("version", b"3\n")
+
+
 # data.pkl: protocol 2 of Python's object format, of which a dict of tensors needs a dozen instructions. "(" opens a
-# tuple and "t" closes it, "c" names a function, "R" calls it, "Q" asks for a storage, "u" fills the dict.
+# tuple and "t" closes it, "c" names a function, "R" calls it, "Q" asks for a storage, "u" fills the dict, "e" a list.
 
 
 def _tensor(key: str, info: TensorInfo) -> bytes:
@@ -101,6 +119,36 @@ def _tensor(key: str, info: TensorInfo) -> bytes:
     if storage is None:
         arguments += _name("torch", str(info.dtype).removeprefix("torch."))
     return _name("torch._utils", function) + b"(" + arguments + b"tR"
+
+
+def _value(value: Any, tensors: list[torch.Tensor]) -> bytes:
+    if value is None:
+        return b"N"
+    if isinstance(value, bool):
+        return b"\x88" if value else b"\x89"
+    if isinstance(value, int):
+        return _count(int(value))
+    if isinstance(value, float):
+        return b"G" + struct.pack(">d", float(value))
+    if isinstance(value, str):
+        return _text(str(value))
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return _tensor(str(len(tensors) - 1), TensorInfo(value.dtype, tuple(value.shape)))
+    if isinstance(value, torch.dtype):
+        return _name("torch", str(value).removeprefix("torch."))
+    if isinstance(value, Mapping):
+        rows = b"".join(_value(key, tensors) + _value(inner, tensors) for key, inner in value.items())
+        return b"}(" + rows + b"u"
+    if isinstance(value, list | set | frozenset):
+        return b"](" + b"".join(_value(inner, tensors) for inner in value) + b"e"
+    if isinstance(value, tuple):
+        return b"(" + b"".join(_value(inner, tensors) for inner in value) + b"t"
+    raise CheckpointError(
+        f"a {type(value).__module__}.{type(value).__qualname__} is no plain value.",
+        do="keep numbers, text, lists, dicts and tensors.",
+        code="checkpoint-state",
+    )
 
 
 def _name(module: str, name: str) -> bytes:

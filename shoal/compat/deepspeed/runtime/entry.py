@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.absent import absent_function, not_built
+from shoal.compat.checkpoint_files import prepare
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
@@ -61,6 +62,7 @@ def initialize(
         config_params=config_params,
     )
     engine.follows_deepspeed = True
+    engine.checkpoints.beside = prepare
     return engine, engine.optimizer, loader, schedule
 
 

@@ -1,0 +1,88 @@
+"""Files beside Shoal's own in a checkpoint, for clients that look for DeepSpeed's.
+
+    FOLDER/latest                                                   the tag (Shoal's own save writes it)
+    FOLDER/zero_to_fp32.py                                          gives the fp32 weights of the folder's checkpoints
+    FOLDER/TAG/mp_rank_00_model_states.pt                           stages 0 to 2: counters and the client state
+    FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt            stage 3: the same
+    FOLDER/TAG/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt     stages 1 to 3: the stage
+
+No weight is in them: those are in Shoal's files, once. They are rank 0's alone, and
+``torch.load(weights_only=True)`` reads them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal.checkpoint.formats.torch_writing import write_values
+from shoal.checkpoint.storage import LocalStorage, Storage
+from shoal.compat.distribution import lent_version
+from shoal.engine.engine import Engine
+
+SCRIPT = "zero_to_fp32.py"
+_SCRIPT_TEXT = '''#!/usr/bin/env python
+"""Writes the fp32 weights of a checkpoint of this folder:  zero_to_fp32.py FOLDER OUTPUT [-t TAG]"""
+
+from shoal.compat.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+def model_file(stage: int) -> str:
+    """The name of rank 0's model file."""
+    return f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+
+
+def optimizer_file(*, is_bf16: bool) -> str:
+    """The name of rank 0's optimizer file."""
+    return f"{'bf16_' if is_bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def prepare(engine: Engine, storage: Storage, tag: str, client_state: Mapping[str, Any]) -> Callable[[], None]:
+    """Make the files' bytes now; what is returned writes them.
+
+    Raises: CheckpointError: the client state holds more than plain values and tensors.
+    """
+    stage = engine.zero_optimization_stage()
+    settings = json.loads(json.dumps(engine.config, default=str))
+    version = lent_version()
+    files = {
+        model_file(stage): {
+            "global_steps": engine.global_steps,
+            "global_samples": engine.global_samples,
+            "skipped_steps": engine.skipped_steps,
+            "dp_world_size": engine.dp_world_size,
+            "mp_world_size": 1,
+            "ds_config": settings,
+            "ds_version": version,
+            **client_state,
+        }
+    }
+    if stage > 0:
+        files[optimizer_file(is_bf16=bool(engine._config_object.bf16.enabled))] = {
+            "optimizer_state_dict": {"zero_stage": stage, "partition_count": engine.dp_world_size},
+            "ds_config": settings,
+            "ds_version": version,
+        }
+    made = {f"{tag}/{name}": _bytes_of(value) for name, value in files.items()}
+
+    def write() -> None:
+        for path, data in made.items():
+            storage.replace(path, data)
+        if isinstance(storage, LocalStorage):
+            script = storage.root / SCRIPT
+            script.write_text(_SCRIPT_TEXT, encoding="utf-8")
+            script.chmod(0o755)
+
+    return write
+
+
+def _bytes_of(value: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    write_values(stream, value)
+    return stream.getvalue()

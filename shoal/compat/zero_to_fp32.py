@@ -1,0 +1,191 @@
+"""``deepspeed.utils.zero_to_fp32`` for Shoal's checkpoints and DeepSpeed's: whole fp32 weights, in one process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.formats import open_source
+from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.formats.huggingface import write_huggingface
+from shoal.checkpoint.formats.plain import write_plain
+from shoal.checkpoint.portable import MODEL, About, Source, TensorInfo
+from shoal.compat.checkpoint_files import model_file
+from shoal.errors import CheckpointError
+
+Place = str | os.PathLike[str]
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+class _Weights:
+    """The model's tensors of a source, without the frozen parameters if so wished."""
+
+    def __init__(self, source: Source, *, exclude_frozen: bool) -> None:
+        self.about: About = source.about
+        self._source = source
+        trained = self.about.group_of
+        self._left_out = {name for name in self.about.parameters if exclude_frozen and trained and name not in trained}
+
+    def kinds(self) -> Iterable[str]:
+        return (MODEL,)
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return {name: info for name, info in self._source.tensors(kind).items() if name not in self._left_out}
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        return self._source.read(kind, name)
+
+
+def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _Weights:
+    try:
+        source = open_source(checkpoint_dir, tag)
+    except CheckpointError as error:
+        if error.code != "checkpoint-unnamed":
+            raise
+        # Stage 0 of DeepSpeed's, whose master weights cannot be told apart: the model's own are what there is.
+        source = DeepSpeedSource(checkpoint_dir, tag, names=())
+    return _Weights(source, exclude_frozen=exclude_frozen)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: Place,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> OrderedDict[str, torch.Tensor]:
+    """The model's ``state_dict`` with every floating-point value in fp32.
+
+    Args:
+        checkpoint_dir: what was given to ``save_checkpoint``, or a tag's folder in it.
+        tag: None: the newest.
+        lazy_mode: DeepSpeed's; tensors come whole all the same.
+
+    Raises: CheckpointError: it is missing or damaged.
+    Memory: the whole model in fp32.
+    """
+    weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
+    found: OrderedDict[str, torch.Tensor] = OrderedDict()
+    for name in weights.tensors(MODEL):
+        value = weights.read(MODEL, name)
+        found[name] = value.float() if value.is_floating_point() else value
+        for other in weights.about.aliases.get(name, ()):
+            found[other] = found[name]
+    return found
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: Place,
+    output_dir: Place,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights as a folder that Transformers loads.
+
+    Args:
+        output_dir: a folder that is not there yet; a name that ends in ``.bin``, ``.pt`` or ``.pth`` is one file.
+        max_shard_size: begin another file before one gets larger; of safetensors only.
+        safe_serialization: safetensors in place of ``pytorch_model.bin``.
+
+    Raises: CheckpointError: something is there already, or the checkpoint is missing or damaged.
+    Memory: one tensor.
+    """
+    weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
+    if safe_serialization:
+        most = _nbytes(max_shard_size) if max_shard_size is not None else float("inf")
+        write_huggingface(weights, output_dir, dtype=torch.float32, max_file_nbytes=most)
+        return
+    target = Path(output_dir)
+    if target.suffix not in (".bin", ".pt", ".pth"):
+        target.mkdir(parents=True, exist_ok=True)
+        target = target / "pytorch_model.bin"
+    write_plain(weights, target, torch.float32)
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
+    """Put the fp32 weights into a model, on the CPU.
+
+    Returns: the model.
+    Raises: CheckpointError: as ``get_fp32_state_dict_from_zero_checkpoint``. RuntimeError: a shape differs.
+    """
+    values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def get_model_state_file(checkpoint_dir: Place, zero_stage: int) -> str:
+    """Rank 0's model file of a tag's folder. Raises: CheckpointError: it is not there."""
+    return _files(checkpoint_dir, re.escape(model_file(int(zero_stage))))[0]
+
+
+def get_model_state_files(checkpoint_dir: Place) -> list[str]:
+    """Every model file of a tag's folder, by rank. Raises: CheckpointError: there is none."""
+    return _files(checkpoint_dir, r".*_model_states\.pt")
+
+
+def get_optim_files(checkpoint_dir: Place) -> list[str]:
+    """Every optimizer file of a tag's folder, by rank. Raises: CheckpointError: there is none."""
+    return _files(checkpoint_dir, r".*_optim_states\.pt")
+
+
+class _NoFileError(CheckpointError, FileNotFoundError):
+    """DeepSpeed raises FileNotFoundError here, and clients catch it."""
+
+
+def _files(folder: Place, pattern: str) -> list[str]:
+    place = Path(folder)
+    names = [entry.name for entry in place.iterdir()] if place.is_dir() else []
+    found = sorted((name for name in names if re.fullmatch(pattern, name)), key=_by_number)
+    if not found:
+        raise _NoFileError(
+            f"no file {pattern.replace(chr(92), '')!r} lies in {place}.",
+            do="name a tag's folder of a checkpoint that was saved while Shoal had DeepSpeed's name.",
+            code="checkpoint-missing",
+        )
+    return [str(place / name) for name in found]
+
+
+def _by_number(name: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def _nbytes(size: str | int) -> float:
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?I?)B?\s*", str(size).upper())
+    if match is None:
+        raise CheckpointError(f"{size!r} is no size.", do='write "5GB" or "500MB".', code="checkpoint-format")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command ``zero_to_fp32.py``."""
+    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint of Shoal's or DeepSpeed's.")
+    parser.add_argument("checkpoint_dir", help="what was given to save_checkpoint")
+    parser.add_argument("output_dir", help="the folder to write to")
+    parser.add_argument("--max_shard_size", default="5GB", help="of one safetensors file")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of pytorch_model.bin")
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; the newest where left out")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        max_shard_size=given.max_shard_size,
+        safe_serialization=given.safe_serialization,
+        tag=given.tag,
+        exclude_frozen_parameters=given.exclude_frozen_parameters,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What DeepSpeed's clients read from disk, on Shoal's checkpoints and on DeepSpeed's."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.compat.deepspeed import initialize
+from shoal.compat.zero_to_fp32 import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    get_model_state_file,
+    get_model_state_files,
+    get_optim_files,
+    load_state_dict_from_zero_checkpoint,
+    main,
+)
+from shoal.errors import CheckpointError
+from tests.fixtures.deepspeed.make import CASES
+from tests.fixtures.deepspeed.model import build_model
+from tests.ranks.models import Plain
+from tests.ranks.training import STAGES, adamw, batch, config, make
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
+STATE = {"epoch": 3, "best": (1, 2.5, None, True), "values": {"w": torch.arange(3), 7: ["x", -(2**70)]}, "lr": 0.1}
+
+
+def saved(folder: Path, stage: int, **sections: Any) -> dict[str, torch.Tensor]:
+    """Train for a step on two ranks and save. Returns: the master weights."""
+
+    def train() -> dict[str, torch.Tensor]:
+        engine, *_ = initialize(
+            model=make(Plain), optimizer=adamw, config=config(stage, **sections), dist_init_required=False
+        )
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.step()
+        assert engine.save_checkpoint(str(folder), client_state=STATE)
+        engine.checkpoints.finish()
+        values = {name: engine.access.full_parameter(p).clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
+        return values
+
+    return run_ranks(2, train)[0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: int, is_async: bool) -> None:
+    saved(tmp_path, stage, bf16={"enabled": True}, checkpoint={"async_save": is_async})
+    (tag,) = glob.glob(f"{tmp_path}/global_step*")
+    assert os.path.basename(tag) == "global_step1" == (tmp_path / "latest").read_text()
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+    rank = "zero_pp_rank_0_" if stage == 3 else ""
+    assert get_model_state_file(tag, stage) == f"{tag}/{rank}mp_rank_00_model_states.pt"
+    assert get_model_state_files(tag) == [get_model_state_file(tag, stage)]
+    # As Lightning reads them.
+    client = torch.load(get_model_state_file(tag, stage), weights_only=True)
+    assert client["global_steps"] == 1
+    assert client["dp_world_size"] == 2
+    assert client["ds_config"]["zero_optimization"]["stage"] == stage
+    assert torch.equal(client["values"].pop("w"), STATE["values"]["w"])
+    assert client["values"] == {7: ["x", -(2**70)]}
+    assert (client["epoch"], client["best"], client["lr"]) == (3, (1, 2.5, None, True), 0.1)
+    if stage == 0:
+        with pytest.raises(FileNotFoundError, match=r"no file '.*_optim_states.pt' lies in"):
+            get_optim_files(tag)
+    else:
+        (optimizer,) = get_optim_files(tag)
+        assert os.path.basename(optimizer) == "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        assert torch.load(optimizer, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
+
+
+def test_without_deepspeeds_name_nothing_lies_beside(tmp_path: Path) -> None:
+    engine, *_ = shoal.initialize(model=make(Plain), optimizer=adamw, config=config(1))
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step0", "latest"]
+    names = {path.name for path in (tmp_path / "global_step0").iterdir()}
+    assert not any(name.endswith(".pt") for name in names)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_master_weights_come_out_whole_and_in_fp32(tmp_path: Path, stage: int) -> None:
+    expected = saved(tmp_path, stage, bf16={"enabled": True})
+    for tag in (None, "global_step1"):
+        found = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)
+        assert sorted(found) == sorted(make(Plain).state_dict())
+        assert all(value.dtype == torch.float32 for value in found.values())
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    model = load_state_dict_from_zero_checkpoint(make(Plain, seed=5), tmp_path)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+def test_a_checkpoint_is_replaced_pruned_and_loaded_with_what_lies_beside_it(tmp_path: Path) -> None:
+    def train() -> None:
+        engine, *_ = initialize(
+            model=make(Plain), optimizer=adamw, config=config(1, checkpoint={"keep_last": 2}), dist_init_required=False
+        )
+        rank = current_world().rank
+        for index in range(3):
+            engine.backward(engine(*batch(index, rank, 2)))
+            engine.step()
+            for _ in range(2):
+                engine.save_checkpoint(tmp_path, client_state={"index": index})
+        path, client = engine.load_checkpoint(tmp_path)
+        assert path is not None
+        assert path.endswith("global_step3")
+        assert client == {"index": 2}
+        engine.destroy()
+
+    run_ranks(2, train)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step2", "global_step3"]
+
+
+def test_a_checkpoint_of_deepspeeds_is_not_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "global_step0"
+    folder.mkdir()
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"weights")
+    engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(0), dist_init_required=False)
+    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
+        engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    assert (folder / "mp_rank_00_model_states.pt").read_bytes() == b"weights"
+
+
+def test_where_nothing_was_saved_nothing_is_loaded_as_in_deepspeed(tmp_path: Path) -> None:
+    engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(1), dist_init_required=False)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    with pytest.raises(CheckpointError, match="there is no checkpoint 'best'"):
+        engine.load_checkpoint(tmp_path, "best")
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_deepspeeds_own_checkpoints_give_the_same(case: str) -> None:
+    held = load_file(FIXTURES / case / "held.safetensors")
+    found = get_fp32_state_dict_from_zero_checkpoint(FIXTURES / case / "checkpoint")
+    expected = set(build_model().state_dict()) - ({"shift"} if case == "stage3-bf16-no-frozen" else set())
+    assert set(found) == expected
+    assert found["head.weight"] is found["embed.weight"]
+    for name in expected - {"shift", "head.weight"}:
+        assert torch.equal(found[name].view(-1), held[f"model/{name}"].view(-1)), name
+    without = get_fp32_state_dict_from_zero_checkpoint(FIXTURES / case / "checkpoint", exclude_frozen_parameters=True)
+    assert "embed.weight" in without
+    if not case.startswith("stage0"):
+        assert "shift" not in without
+
+
+Write = Callable[[Path, Path], None]
+
+
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (lambda source, to: convert_zero_checkpoint_to_fp32_state_dict(source, to), "pytorch_model.bin"),
+        (
+            lambda source, to: convert_zero_checkpoint_to_fp32_state_dict(source, to, safe_serialization=True),
+            "model.safetensors",
+        ),
+        (lambda source, to: main([str(source), str(to), "-t", "global_step1"]), "pytorch_model.bin"),
+        (lambda source, to: main([str(source), str(to), "--safe_serialization"]), "model.safetensors"),
+    ],
+)
+def test_weights_are_written_as_a_folder(tmp_path: Path, write: Write, name: str) -> None:
+    expected = saved(tmp_path / "saved", 2)
+    write(tmp_path / "saved", tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
+    file = tmp_path / "out" / name
+    found = load_file(file) if name.endswith("safetensors") else torch.load(file, weights_only=True)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_large_weights_are_written_as_several_files(tmp_path: Path) -> None:
+    saved(tmp_path / "saved", 1)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path / "saved", tmp_path / "out", max_shard_size="4KB", safe_serialization=True
+    )
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    with pytest.raises(CheckpointError, match="'much' is no size"):
+        convert_zero_checkpoint_to_fp32_state_dict(
+            tmp_path / "saved", tmp_path / "other", max_shard_size="much", safe_serialization=True
+        )
+
+
+def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
+    expected = saved(tmp_path / "saved", 3)
+    script = tmp_path / "saved" / "zero_to_fp32.py"
+    assert script.read_text().startswith("#!/usr/bin/env python\n")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "saved"), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())

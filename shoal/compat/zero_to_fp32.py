@@ -16,7 +16,8 @@ from shoal.checkpoint.formats import open_source
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.formats.huggingface import write_huggingface
 from shoal.checkpoint.formats.plain import write_plain
-from shoal.checkpoint.portable import MODEL, About, Source, TensorInfo
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.portable import About, Source, TensorInfo
 from shoal.compat.checkpoint_files import model_file
 from shoal.errors import CheckpointError
 

@@ -37,10 +37,13 @@ class Result:
     contender: str
     quiet: list[float] = field(default_factory=list)
     loud: list[float] = field(default_factory=list)
+    in_order: list[float] = field(default_factory=list)  # all of them, as they were taken
     peak_bytes: int = 0
     own_bytes: int = 0
     shared_bytes: int = 0
     imported_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_seconds: dict[str, float] = field(default_factory=dict)  # per step, where Shoal updates on the host
     loss: float = float("nan")
     error: str = ""
 
@@ -65,15 +68,22 @@ class Result:
             "own_mib": round(self.own_bytes / 2**20, 1),
             "shared_mib": round(self.shared_bytes / 2**20, 1),
             "imported_mib": round(self.imported_bytes / 2**20, 1),
+            "host_peak_mib": round(self.host_peak_bytes / 2**20, 1),
+            "host_seconds": {key: round(value, 4) for key, value in self.host_seconds.items()},
             "loss": round(self.loss, 4),
         }
 
 
 class Team:
-    """The processes of one contender."""
+    """The processes of one contender.
 
-    def __init__(self, contender: str, task: Task, ranks: int) -> None:
+    Args:
+        deadline: of ``time.monotonic()``, after which no answer is waited for; None: as long as is usual.
+    """
+
+    def __init__(self, contender: str, task: Task, ranks: int, deadline: float | None = None) -> None:
         self.contender = contender
+        self._deadline = deadline
         self.size = 1 if CONTENDERS[contender].alone else ranks
         port = _free_port()
         self._processes: list[subprocess.Popen[str]] = []
@@ -87,7 +97,7 @@ class Team:
                 stderr=log,
                 text=True,
                 bufsize=1,
-                env=_environment(rank, self.size, port),
+                env=_environment(rank, self.size, port, task.threads),
                 start_new_session=True,
             )
             self._processes.append(process)
@@ -135,6 +145,9 @@ class Team:
     def _hear(self, seconds: float) -> list[dict[str, Any]]:
         answers = []
         deadline = time.monotonic() + seconds
+        if self._deadline is not None:
+            deadline = min(deadline, self._deadline)
+            seconds = max(0.0, deadline - time.monotonic())
         for rank, process in enumerate(self._processes):
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
@@ -150,7 +163,14 @@ class Team:
 
 
 def compete(
-    contenders: Sequence[str], task: Task, ranks: int, *, rounds: int, steps: int, most_rounds: int = 0
+    contenders: Sequence[str],
+    task: Task,
+    ranks: int,
+    *,
+    rounds: int,
+    steps: int,
+    most_rounds: int = 0,
+    deadline: float | None = None,
 ) -> dict[str, Result]:
     """Measure contenders in turn.
 
@@ -158,12 +178,13 @@ def compete(
         rounds: samples of each contender.
         steps: steps in a sample, after one that is not counted.
         most_rounds: go on, up to so many rounds, until every contender has ``rounds * steps`` quiet steps.
+        deadline: of ``time.monotonic()``: a contender that has not answered by then has failed, unless it had a round.
     """
     results = {name: Result(name) for name in contenders}
     teams: dict[str, Team] = {}
     try:
         for name in contenders:
-            team = Team(name, task, ranks)
+            team = Team(name, task, ranks, deadline)
             teams[name] = team
             try:
                 ready = team.wait_until_ready()
@@ -179,13 +200,18 @@ def compete(
                 try:
                     answers, others = team.run(steps)
                 except ContenderError as error:
-                    results[name].error = str(error)
+                    is_late = deadline is not None and time.monotonic() >= deadline and results[name].seconds
+                    results[name].error = "" if is_late else str(error)
                     teams.pop(name).close()
                     continue
                 result = results[name]
                 slowest = [max(times) for times in zip(*(answer["seconds"] for answer in answers), strict=True)]
+                result.in_order += slowest
                 (result.loud if others > LOUD_CORES else result.quiet).extend(slowest)
                 result.peak_bytes = max(answer["peak_bytes"] for answer in answers)
+                result.host_peak_bytes = max(answer["host_peak_bytes"] for answer in answers)
+                host = answers[0]["host_seconds"]
+                result.host_seconds = {key: value / steps for key, value in host.items()}
                 result.own_bytes = max(answer["own_bytes"] for answer in answers)
                 result.shared_bytes = max(answer["shared_bytes"] for answer in answers)
                 result.loss = sum(answer["loss"] for answer in answers) / len(answers)
@@ -237,8 +263,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """The environment of one rank: one thread, the rendezvous, and the interpreter's tools (ninja) on the path."""
+def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str]:
+    """The environment of one rank: its threads, the rendezvous, and the interpreter's tools (ninja) on the path."""
     return os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -247,8 +273,8 @@ def _environment(rank: int, size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu",
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
         "PYTHONPATH": str(Path(__file__).resolve().parent.parent),

@@ -8,11 +8,13 @@ timed; the step returns its loss. Nothing here measures.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[], Tensor]
 
@@ -36,6 +38,11 @@ class Task:
     small_layers: int = 0  # above 0: a chain of that many small linear layers in place of the GPT
     device: str = "cpu"
     zero: dict[str, Any] = field(default_factory=dict)  # more of Shoal's "zero_optimization"
+    more: dict[str, Any] = field(default_factory=dict)  # more of Shoal's configuration
+    is_recomputed: bool = False  # each block runs again in the backward pass
+    is_meta: bool = False  # no whole copy of the model in host memory
+    folder: str = ""  # on a disk, for what rests there
+    threads: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,16 +75,20 @@ def build_model(task: Task) -> nn.Module:
         return SmallLayers(task.small_layers)
     from shoal.models.gpt import GPT, GPTConfig
 
-    return GPT(
-        GPTConfig(
-            vocab_size=task.vocab_size,
-            sequence_length=task.sequence_length,
-            num_layers=task.num_layers,
-            hidden_size=task.hidden_size,
-            num_heads=task.num_heads,
-            tied=False,
-        )
+    shape = GPTConfig(
+        vocab_size=task.vocab_size,
+        sequence_length=task.sequence_length,
+        num_layers=task.num_layers,
+        hidden_size=task.hidden_size,
+        num_heads=task.num_heads,
+        tied=False,
     )
+    with torch.device("meta" if task.is_meta else "cpu"):
+        model = GPT(shape)
+    if task.is_recomputed:
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
 
 
 def build_batch(task: Task, rank: int) -> tuple[Tensor, Tensor]:
@@ -197,6 +208,74 @@ def _fsdp2(task: Task, rank: int, reshard_after_forward: bool) -> Step:
     return _simple_step(model, adamw(model.parameters()), build_batch(task, rank))
 
 
+def fsdp2_host(task: Task, rank: int, size: int) -> Step:
+    """``fully_shard`` with ``CPUOffloadPolicy``: parameters, gradients, states and the update on the host, in fp32."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    model = build_model(task)
+    mesh = init_device_mesh(task.device, (size,))
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": wide if task.precision == "bf16" else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=task.device != "cpu"),
+    }
+    blocks: Any = model.blocks
+    for block in blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    if task.is_meta:
+        model.to_empty(device="cpu")
+        fill(model, task.device)
+    return _simple_step(model, adamw(model.parameters()), build_batch(task, rank))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, device: str) -> None:
+    """Random values, drawn on ``device`` one parameter at a time."""
+    for parameter in model.parameters():
+        local: Any = parameter
+        local = local.to_local() if hasattr(local, "to_local") else local
+        drawn = torch.randn(local.shape, device=device).mul_(0.02) if local.dim() > 1 else torch.ones(local.shape)
+        local.copy_(drawn)
+
+
+def deepspeed_offload(task: Task, rank: int, size: int, stage: int, tier: str) -> Step:
+    """ZeRO-Offload (``tier`` "cpu": ``DeepSpeedCPUAdam`` on the host) or ZeRO-Infinity (``tier`` "nvme")."""
+    import deepspeed as library
+
+    config = {
+        "train_micro_batch_size_per_gpu": task.sequences,
+        "gradient_clipping": 0,
+        "bf16": {"enabled": task.precision == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": tier, "nvme_path": task.folder or None, "pin_memory": tier == "cpu"},
+        },
+        "steps_per_print": 10**9,
+    }
+    if task.is_meta:  # stages 1 and 2 want it whole on the device, in the format that it computes in
+        model = build_model(task).to(task.dtype).to_empty(device=task.device)
+        fill(model, task.device)
+    else:
+        model = build_model(task)
+    engine, *_ = library.initialize(model=model, model_parameters=model.parameters(), config=config)
+    return EngineStep(engine, build_batch(task, rank))
+
+
+def shoal_offload(task: Task, rank: int, size: int, stage: int, **section: Any) -> Step:
+    """Shoal with optimizer state off the device."""
+    if section["device"] == "nvme":
+        section["nvme_path"] = task.folder
+    zero = {"offload_optimizer": section} | task.zero
+    return shoal(replace(task, zero=zero), rank, size, stage)
+
+
 def deepspeed(task: Task, rank: int, size: int, stage: int) -> Step:
     """DeepSpeed with torch's fused AdamW handed in, no clipping, all else at its defaults."""
     import deepspeed as library
@@ -231,6 +310,8 @@ def shoal(task: Task, rank: int, size: int, stage: int) -> Step:
     }
     if task.precision == "bf16":
         config["bf16"] = {"enabled": True}
+    for key, value in task.more.items():
+        config[key] = config.get(key, {}) | value if isinstance(value, dict) else value
     initialize: Any = library.initialize
     engine, *_ = initialize(model=build_model(task), config=config)
     return EngineStep(engine, build_batch(task, rank))
@@ -277,6 +358,14 @@ class EngineStep:
         self.engine.step()
         return loss
 
+    def host_seconds(self) -> dict[str, float]:
+        """Since it was made, where Shoal updates on the host: seconds of updates, and seconds that anybody waited."""
+        step = getattr(self.engine, "_optimizer_step", None)
+        lane = getattr(step, "lane", None)
+        if lane is None:
+            return {}
+        return {"updates": lane.update_seconds, "waited": lane.waited_seconds}
+
 
 @dataclass(frozen=True)
 class Contender:
@@ -298,5 +387,11 @@ CONTENDERS: dict[str, Contender] = {
     "fsdp2-stage2": Contender(fsdp2_stage2),
     "fsdp2-stage3": Contender(fsdp2_stage3),
     **{f"deepspeed-{stage}": Contender(deepspeed, options={"stage": stage}) for stage in (1, 2, 3)},
+    "fsdp2-host": Contender(fsdp2_host),
+    "deepspeed-host": Contender(deepspeed_offload, options={"stage": 2, "tier": "cpu"}),
+    "deepspeed-disk": Contender(deepspeed_offload, options={"stage": 3, "tier": "nvme"}),
+    "shoal-host": Contender(shoal_offload, options={"stage": 2, "device": "cpu"}),
+    "shoal-host-ahead": Contender(shoal_offload, options={"stage": 2, "device": "cpu", "super_offload": True}),
+    "shoal-disk": Contender(shoal_offload, options={"stage": 2, "device": "nvme"}),
     **{f"shoal-{stage}": Contender(shoal, options={"stage": stage}) for stage in (0, 1, 2, 3)},
 }

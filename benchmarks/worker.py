@@ -34,7 +34,7 @@ def _serve(answers: Any) -> None:
 
     job = json.loads(sys.stdin.readline())
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
+    torch.set_num_threads(job["task"]["threads"])
     imported = _memory("VmRSS")
     contender = CONTENDERS[job["contender"]]
     task = Task(**job["task"])
@@ -52,6 +52,7 @@ def _serve(answers: Any) -> None:
             continue
         step()  # other contenders ran since: bring code and data back into the caches
         seconds = []
+        before = step.host_seconds() if isinstance(step, EngineStep) else {}
         cpu = time.process_time()
         for _ in range(num_steps):
             begin = time.perf_counter()
@@ -65,6 +66,8 @@ def _serve(answers: Any) -> None:
                     "seconds": seconds,
                     "cpu_seconds": time.process_time() - cpu,
                     "loss": float(loss.detach()),
+                    "host_seconds": _since(before, step),
+                    "host_peak_bytes": _memory("VmHWM"),
                     "shared_bytes": _memory("RssShmem"),
                     "own_bytes": _own_memory(),
                     "peak_bytes": _memory("VmHWM") if task.device == "cpu" else torch.cuda.max_memory_allocated(),
@@ -94,6 +97,11 @@ def _held(engine: Any) -> dict[str, Any]:
     """What Shoal's ledger says, and how many parameters the model has."""
     ledger = engine.memory_report()
     return {"ledger": ledger.as_dict(), "numel": ledger.parameter_numel}
+
+
+def _since(before: dict[str, float], step: Any) -> dict[str, float]:
+    """What the host's updates took since ``before`` was read."""
+    return {key: value - before[key] for key, value in step.host_seconds().items()} if before else {}
 
 
 def _memory(key: str) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
+
 import pytest
 
 from benchmarks.arena import Result, compete, table
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
+from benchmarks.offload import Plan, num_parameters, run
 
 
 def test_the_memory_formula_is_the_papers() -> None:
@@ -37,3 +42,46 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_told_of() -> None:
     assert results["fsdp2-stage2"].loss == pytest.approx(results["ddp"].loss, rel=1e-3)
     broken = compete(["plain"], Task(precision="fp32", num_heads=0), 1, rounds=1, steps=1)
     assert "num_heads" in broken["plain"].error
+
+
+def test_the_largest_model_fills_both_memories() -> None:
+    plan = Plan("", device=4, state=12, host=16, config={})
+    assert plan.best(40e9, 1e15) == (10e9, 1.0)  # the device holds parameters and gradients alone
+    numel, ratio = plan.best(140e9, 120e9)
+    assert numel * (4 + (1 - ratio) * 12) == pytest.approx(140e9)
+    assert numel * ratio * 16 == pytest.approx(120e9)
+    from shoal.models.gpt import GPTConfig
+
+    task = Task(num_layers=3, hidden_size=64, num_heads=2, vocab_size=100)
+    assert num_parameters(task) == GPTConfig(100, 8, 3, 64, 2, tied=False).num_parameters()
+
+
+@pytest.mark.gloo
+def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = argparse.Namespace(
+        device="cpu",
+        phases=["step-host", "largest", "link"],
+        minutes=5.0,
+        ranks=2,
+        rounds=1,
+        layers=1,
+        sequences=1,
+        folder=tmp_path / "disk",
+        out=tmp_path / "found.json",
+    )
+    run(arguments)
+    found = json.loads((tmp_path / "found.json").read_text())["phases"]
+    rows = {row["contender"]: row for row in found["step-host"]["rows"]}
+    assert rows["shoal-host"]["loss"] == rows["shoal-2"]["loss"]
+    assert rows["shoal-host"]["times_as_fast_as_fsdp2-host"] > 0
+    assert 1_000_000 < found["largest"]["largest"] < 20_000_000
+    assert "error" in found["link"]  # there is no GPU: the phase fails, the others do not
+    assert "the largest that trained" in capsys.readouterr().out
+
+
+def test_a_phase_for_which_no_time_is_left_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = argparse.Namespace(device="cpu", phases=["disk"], minutes=0.0, folder=tmp_path, out=None)
+    assert "no time is left" in run(arguments)["phases"]["disk"]["error"]
+    assert "not measured" in capsys.readouterr().out

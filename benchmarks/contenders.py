@@ -233,12 +233,13 @@ def fsdp2_host(task: Task, rank: int, size: int) -> Step:
 
 @torch.no_grad()
 def fill(model: nn.Module, device: str) -> None:
-    """Random values, drawn on ``device`` one parameter at a time."""
-    for parameter in model.parameters():
-        local: Any = parameter
-        local = local.to_local() if hasattr(local, "to_local") else local
-        drawn = torch.randn(local.shape, device=device).mul_(0.02) if local.dim() > 1 else torch.ones(local.shape)
-        local.copy_(drawn)
+    """The GPT's initial values (other bits), drawn on ``device`` one parameter at a time."""
+    for module in model.modules():
+        std = float(getattr(module, "std", 0.02))
+        for parameter in module.parameters(recurse=False):
+            local: Any = parameter
+            local = local.to_local() if hasattr(local, "to_local") else local
+            local.copy_(torch.randn(local.shape, device=device).mul_(std) if local.dim() > 1 else torch.tensor(1.0))
 
 
 def deepspeed_offload(task: Task, rank: int, size: int, stage: int, tier: str) -> Step:

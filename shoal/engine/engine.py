@@ -24,7 +24,7 @@ from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
 from shoal.engine.weights import Weights
-from shoal.errors import ConfigError, OutOfMemoryError, UsageError
+from shoal.errors import ConfigError, OutOfMemoryError, TierError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -87,6 +87,7 @@ class Engine(DeepSpeedFace):
         self._mean_loss: float | None = None  # of this rank's micro-batches in the last step
         self._nonfinite = NonFinite(plan, self._states, axes, loss_scale)
         self._is_destroyed = False
+        self._failure: Exception | None = None  # after which its state is of no use
         self._was_step_applied = False
         self.global_steps = 0
         self.global_samples = 0
@@ -247,6 +248,8 @@ class Engine(DeepSpeedFace):
         try:
             yield
         except Exception as error:
+            if isinstance(error, TierError):
+                self._failure = error
             if in_backward():
                 raise  # recomputed activations: the backward pass that asked for them reports it
             self._after_failure()
@@ -491,6 +494,9 @@ class Engine(DeepSpeedFace):
                     works += step.step_unit(unit, coefficient, view.touched)
                 for unit in self.sharded.units:
                     works += step.finish_unit(unit)
+        except Exception as error:
+            self._failure = error  # some units are a step ahead of the others
+            raise
         finally:
             step.end()
         for work in works:
@@ -729,6 +735,13 @@ class Engine(DeepSpeedFace):
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed.", do="call shoal.initialize() again.", code="engine-destroyed")
+        if self._failure is not None:
+            raise UsageError(
+                f"this engine failed before and cannot go on: {str(self._failure).splitlines()[0]}",
+                where=f"rank {self.global_rank}, step {self.global_steps}",
+                do="destroy() it, mend the cause, call shoal.initialize() again and load the last checkpoint.",
+                code="engine-failed",
+            ) from self._failure
 
     def destroy(self) -> None:
         """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters.
@@ -737,7 +750,8 @@ class Engine(DeepSpeedFace):
 
         They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as
         they were
-        then. Every rank calls.
+        then. Every rank calls. After a failed step, or a disk that failed, nothing is gathered: what was sharded reads
+        as NaN.
 
         Idempotent.
         """
@@ -759,8 +773,11 @@ class Engine(DeepSpeedFace):
         if self.recompute is not None and self.owns_recompute:
             uninstall(self.recompute, self.world)
         self._is_destroyed = True
-        self.sharded.recover()
-        self.sharded.detach()
+        try:
+            self.sharded.recover()
+            self.sharded.detach(is_failed=self._failure is not None)
+        finally:
+            self.sharded.disks.close()
         if self._optimizer_step is not None:
             self._optimizer_step.free()
         for state in self._states:

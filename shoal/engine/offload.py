@@ -19,6 +19,7 @@ from shoal.config import Config
 from shoal.device import Device
 from shoal.engine.settings import Plan
 from shoal.errors import OutOfMemoryError, ShoalError, TierError
+from shoal.memory.aligned import host_too_small
 from shoal.memory.available import host_available_nbytes
 from shoal.memory.disk import DiskTier
 from shoal.memory.placement import Tier
@@ -66,15 +67,31 @@ class Offload:
         self.filled: Filled | None = None
 
     def decide(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
-        """The tiers of the units. Raises: OutOfMemoryError: ``auto`` finds no room, on every rank.
+        """The tiers of the units.
 
-        Communicates: with ``auto`` three numbers.
+        Raises: OutOfMemoryError: the host is too small for them, or ``auto`` finds no room; on every rank.
+        Communicates: with ``auto`` three numbers, with host memory apart whether it suffices.
         """
         if self._config.offload != "auto":
-            return self._plan.zero.as_asked(sizes)
+            tiers = self._plan.zero.as_asked(sizes)
+            self._check_host(sizes, tiers)
+            return tiers
         free = self._free()
         self.filled = fill(sizes, free)
         return self.filled.tiers
+
+    def _check_host(self, sizes: Sequence[UnitSize], tiers: Sequence[Tiers]) -> None:
+        if not self._plan.zero.has_host_apart(self._device.torch_device):
+            return  # the device's own memory, whoever asks for it
+        copies = 2 if self._config.zero_optimization.offload_optimizer.super_offload else 1
+        needed = 0
+        for size, on in zip(sizes, tiers, strict=True):
+            needed += size.parameter_nbytes * (on.parameter is Tier.HOST)
+            needed += size.state_away_nbytes * copies * (on.state is Tier.HOST)
+            needed += size.travel_nbytes * (on.state is not Tier.DEVICE)
+        if any(on != Tiers() for on in tiers):
+            needed *= self._num_ranks_here
+            _agree(self._comm, host_too_small(needed) if needed > host_available_nbytes() else None)
 
     def _free(self) -> Free:
         paths = [path for path in self._paths() if path is not None]

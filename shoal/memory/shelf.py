@@ -122,8 +122,12 @@ class Shelf:
             return False
         self.start_fetch(place)
         if place.read is not None:
-            place.read.wait()
-            place.read = None
+            ticket, place.read = place.read, None
+            try:
+                ticket.wait()
+            except BaseException:
+                self.let_go(place)  # the next one reads again
+                raise
         place.is_here = True
         return True
 
@@ -208,5 +212,7 @@ class Shelf:
 
     def _finish_write(self) -> None:
         ticket, buffer = self._writes.popleft()
-        ticket.wait()
-        self.give_back(buffer)
+        try:
+            ticket.wait()
+        finally:
+            self.give_back(buffer)

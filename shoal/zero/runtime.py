@@ -444,15 +444,18 @@ class ShardedModel:
         self.reducer.reset()
         self._rest(is_recovering=True)
 
-    def detach(self) -> None:
+    def detach(self, *, is_failed: bool = False) -> None:
         """Take every hook off and give the parameters memory of their own: whole, or sharded where they came sharded.
+
+        Args:
+            is_failed: the values are of no use: nothing is gathered, and what was sharded stays a stand-in of NaN.
 
         Communicates: an all_gather per sharded unit; a broadcast of each parameter that came sharded.
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
         try:
-            for unit in self.units:
+            for unit in self.units if not is_failed else ():
                 unit.gather()
                 for bucket in unit.buckets:
                     bucket.detach()

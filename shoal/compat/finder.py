@@ -49,6 +49,10 @@ class AliasLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import machinery has put the alias's in its place
+        # What came along gets its other name now: an import of it later would put the module over a function of the
+        # same name in its package.
+        for name in [name for name in sys.modules if name.startswith(OURS + ".")]:
+            sys.modules.setdefault(LENT + name.removeprefix(OURS), sys.modules[name])
         if self.real == OURS:
             _lend_attributes()
             _announce()

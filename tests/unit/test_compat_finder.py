@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -53,6 +54,16 @@ def test_both_names_are_one_module_and_one_class() -> None:
     assert deepspeed is shoal.compat.deepspeed
     assert deepspeed.runtime.engine is ours
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is shoal.Engine
+
+
+@pytest.mark.usefixtures("lent")
+def test_a_function_keeps_its_place_beside_a_module_of_its_name() -> None:
+    import deepspeed.utils
+
+    module = importlib.import_module("deepspeed.utils.z3_leaf_module")
+
+    assert callable(deepspeed.utils.z3_leaf_module) and not callable(module)
+    assert module is sys.modules["shoal.compat.deepspeed.utils.z3_leaf_module"]
 
 
 @pytest.mark.usefixtures("lent")

@@ -77,7 +77,8 @@ THERE = {
         partition_balanced DummyOptim copy_to_device call_to_str""",
     "deepspeed.runtime.zero": """
         Init GatheredParameters register_external_parameter unregister_external_parameter
-        unwrap_model_for_generation ZeroParamStatus ZeroParamType DeepSpeedTensorOverride MiCS_Init""",
+        unwrap_model_for_generation DeepSpeedZeRoOffload
+        ZeroParamStatus ZeroParamType DeepSpeedTensorOverride MiCS_Init""",
     "deepspeed.runtime.zero.config": "ZeroStageEnum DeepSpeedZeroConfig OffloadDeviceEnum",
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     "deepspeed.runtime.zero.partition_parameters": """
@@ -148,7 +149,7 @@ NOT_THERE = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": """
         UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute
         sequence_tiled_compute""",
-    "deepspeed.runtime.zero": "DeepSpeedZeRoOffload TiledLinear TiledLinearReturnBias",
+    "deepspeed.runtime.zero": "TiledLinear TiledLinearReturnBias",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",

@@ -43,7 +43,8 @@ class TorchAutocast(Section):
     enabled: bool = key(False, "run the forward pass under torch.autocast")
     dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
     lower_precision_safe_modules: tuple[str, ...] | None = key(
-        None, "classes whose parameters may be communicated in the lower precision; null: Linear and Conv1d to Conv3d"
+        None,
+        "classes whose gradients are sent in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
     )
 
 

@@ -156,7 +156,6 @@ VERDICTS: dict[str, Verdict] = {
     "bf16.immediate_grad_update": later("updates inside the backward pass", switch="bf16.enabled"),
     "amp.**": refused("apex is no longer developed; use torch_autocast, bf16 or fp16"),
     "torch_autocast.**": OBEYED,
-    "torch_autocast.lower_precision_safe_modules": later("communication formats by module"),
     "data_types.**": OBEYED,
     "precision.reduce_dtype": OBEYED,
     "precision.master_dtype": later("formats of master weights by key", harmless=("fp32",)),

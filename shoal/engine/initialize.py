@@ -19,6 +19,7 @@ from shoal.config import Config, load
 from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
+from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.offload import Offload
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
@@ -147,6 +148,7 @@ def _initialize(
     _check_same_everywhere(axes, settings, model)
     client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
+    wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
     device = Device(world.device)
     engine_box: list[Engine] = []
     offload = Offload(settings, plan, model, axes.all, device, world.rank)
@@ -155,7 +157,7 @@ def _initialize(
             model,
             groups,
             plan.zero if not isinstance(client_optimizer, WholeTensorOptimizer) else _without_native(plan),
-            plan.precision,
+            dataclasses.replace(plan.precision, wires=wires),
             axes,
             device.torch_device,
             lambda: engine_box[0]._on_backward(),

@@ -6,8 +6,8 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -43,12 +43,19 @@ class Precision:
         master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters
             themselves.
         buffer: floating-point buffers of the model are cast to it; None: kept.
+        wires: by name, parameters whose gradients are sent in this dtype, not in ``gradient.wire_dtype``.
     """
 
     parameter: torch.dtype | None = None
     master: torch.dtype | None = torch.float32
     buffer: torch.dtype | None = None
     gradient: GradientPolicy = field(default_factory=GradientPolicy)
+    wires: Mapping[str, torch.dtype] = field(default_factory=dict)
+
+    def policy_of(self, name: str) -> GradientPolicy:
+        """How the gradient of a parameter is summed."""
+        wire = self.wires.get(name)
+        return self.gradient if wire is None else replace(self.gradient, wire_dtype=wire)
 
 
 @dataclass(frozen=True)
@@ -371,7 +378,8 @@ def _build_unit(
         native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
         gradient_class = NativeGradient if native else BucketGradient
         sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
-        gradient = gradient_class(bucket, row, precision.gradient, comm, draft.outer, pool, sum_dtype)
+        policy = precision.policy_of(drafted.members[0])
+        gradient = gradient_class(bucket, row, policy, comm, draft.outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
     states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]
@@ -400,13 +408,14 @@ def _split(
     settings: ZeroSettings,
     precision: Precision,
 ) -> list[list[str]]:
-    """The unit's parameters by dtype and trainability, in pieces of at most ``max_bucket_numel`` elements (but at
-    least one parameter).
+    """The unit's parameters by dtype, trainability and dtype on the wire, in pieces of at most ``max_bucket_numel``
+    elements (but at least one parameter).
     """
-    kinds: dict[tuple[torch.dtype, bool], list[list[str]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None], list[list[str]]] = {}
     for name in spec.parameters:
         parameter = parameters[name]
-        key = (_target_dtype(parameter, precision), parameter.requires_grad and id(parameter) in group_of)
+        is_trained = parameter.requires_grad and id(parameter) in group_of
+        key = (_target_dtype(parameter, precision), is_trained, precision.wires.get(name) if is_trained else None)
         parts = kinds.setdefault(key, [[]])
         held = sum(parameters[n].numel() for n in parts[-1])
         limit = settings.max_bucket_numel

@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import ConfigError
 from tests.ranks.models import Plain
 from tests.ranks.training import (
     ROWS,
@@ -62,6 +63,36 @@ def test_torch_autocast_is_plain_pytorchs(world: int) -> None:
         assert {p.dtype for p in results[0].parameters.values()} == {torch.float32}
         assert largest_difference(results[0].parameters, expected) <= 2e-4  # a rounding to 8 bits may fall otherwise
         assert are_bit_equal(results[0].parameters, found[0][0].parameters)
+
+
+def test_under_torch_autocast_gradients_of_linear_modules_travel_in_its_dtype() -> None:
+    def sent(modules: list[str] | None) -> dict[torch.dtype, int]:
+        def rank() -> dict[torch.dtype, int]:
+            section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": modules}
+            sections = {"torch_autocast": section, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            engine, *_ = shoal.initialize(model=make(Plain), config=config(2, **sections))
+            numels: dict[torch.dtype, int] = {}
+            for state in engine.bucket_states:
+                dtype = state.gradient.policy.wire_dtype or state.bucket.dtype
+                held = sum(slot.numel for slot in state.bucket.layout.slots)
+                numels[dtype] = numels.get(dtype, 0) + held
+            engine.destroy()
+            return numels
+
+        return run_ranks(2, rank)[0]
+
+    model = make(Plain)
+    linear = sum(p.numel() for m in model.modules() if type(m) is torch.nn.Linear for p in m.parameters())
+    linear -= model.head.weight.numel()  # the embedding's too
+    norm = sum(p.numel() for m in model.modules() if type(m) is torch.nn.LayerNorm for p in m.parameters())
+    everything = sum(p.numel() for p in model.parameters())
+    assert 0 < linear < everything
+    assert sent(["torch.nn.Linear"]) == {torch.bfloat16: linear, torch.float32: everything - linear}
+    assert sent([]) == sent(None) == {torch.float32: everything}
+    assert norm > 0
+    assert sent(["torch.nn.LayerNorm"]) == {torch.bfloat16: norm, torch.float32: everything - norm}
+    with pytest.raises(ConfigError, match=r"'torch.nn.Nothing' .*; 'Linear' .*; 'torch.nn.functional.relu'"):
+        sent(["torch.nn.Nothing", "Linear", "torch.nn.functional.relu"])
 
 
 @WORLDS
@@ -131,6 +162,16 @@ def test_gradients_are_a_mean_unless_the_file_asks_for_a_sum(sections: dict[str,
     expected = scaled_by_hand(3, factor)
     for results in at_all_stages(3, slow, **sections):
         assert largest_difference(results[0].parameters, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_that_travel_in_autocasts_dtype_are_near_those_that_do_not(accumulation: int) -> None:
+    plain = {"enabled": True, "dtype": "bfloat16"}
+    low = {**plain, "lower_precision_safe_modules": ["torch.nn.Linear"]}
+    expected = at_all_stages(2, slow, torch_autocast=plain, gradient_accumulation_steps=accumulation)
+    found = at_all_stages(2, slow, torch_autocast=low, gradient_accumulation_steps=accumulation)
+    for one, other in zip(expected, found, strict=True):
+        assert largest_difference(one[0].parameters, other[0].parameters) <= 1e-3
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp32"])

@@ -1,13 +1,15 @@
-# make test | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it reads has changed.
+# make test | test-clients | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it
+# reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint quickstart bench docs clean
+.PHONY: help setup test test-clients lint quickstart bench docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
+CLIENTS_VENV ?= .venv-clients
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 SETUP_INPUTS := pyproject.toml constraints.txt
@@ -15,6 +17,7 @@ SETUP_INPUTS := pyproject.toml constraints.txt
 # Two test workers are the most that pay on a small machine; TEST_WORKERS=0 runs all tests in one process.
 TEST_WORKERS ?= 2
 TESTS ?= tests/unit tests/ranks tests/device
+CLIENT_TESTS ?= tests/clients
 MINUTES ?= 3
 
 # One thread a process: tests and benchmarks start several processes, which would otherwise fight for the cores.
@@ -22,6 +25,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
+	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
 	@echo "make bench       set up a second environment with the peers, run the step benchmark"
@@ -69,6 +73,16 @@ $(BENCH_VENV)/.stamp: $(SETUP_INPUTS)
 	@$(BENCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[bench]'
 	@touch $@
 
+$(CLIENTS_VENV)/.stamp: $(SETUP_INPUTS)
+	@echo "installing Shoal, its tests' tools and the clients into $(CLIENTS_VENV)"
+	@test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[test,clients]'
+	@touch $@
+
+# One test at a time: each starts two ranks.
+test-clients: $(CLIENTS_VENV)/.stamp
+	$(ONE_THREAD) $(CLIENTS_VENV)/bin/python -m pytest $(CLIENT_TESTS)
+
 bench: $(BENCH_VENV)/.stamp
 	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m benchmarks.step --ranks 2 --sequences 1 4 --precision bf16 fp32 --out runs/step.json
 
@@ -76,5 +90,5 @@ docs: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -q tests/unit/test_house.py -k link
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

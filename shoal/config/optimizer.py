@@ -163,13 +163,13 @@ class WarmupDecayLrParams(WarmupLrParams):
     """Warm up, then fall to zero in a line."""
 
     warmup_max_lr: float | tuple[float, ...] | None = key(1e-3, "learning rate after warm-up; null: the optimizer's")
-    total_num_steps: int | None = key(None, "steps of the whole run (required)", ge=1)
+    total_num_steps: int | None = key(None, "steps of the whole run (required); 0: no training", ge=0)
 
 
 class WarmupCosineLrParams(Section):
     """Warm up, then follow a cosine."""
 
-    total_num_steps: int | None = key(None, "steps of the whole run (required)", ge=1)
+    total_num_steps: int | None = key(None, "steps of the whole run (required); 0: no training", ge=0)
     warmup_min_ratio: float = key(0.0, "share of the learning rate at the start", ge=0)
     warmup_num_steps: int = key(1000, "steps of warm-up", ge=0)
     cos_min_ratio: float = key(1e-4, "share of the learning rate at the end", ge=0)

@@ -15,7 +15,6 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
-from shoal.engine.batch import Batch
 from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.deepspeed_face import DeepSpeedFace
 from shoal.engine.guard import ModelGuard
@@ -25,7 +24,7 @@ from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
 from shoal.engine.weights import Weights
-from shoal.errors import OutOfMemoryError, TierError, UsageError
+from shoal.errors import ConfigError, OutOfMemoryError, TierError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -77,11 +76,8 @@ class Engine(DeepSpeedFace):
         self._guard = ModelGuard(module, sharded)
         if optimizer_step is not None and optimizer_step.lane is not None:
             sharded.reducer.on_reduced = self._on_reduced
-        self._batch = Batch(
-            micro=config.train_micro_batch_size_per_gpu,
-            num_micro=config.gradient_accumulation_steps,
-            num_ranks=axes.all.size,
-        )
+        self._accumulation_steps = config.gradient_accumulation_steps
+        self._micro_batch = config.train_micro_batch_size_per_gpu
         self._forced_boundary: bool | None = None
         self._is_managed = config.managed_gradient_accumulation
         self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "scaled"
@@ -160,15 +156,15 @@ class Engine(DeepSpeedFace):
 
     def train_batch_size(self) -> int:
         """Samples of one step, over all ranks."""
-        return self._batch.total
+        return self._micro_batch * self._accumulation_steps * self.dp_world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch of one rank."""
-        return self._batch.micro
+        return self._micro_batch
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one step."""
-        return self._batch.num_micro
+        return self._accumulation_steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps.
@@ -176,17 +172,26 @@ class Engine(DeepSpeedFace):
         Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a
         step.
         """
+        per_micro = self._micro_batch * self.dp_world_size
+        if train_batch_size <= 0 or train_batch_size % per_micro:
+            low = max(train_batch_size // per_micro, 1) * per_micro
+            raise ConfigError(
+                f"train_batch_size {train_batch_size} does not divide by micro-batch {self._micro_batch}"
+                f" x data-parallel {self.dp_world_size} = {per_micro}.",
+                do=f"take {low} or {low + per_micro}.",
+                code="batch-size",
+            )
         if self._has_backward:
             raise UsageError(
                 "set_train_batch_size() was called between backward() and step().",
                 do="call it right after a step.",
                 code="batch-size-mid-step",
             )
-        self._batch.set_total(train_batch_size)
+        self._accumulation_steps = train_batch_size // per_micro
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch; the accumulation steps stay."""
-        self._batch.micro = micro_batch_size
+        self._micro_batch = micro_batch_size
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
@@ -266,7 +271,7 @@ class Engine(DeepSpeedFace):
         return OutOfMemoryError(
             f"no memory left in {phase}: {first_line}\n{ledger}",
             where=f"rank {self.global_rank}, step {self.global_steps}, micro-step {self.micro_steps}",
-            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._batch.micro),
+            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._micro_batch),
         )
 
     # backward
@@ -279,8 +284,8 @@ class Engine(DeepSpeedFace):
     def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
         self._losses.append(loss.detach())
         scaled = loss
-        if by_accumulation and self._batch.num_micro > 1:
-            scaled = scaled / self._batch.num_micro
+        if by_accumulation and self._accumulation_steps > 1:
+            scaled = scaled / self._accumulation_steps
         if self._loss_scale is not None:
             scaled = scaled.float() * self._loss_scale.scale
         return scaled
@@ -351,7 +356,7 @@ class Engine(DeepSpeedFace):
             return self._forced_boundary
         if not self._is_managed:
             return True
-        return self._micro_in_step + 1 >= self._batch.num_micro
+        return self._micro_in_step + 1 >= self._accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
@@ -390,7 +395,7 @@ class Engine(DeepSpeedFace):
         self._micro_in_step = 0 if is_boundary else self._micro_in_step + 1
         # Told from outside where a step ends, a client calls once for all the micro-batches of it.
         num_micro = max(1, num_losses) if is_forced else 1
-        self.global_samples += self._batch.samples_of(num_micro)
+        self.global_samples += num_micro * self._micro_batch * self.dp_world_size
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step whatever the count says."""
@@ -464,7 +469,7 @@ class Engine(DeepSpeedFace):
         """What the gradients in memory must be multiplied by to be the step's gradients."""
         factor = 1.0
         if not self._styles:  # loss.backward()
-            factor /= self._batch.num_micro if self._is_managed else 1
+            factor /= self._accumulation_steps if self._is_managed else 1
         elif self._loss_scale is not None:
             factor /= self._loss_scale.scale
         return factor
@@ -666,7 +671,7 @@ class Engine(DeepSpeedFace):
         """A loader whose batches are this rank's part of the data."""
         from shoal.engine.data import make_loader
 
-        return make_loader(dataset, batch_size or self._batch.micro, self.axes.all, self._config_object, **kwargs)
+        return make_loader(dataset, batch_size or self._micro_batch, self.axes.all, self._config_object, **kwargs)
 
     @property
     def bucket_states(self) -> list[BucketState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -104,6 +105,31 @@ def run_script(
         codes = _wait(processes, begin + timeout)
         said = [log.read_text(errors="replace") for log in logs]
     return ClientRun(results_of(said[0]), said, codes, time.monotonic() - begin)
+
+
+def run_command(command: Sequence[str], script: str, *arguments: str, timeout: float = 200) -> ClientRun:
+    """Run a launcher of ranks, which ``command`` says, on ``scripts/SCRIPT``."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="shoal-clients-") as made:
+        folder = Path(made)
+        log = folder / "launcher.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*command, str(SCRIPTS / script), *arguments],
+                cwd=folder,
+                env=environment(folder, MASTER_PORT=str(free_port())),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            code: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = None
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said = log.read_text(errors="replace")
+    return ClientRun(results_of(said), [said], [code], time.monotonic() - begin)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> list[int | None]:

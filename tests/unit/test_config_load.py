@@ -494,3 +494,8 @@ def test_a_part_that_is_asked_for_and_missing_is_named_once(source: dict[str, An
 )
 def test_a_missing_part_that_is_switched_off_passes(source: dict[str, Any]) -> None:
     assert isinstance(load(source), Config)
+
+
+def test_a_schedule_over_no_steps_loads_because_trainer_writes_it_where_it_only_evaluates() -> None:
+    config = load({"train_batch_size": 2, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}})
+    assert config.params_of("scheduler") == {"total_num_steps": 0}

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
@@ -163,7 +164,7 @@ def from_file(folder: Path) -> dict[str, Any]:
         "facts": {
             "batch": [config["train_batch_size"], config["train_micro_batch_size_per_gpu"]],
             "type": type(accelerator.unwrap_model(model)).__name__,
-            "engine": type(model).__name__,
+            "is_engine": type(model) is deepspeed.DeepSpeedEngine,
             "skipped": bool(accelerator.optimizer_step_was_skipped),
         },
     }
@@ -272,11 +273,11 @@ def gathering(stage: int) -> Any:
                 "padded": list(padded.shape),
                 "files": sorted(p.name for p in (folder / "model").iterdir()),
                 "pretrained_files": sorted(p.name for p in (folder / "pretrained").iterdir()),
-                "names": sorted(saved),
+                "names": sorted(set(saved) - {"lm_head.weight"}),  # tied; DeepSpeed's stages 1 and 2 write it twice
                 "same": sorted(saved) == sorted(again) and all(torch.equal(saved[n], again[n]) for n in saved),
                 "is_parameters_class": type(unwrapped).__name__,
             },
-            "weights": {"norm": round(tensors_norm(saved), 4)},
+            "weights": {"norm": round(tensors_norm({n: t for n, t in saved.items() if n != "lm_head.weight"}), 4)},
         }
 
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -60,11 +61,18 @@ def tensors_norm(state: Mapping[str, torch.Tensor]) -> float:
     return float(sum(float(t.double().pow(2).sum()) for t in state.values() if t.is_floating_point()) ** 0.5)
 
 
+def over_ranks(value: float) -> list[float]:
+    """Every rank's number."""
+    held = torch.zeros(torch.distributed.get_world_size(), dtype=torch.float64)
+    held[torch.distributed.get_rank()] = value
+    torch.distributed.all_reduce(held)
+    return held.tolist()
+
+
 def mean_over_ranks(value: float) -> float:
     """The mean of every rank's number."""
-    held = torch.tensor([value], dtype=torch.float64)
-    torch.distributed.all_reduce(held)
-    return float(held / torch.distributed.get_world_size())
+    values = over_ranks(value)
+    return sum(values) / len(values)
 
 
 def deepspeed_state() -> None:
@@ -87,6 +95,7 @@ def run_cases(cases: Mapping[str, Case], asked: Sequence[str], reset: Callable[[
     if unknown:
         raise SystemExit(f"no case is called {', '.join(unknown)}; there are {', '.join(cases)}")
     shared = Path(os.environ["SHOAL_CASES_FOLDER"])
+    gc.freeze()  # clients collect garbage often; what was imported is none
     is_first = int(os.environ.get("RANK", "0")) == 0
     for name in asked or cases:
         begin = time.monotonic()

@@ -187,6 +187,17 @@ def test_what_the_config_keeps_on_the_host_stays_there() -> None:
     assert all(same(one, other) for one, other in zip(straight, moved, strict=True))
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.usefixtures("apart")
+def test_updates_under_way_on_the_host_end_before_anything_moves(stage: int, is_ahead: bool) -> None:
+    settings = config(stage, "bf16", "AdamW", ("optimizer",), 2)
+    settings["zero_optimization"]["offload_optimizer"]["super_offload"] = is_ahead
+    straight = run_ranks(2, train, settings, {})
+    moved = run_ranks(2, train, settings, {0: None, 2: None, 3: None, 5: ["lp_params"]})
+    assert all(same(one, other) for one, other in zip(straight, moved, strict=True))
+
+
 @pytest.mark.usefixtures("apart")
 def test_state_on_a_disk_stays_there(tmp_path: Path) -> None:
     settings = config(2, "bf16", "AdamW", (), 1)

@@ -26,6 +26,7 @@ DROPPED = object()  # a value that leaves the key at its default
 FOREIGN = {
     "msamp": "set by Accelerate for MS-AMP",
     "cuda_visible_devices": "the launcher chooses devices",
+    "inference": "Transformers alone reads it, for tensor parallelism in inference",
 }
 # Keys that people have read of and that never existed.
 NEVER_EXISTED = {
@@ -186,13 +187,13 @@ def _value(value: Any, key: Key, at: At, found: Cleaned) -> Any:
     if isinstance(value, str) and value.strip().lower() == "auto" and not _takes_auto(key):
         found.origins[at.path] = "auto"
         return DROPPED
+    if value is None and not _takes_null(key):
+        return DROPPED  # as DeepSpeed has it, and as clients write it: the key is not set
     if key.kind == "leaf":
         found.origins.setdefault(at.path, "user")
         read = coerce(value, key.annotation)
         found.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
         return read
-    if value is None:
-        return DROPPED
     assert key.model is not None
     if key.kind == "list":
         if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
@@ -223,6 +224,14 @@ def _first(key: Key) -> str:
 def _takes_auto(key: Key) -> bool:
     return any("auto" in getattr(member, "__args__", ()) for member in members(key.annotation)) or (
         key.kind == "leaf" and key.default == "auto"
+    )
+
+
+def _takes_null(key: Key) -> bool:
+    """Does null say something? ``"none"`` is what a null among choices means."""
+    kinds = members(key.annotation)
+    return key.kind == "leaf" and any(
+        kind is Any or kind is type(None) or "none" in getattr(kind, "__args__", ()) for kind in kinds
     )
 
 

@@ -49,6 +49,7 @@ class Checkpoints:
         self._farewell: Callable[[], None] | None = None
         self.beside: Beside | None = None
         self._after: Callable[[], None] | None = None
+        self.loaded_size: int | None = None  # ranks of the run that saved what was loaded last
 
     @property
     def _settings(self) -> Any:
@@ -310,6 +311,7 @@ class Checkpoints:
                 for group, values in zip(engine.sharded_optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
+        self.loaded_size = chosen.manifest.world.get("size")
         for note in (*notes, *self._config_changes(chosen)):
             say_on_rank_0(engine.global_rank, note)
         agree(comm, None, None, "checkpoint: loaded")

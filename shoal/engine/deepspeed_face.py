@@ -21,6 +21,7 @@ from shoal.zero.optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from shoal.comm.world import World
     from shoal.config import Config
+    from shoal.engine.checkpoints import Checkpoints
     from shoal.engine.progress import Progress
     from shoal.engine.weights import Weights
     from shoal.zero.build import Axes
@@ -55,6 +56,7 @@ class DeepSpeedFace(nn.Module):
         sharded_optimizer: ShardedOptimizer | None
         follows_deepspeed: bool
         weights: Weights
+        checkpoints: Checkpoints
         axes: Axes
         world: World
         progress: Progress | None
@@ -200,6 +202,11 @@ class DeepSpeedFace(nn.Module):
     def communication_data_type(self) -> torch.dtype | None:
         """What gradients are sent in; None: their own dtype."""
         return dtype_of(self._config_object.communication_data_type, "communication_data_type")
+
+    @property
+    def loaded_checkpoint_dp_world_size(self) -> int | None:
+        """Data-parallel ranks of the run that saved the checkpoint loaded last; None before one is."""
+        return self.checkpoints.loaded_size
 
     @property
     def losses(self) -> float:

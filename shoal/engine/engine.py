@@ -667,11 +667,36 @@ class Engine(DeepSpeedFace):
 
     # the rest
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, **kwargs: Any) -> Any:
-        """A loader whose batches are this rank's part of the data."""
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader whose batches are this rank's part of the data.
+
+        Args:
+            batch_size: samples of one batch of this rank; None: the micro-batch.
+            route: "train" shuffles; anything else keeps the order.
+            data_sampler: decides what this rank reads; None: samples are dealt out over the data-parallel ranks.
+        """
         from shoal.engine.data import make_loader
 
-        return make_loader(dataset, batch_size or self._micro_batch, self.axes.all, self._config_object, **kwargs)
+        return make_loader(
+            dataset,
+            batch_size or self._micro_batch,
+            self.axes.all,
+            self._config_object,
+            route=route,
+            pin_memory=pin_memory,
+            data_sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_local_io_workers=num_local_io_workers,
+        )
 
     @property
     def bucket_states(self) -> list[BucketState]:

@@ -65,6 +65,12 @@ def local_rank() -> str | None:
     return os.environ.get("LOCAL_RANK")
 
 
+def local_size() -> int | None:
+    """How many ranks a launcher, or the user, says there are on this machine."""
+    text = os.environ.get("LOCAL_SIZE", "")
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
 def file_of_variables() -> str:
     """The name of the file in which DeepSpeed's users keep variables for several machines."""
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")

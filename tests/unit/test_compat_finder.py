@@ -155,6 +155,13 @@ def test_a_spawned_process_and_a_fork_server_follow(tmp_path: Path) -> None:
     assert run(code) == [VERSION, VERSION]
 
 
+def test_a_module_below_the_lent_name_runs_as_a_program() -> None:
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shoal.compat.deepspeed", "-m", "deepspeed.utils.zero_to_fp32", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0 and "checkpoint_dir" in done.stdout, done.stderr
+
+
 def test_an_interpreter_that_was_not_asked_lends_nothing() -> None:
     code = "import importlib.util, json; print(json.dumps(importlib.util.find_spec('deepspeed') is None))"
     path = f"{environment.STARTUP}{os.pathsep}{ROOT}"

@@ -268,6 +268,18 @@ def test_an_engine_is_made_and_known_by_its_stage_and_clipping_is_its_own() -> N
     deepspeed.comm.destroy_process_group()
 
 
+def test_the_cpu_has_as_many_places_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    accelerator = deepspeed.get_accelerator()
+    monkeypatch.setenv("LOCAL_SIZE", "5")
+    assert accelerator.device_name() == "cpu" and accelerator.device_count() == 5
+    assert accelerator.device_name(1) == "cpu" and accelerator.current_device_name() == "cpu"
+    assert accelerator.communication_backend_name() == "gloo" and accelerator.is_available()
+    assert accelerator.memory_allocated() > 0 and accelerator.total_memory() > accelerator.available_memory() > 0
+    assert accelerator.FloatTensor([1.0, 2.0]).dtype == torch.float32 and accelerator.Stream is None
+
+
 def test_the_report_names_versions_clients_and_operators(capsys: pytest.CaptureFixture[str]) -> None:
     from deepspeed import __version__, env_report
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shoal.compat.absent import not_built
+from shoal.compat.environment import local_size
 
 _CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
 
@@ -59,8 +60,11 @@ class DeepSpeedAccelerator:
         return "cpu" if self._is_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
 
     def device_count(self) -> int:
-        """Visible devices; on CPU the ranks that it makes sense to start: one for each core."""
+        """Visible devices; on CPU the ranks that it makes sense to start: LOCAL_SIZE where it is set, or one a core."""
         if self._is_cpu:
+            told = local_size()
+            if told is not None:
+                return told
             return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return torch.accelerator.device_count()
 

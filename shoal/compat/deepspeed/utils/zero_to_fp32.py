@@ -21,3 +21,6 @@ __all__ = [
     "load_state_dict_from_zero_checkpoint",
     "main",
 ]
+
+if __name__ == "__main__":
+    main()

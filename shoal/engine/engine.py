@@ -336,9 +336,9 @@ class Engine(DeepSpeedFace):
         self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
 
     def _on_reduced(self, entry: UnitGradient) -> None:
-        """A unit has its gradient for the step: what is updated on the host goes there while backward goes on."""
+        """A unit's gradient was reduced: what is updated on the host goes there while backward goes on."""
         if self._optimizer_step is not None:
-            self._optimizer_step.reduced(entry.unit, self._unscale())
+            self._optimizer_step.reduced(entry.unit, self._unscale(), at_step=self.sharded.reducer.at_step)
 
     def _settle(self) -> None:
         """Have everything as the last step leaves it, also where updates on the host are still under way."""

@@ -44,8 +44,14 @@ class StreamCopies:
     def to_device(self, host: torch.Tensor, target: torch.Tensor) -> CopyDone:
         return self.copy(host, target)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> CopyDone:
-        """Start a copy; one side is host memory (page-locked, or the host is blocked)."""
+    def copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
+        """Start a copy; one side is host memory (page-locked, or the host is blocked).
+
+        Args:
+            is_source_freed: the caller drops ``source``, on the device, before the copy has ended.
+        """
+        if is_source_freed:
+            source.record_stream(self._stream)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
             target.copy_(source, non_blocking=True)

@@ -174,7 +174,7 @@ def build(
     sizes = [draft.size(precision) for draft in drafts]
     tiers = (decide or settings.as_asked)(sizes)
     for draft, found in zip(drafts, tiers, strict=True):
-        draft.row = draft.row.on(found.parameter, found.state)
+        draft.row = draft.row.on(found.parameter, found.state, is_gradient_apart=settings.is_apart(found.state, device))
     rows = [draft.row for draft in drafts]
     disks = _open(sizes, rows, open_disks)
     is_sharded = any(row.parameter.inner is Kind.SHARD for row in rows)

@@ -113,11 +113,39 @@ class BucketGradient:
         self._reader: Work | None = None  # the last collective that peers read the accumulator for
         self._after: Callable[[], None] | None = None
         self._moved: dict[str, Any] | None = None  # what ``export`` gave, while it rests elsewhere
+        self.rests_apart = False  # a sharded accumulator leaves the device whenever it has been reduced into
+        self._parked: Callable[[], torch.Tensor] | None = None  # gives the accumulator that has left
+        self._parked_version = 0
+        self._parked_norm: torch.Tensor | None = None
 
     # memory
 
+    def park(self, fetch: Callable[[], torch.Tensor], *, is_for_step: bool) -> None:
+        """Give the accumulator's device memory back: its values are elsewhere now. Who needs them here has them again.
+
+        Args:
+            fetch: gives the values; may block the host.
+            is_for_step: the norm will be asked for, so it is taken now.
+        """
+        owned = self.owned()
+        self._parked_norm = sum_of_squares(owned) if is_for_step else None
+        self._parked_version = owned._version
+        self._parked, self._accumulator = fetch, None
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Which values these are: how often they were reduced or brought back, and their memory's version."""
+        return self.num_reductions, self._parked_version if self._parked is not None else self.owned()._version
+
+    def _bring_back(self) -> None:
+        if self._parked is not None:
+            fetch, self._parked = self._parked, None
+            self._accumulator = fetch().to(self.bucket.full.device, copy=True)
+            self.num_reductions += 1  # they may be changed from now on
+
     def accumulator(self) -> torch.Tensor:
         """The accumulator, allocated at the first call."""
+        self._bring_back()
         if self._accumulator is None:
             layout = self.layout
             if self._is_whole_between:
@@ -138,6 +166,11 @@ class BucketGradient:
         return whole
 
     @property
+    def is_whole_between(self) -> bool:
+        """Is the accumulator the whole bucket's, not this rank's range?"""
+        return self._is_whole_between
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the accumulator holds, or will."""
         numel = self.layout.numel if self._is_whole_between else self.bucket.end - self.bucket.begin
@@ -152,6 +185,7 @@ class BucketGradient:
         """Several micro-batches are added up: from now on in the dtype that such sums have."""
         if self.dtype == self._sum_dtype:
             return
+        self._bring_back()
         self.dtype = self._sum_dtype
         if self._reader is not None:
             self._reader.drain()
@@ -346,6 +380,8 @@ class BucketGradient:
 
     def norm_squared(self) -> torch.Tensor:
         """Sum of squares of this rank's range, whether or not the whole is here. Shape: [], fp32."""
+        if self._parked is not None and self._parked_norm is not None:
+            return self._parked_norm
         owned = self.owned()
         if self._is_whole_at_step and self._inner.size > 1:
             begin, end = self.layout.owned(self._inner.rank)
@@ -357,7 +393,10 @@ class BucketGradient:
         return self.owned()[start:stop]
 
     def reset(self) -> None:
-        """Forget the gradient of this step; the memory stays."""
+        """Forget the gradient of this step; the memory stays, unless it ``rests_apart``."""
+        self._parked = self._parked_norm = None
+        if self.rests_apart:
+            self._accumulator = None
         self.state = GradientState.NONE
         self.touched = bytearray(len(self.parameters))
         self._work, self._after = None, None

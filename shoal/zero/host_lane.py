@@ -72,6 +72,7 @@ class _Lane:
     """What one bucket has on its way between device and host."""
 
     gradient: torch.Tensor | None = None  # [owned numel]
+    is_gradients_home: bool = False  # the device keeps none; the ledger has it as the gradient
     parameters: torch.Tensor | None = None  # [owned numel]: rounded, on their way back
     undo: list[torch.Tensor] = field(default_factory=list)  # [owned numel] each: master weights and states before
     arrival: CopyDone | None = None  # of ``gradient``
@@ -117,7 +118,8 @@ class HostLane:
     @property
     def host_nbytes(self) -> int:
         """Bytes on their way between device and host, and of what can be put back."""
-        held = [t for lane in self._lanes.values() for t in (lane.gradient, lane.parameters, *lane.undo)]
+        held = [t for lane in self._lanes.values() for t in (lane.parameters, *lane.undo)]
+        held += [lane.gradient for lane in self._lanes.values() if not lane.is_gradients_home]
         return sum(tensor.nbytes for tensor in held if tensor is not None) + self._step.scratch_nbytes
 
     def _lane(self, state: BucketState) -> _Lane:
@@ -127,14 +129,16 @@ class HostLane:
 
     def send(self, state: BucketState) -> None:
         """Start to copy a bucket's reduced gradient to the host, unless it is there. Does not block the host."""
-        lane, gradient = self._lane(state), state.gradient.owned()
-        mark = _mark(state)
-        if lane.mark == mark and lane.gradient is not None:
+        lane = self._lane(state)
+        if lane.mark == _mark(state) and lane.gradient is not None:
             return
+        gradient = state.gradient.owned()
+        mark = _mark(state)
+        lane.is_gradients_home = state.gradient.rests_apart
         self.settle(state)  # what reads the last step's gradient
         if lane.gradient is None or lane.gradient.dtype != gradient.dtype:
             lane.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device)
-        lane.arrival = self._copy(gradient, lane.gradient)
+        lane.arrival = self._copy(gradient, lane.gradient, is_source_freed=state.gradient.rests_apart)
         lane.mark = mark
 
     def gradient(self, state: BucketState) -> torch.Tensor:
@@ -144,11 +148,11 @@ class HostLane:
         lane.arrival.block()
         return lane.gradient
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> CopyDone:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
         if self._copies is None or is_fake(source):
             target.copy_(source, non_blocking=True)
             return CopyDone()
-        return self._copies.copy(source, target)
+        return self._copies.copy(source, target, is_source_freed=is_source_freed)
 
     # updates
 
@@ -332,7 +336,7 @@ class HostLane:
 
 
 def _mark(state: BucketState) -> Mark:
-    return state.gradient.num_reductions, state.gradient.owned()._version
+    return state.gradient.mark
 
 
 def _count(parts: Sequence[_Part]) -> None:

@@ -66,7 +66,7 @@ class Reducer:
         self.entries = list(entries)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
-        self.on_reduced: Callable[[UnitGradient], None] | None = None  # a unit has its gradient for the step
+        self.on_reduced: Callable[[UnitGradient], None] | None = None  # a unit was reduced
         self._order = list(reversed(self.entries))
         self._comm = comm
         self._device = device
@@ -117,7 +117,7 @@ class Reducer:
             entry = self._under_way.popleft()
             for gradient in entry.gradients:
                 gradient.settle(at_step=self.at_step)
-            if self.at_step and self.on_reduced is not None:
+            if self.on_reduced is not None:
                 self.on_reduced(entry)
 
     def finish(self) -> None:

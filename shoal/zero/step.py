@@ -161,6 +161,7 @@ class ShardedStep:
         for state in self.states:
             if state.is_apart:
                 state.lane = self.lane
+                state.gradient.rests_apart = not (state.gradient.is_whole_between or state.is_native)
                 if state.bucket.is_sharded:
                     state.unit.before_gather = partial(self.finish_updates, state.unit)
             state.pieces = list(self._pieces_of(state))
@@ -247,17 +248,22 @@ class ShardedStep:
             if state.lane is not None:
                 state.lane.send(state)
 
-    def reduced(self, unit: Unit, coefficient: float) -> None:
-        """In the backward pass: a unit has its gradient for the step. What is updated on the host goes there.
+    def reduced(self, unit: Unit, coefficient: float, *, at_step: bool = True) -> None:
+        """In the backward pass: a unit's gradient was reduced. What is updated on the host goes there.
 
         Args:
             coefficient: what the gradient will be multiplied by, if it is not clipped.
+            at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
         for state in self.states:
-            if state.unit is unit and state.lane is not None:
-                state.lane.send(state)
+            if state.unit is not unit or state.lane is None or not (at_step or state.gradient.rests_apart):
+                continue
+            state.lane.send(state)
+            if at_step:
                 state.let_go()
                 state.lane.begin_ahead(state, coefficient)
+            if state.gradient.rests_apart:
+                state.gradient.park(partial(state.lane.gradient, state), is_for_step=at_step)
 
     def forget(self) -> None:
         """The gradients of this step count no more."""

@@ -37,10 +37,20 @@ class Row:
         """What makes the parameters whole once the optimizer has updated this rank's range."""
         return "all_gather" if self.state.inner is Kind.SHARD and self.parameter.inner is Kind.REPLICATE else "nothing"
 
-    def on(self, parameter_tier: Tier, state_tier: Tier) -> Row:
-        """The same row on other tiers. What rests whole rests on the device."""
+    def on(self, parameter_tier: Tier, state_tier: Tier, *, is_gradient_apart: bool = False) -> Row:
+        """The same row on other tiers. What rests whole rests on the device.
+
+        Args:
+            is_gradient_apart: the host updates: a gradient that rests as a shard leaves for it once it is reduced.
+        """
         is_sharded = self.parameter.inner is Kind.SHARD
-        return replace(self, parameter_tier=parameter_tier if is_sharded else Tier.DEVICE, state_tier=state_tier)
+        follows = is_gradient_apart and self.gradient_between.inner is Kind.SHARD
+        return replace(
+            self,
+            parameter_tier=parameter_tier if is_sharded else Tier.DEVICE,
+            gradient_tier=Tier.HOST if follows else Tier.DEVICE,
+            state_tier=state_tier,
+        )
 
     def cells(self) -> list[str]:
         tiers = {self.parameter_tier, self.gradient_tier, self.state_tier}

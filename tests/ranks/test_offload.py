@@ -155,7 +155,8 @@ def test_the_ledger_and_the_table_show_the_tier(monkeypatch: pytest.MonkeyPatch)
     assert found["parameter", "host"] > 0
     assert ("master", "device") not in found
     assert ("parameter", "device") not in found
-    assert set(tiers) == {"host/device/host"}
+    assert ("gradient", "device") not in found
+    assert set(tiers) == {"host"}
 
 
 @pytest.mark.parametrize(("stage", "place"), [(0, "optimizer"), (1, "param"), (2, "param")])

@@ -7,8 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from shoal.parallel.recompute import (
 from shoal.zero.build import Axes, build
 from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]
 
@@ -176,7 +175,8 @@ def _initialize(
                     chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
                     device=device,
                     is_ahead=section.super_offload,
-                    num_host_threads=_host_threads(states, axes, section.cpuadam_cores_perc),
+                    num_host_threads=_host_threads(section.cpuadam_cores_perc, offload.num_ranks_here),
+                    pins_host=plan.zero.pins_state,
                 )
                 if sharded.disks.state is not None:
                     sharded.disks.state.bind(step, [s for s in states if s.unit.row.state_tier is Tier.DISK])
@@ -209,16 +209,13 @@ def _initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _host_threads(states: Sequence[BucketState], axes: Axes, share: float) -> int | None:
-    """This rank's part of the host's cores for updates; None: nothing is updated there.
+def _host_threads(share: float, num_ranks_here: int) -> int:
+    """This rank's part of the host's cores for updates.
 
     Not torch's own number: launchers set that to 1 where a process has a GPU.
     """
-    if not any(state.is_apart for state in states):
-        return None
-    hosts = list(axes.all.gather_objects(socket.gethostname(), label="offload: hosts"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(share * cores / hosts.count(socket.gethostname())))
+    return max(1, int(share * cores / num_ranks_here))
 
 
 def _check_free(model: nn.Module) -> None:

@@ -63,7 +63,7 @@ class Offload:
         self._rank = rank
         self._measure = measure
         hosts = list(comm.gather_objects(socket.gethostname(), label="offload: hosts")) if comm.size > 1 else ["here"]
-        self._num_ranks_here = hosts.count(socket.gethostname()) if comm.size > 1 else 1
+        self.num_ranks_here = hosts.count(socket.gethostname()) if comm.size > 1 else 1
         self.filled: Filled | None = None
 
     def decide(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
@@ -90,7 +90,7 @@ class Offload:
             needed += size.state_away_nbytes * copies * (on.state is Tier.HOST)
             needed += size.travel_nbytes * (on.state is not Tier.DEVICE)
         if any(on != Tiers() for on in tiers):
-            needed *= self._num_ranks_here
+            needed *= self.num_ranks_here
             _agree(self._comm, host_too_small(needed) if needed > host_available_nbytes() else None)
 
     def _free(self) -> Free:
@@ -98,7 +98,7 @@ class Offload:
         mine = (self._measure or measure)(
             self._device,
             is_host_apart=self._plan.zero.has_host_apart(self._device.torch_device),
-            num_ranks_here=self._num_ranks_here,
+            num_ranks_here=self.num_ranks_here,
             path=paths[0] if paths else None,
         )
         # The model's own copy goes, unit by unit, while the units are built.
@@ -153,7 +153,7 @@ class Offload:
             for path, nbytes in ((parameter_path, parameter_nbytes), (state_path, state_nbytes)):
                 if nbytes:
                     tier = tiers.get(str(path)) or tiers.setdefault(str(path), self._tier(str(path)))
-                    tier.reserve(nbytes, num_ranks=self._num_ranks_here)
+                    tier.reserve(nbytes, num_ranks=self.num_ranks_here)
             if parameter_nbytes:
                 found.parameters = self._parameter_shelf(tiers[str(parameter_path)])
             if state_nbytes:

@@ -371,7 +371,7 @@ def _build_unit(
             if row.state_tier is Tier.DISK and disks.state is not None:
                 master = disks.state.admit(bucket, source, master_dtype)
             else:
-                master = _master_like(source, master_dtype, is_state_apart, settings)
+                master = _master_like(source, master_dtype, is_state_apart)
         else:
             master = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
         bucket.store_shard()
@@ -388,11 +388,14 @@ def _build_unit(
     return unit, states
 
 
-def _master_like(source: torch.Tensor, dtype: torch.dtype, is_apart: bool, settings: ZeroSettings) -> torch.Tensor:
-    """A copy of the owned range, in the master's dtype, where masters rest."""
+def _master_like(source: torch.Tensor, dtype: torch.dtype, is_apart: bool) -> torch.Tensor:
+    """A copy of the owned range, in the master's dtype, where masters rest.
+
+    On the host it is ordinary memory: it does not travel, and page-locked memory comes in powers of two.
+    """
     if not is_apart:
         return source.to(dtype, copy=True)
-    return host_empty(source.numel(), dtype, source.device, is_pinned=settings.pins_state).copy_(source)
+    return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
 def _target_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:

@@ -88,6 +88,7 @@ class HostLane:
         device: that computes forward and backward.
         is_ahead: updates begin in the backward pass (``super_offload``).
         step: does the arithmetic. Closed with this.
+        is_pinned: page-lock what travels.
 
     Memory, on the host: per bucket its gradient and its rounded parameters; with ``is_ahead`` also master weights and
     optimizer state a second time.
@@ -100,6 +101,7 @@ class HostLane:
         *,
         is_ahead: bool,
         step: HostStep,
+        is_pinned: bool = True,
     ) -> None:
         self.is_ahead = is_ahead
         self.kind: Kind | None = kind_of(optimizer)
@@ -111,6 +113,7 @@ class HostLane:
         self._device = device
         self._copies = copies_of(device.torch_device)
         self._step = step
+        self._is_pinned = is_pinned
         self._thread: ThreadPoolExecutor | None = None
         self._lanes: dict[int, _Lane] = {}
         self.is_likely = True  # did the last step take the factor that was likely?
@@ -137,7 +140,7 @@ class HostLane:
         lane.is_gradients_home = state.gradient.rests_apart
         self.settle(state)  # what reads the last step's gradient
         if lane.gradient is None or lane.gradient.dtype != gradient.dtype:
-            lane.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device)
+            lane.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
         lane.arrival = self._copy(gradient, lane.gradient, is_source_freed=state.gradient.rests_apart)
         lane.mark = mark
 
@@ -270,7 +273,9 @@ class HostLane:
         lane = self._lane(state)
         if lane.parameters is None:
             bucket = state.bucket
-            lane.parameters = host_empty(bucket.end - bucket.begin, bucket.dtype, bucket.full.device)
+            lane.parameters = host_empty(
+                bucket.end - bucket.begin, bucket.dtype, bucket.full.device, is_pinned=self._is_pinned
+            )
         return lane.parameters
 
     # the way back

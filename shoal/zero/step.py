@@ -127,6 +127,7 @@ class ShardedStep:
         device: that computes forward and backward.
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
+        pins_host: page-lock what travels between device and host.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class ShardedStep:
         device: Device | None = None,
         is_ahead: bool = False,
         num_host_threads: int | None = None,
+        pins_host: bool = True,
     ) -> None:
         self.optimizer = optimizer
         self.states = list(states)
@@ -152,6 +154,7 @@ class ShardedStep:
                 device if device is not None else Device(torch.device("cpu")),
                 is_ahead=is_ahead,
                 step=HostStep("auto" if away >= TRIAL_NUMEL else "threads", num_threads=num_host_threads),
+                is_pinned=pins_host,
             )
         self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
         self._block = block_numel

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -15,16 +14,17 @@ from torch import nn
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.device import Device, in_backward, read_scalar
+from shoal.engine.batch import Batch
 from shoal.engine.checkpoints import Checkpoints
-from shoal.engine.deepspeed_face import DeepSpeedFace
 from shoal.engine.guard import ModelGuard
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
+from shoal.engine.stored import StoredEngine
 from shoal.engine.weights import Weights
-from shoal.errors import ConfigError, OutOfMemoryError, TierError, UsageError
+from shoal.errors import OutOfMemoryError, TierError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -41,7 +41,7 @@ from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
 
 
-class Engine(DeepSpeedFace):
+class Engine(StoredEngine):
     """A model that trains under one plan.
 
     Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
@@ -76,8 +76,11 @@ class Engine(DeepSpeedFace):
         self._guard = ModelGuard(module, sharded)
         if optimizer_step is not None and optimizer_step.lane is not None:
             sharded.reducer.on_reduced = self._on_reduced
-        self._accumulation_steps = config.gradient_accumulation_steps
-        self._micro_batch = config.train_micro_batch_size_per_gpu
+        self._batch = Batch(
+            micro=config.train_micro_batch_size_per_gpu,
+            num_micro=config.gradient_accumulation_steps,
+            num_ranks=axes.all.size,
+        )
         self._forced_boundary: bool | None = None
         self._is_managed = config.managed_gradient_accumulation
         self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "scaled"
@@ -156,15 +159,15 @@ class Engine(DeepSpeedFace):
 
     def train_batch_size(self) -> int:
         """Samples of one step, over all ranks."""
-        return self._micro_batch * self._accumulation_steps * self.dp_world_size
+        return self._batch.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch of one rank."""
-        return self._micro_batch
+        return self._batch.micro
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one step."""
-        return self._accumulation_steps
+        return self._batch.num_micro
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the global batch by changing the accumulation steps.
@@ -172,26 +175,17 @@ class Engine(DeepSpeedFace):
         Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a
         step.
         """
-        per_micro = self._micro_batch * self.dp_world_size
-        if train_batch_size <= 0 or train_batch_size % per_micro:
-            low = max(train_batch_size // per_micro, 1) * per_micro
-            raise ConfigError(
-                f"train_batch_size {train_batch_size} does not divide by micro-batch {self._micro_batch}"
-                f" x data-parallel {self.dp_world_size} = {per_micro}.",
-                do=f"take {low} or {low + per_micro}.",
-                code="batch-size",
-            )
         if self._has_backward:
             raise UsageError(
                 "set_train_batch_size() was called between backward() and step().",
                 do="call it right after a step.",
                 code="batch-size-mid-step",
             )
-        self._accumulation_steps = train_batch_size // per_micro
+        self._batch.set_total(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the micro-batch; the accumulation steps stay."""
-        self._micro_batch = micro_batch_size
+        self._batch.micro = micro_batch_size
 
     def zero_optimization_stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
@@ -271,7 +265,7 @@ class Engine(DeepSpeedFace):
         return OutOfMemoryError(
             f"no memory left in {phase}: {first_line}\n{ledger}",
             where=f"rank {self.global_rank}, step {self.global_steps}, micro-step {self.micro_steps}",
-            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._micro_batch),
+            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._batch.micro),
         )
 
     # backward
@@ -284,8 +278,8 @@ class Engine(DeepSpeedFace):
     def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
         self._losses.append(loss.detach())
         scaled = loss
-        if by_accumulation and self._accumulation_steps > 1:
-            scaled = scaled / self._accumulation_steps
+        if by_accumulation and self._batch.num_micro > 1:
+            scaled = scaled / self._batch.num_micro
         if self._loss_scale is not None:
             scaled = scaled.float() * self._loss_scale.scale
         return scaled
@@ -356,7 +350,7 @@ class Engine(DeepSpeedFace):
             return self._forced_boundary
         if not self._is_managed:
             return True
-        return self._micro_in_step + 1 >= self._accumulation_steps
+        return self._micro_in_step + 1 >= self._batch.num_micro
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
@@ -395,7 +389,7 @@ class Engine(DeepSpeedFace):
         self._micro_in_step = 0 if is_boundary else self._micro_in_step + 1
         # Told from outside where a step ends, a client calls once for all the micro-batches of it.
         num_micro = max(1, num_losses) if is_forced else 1
-        self.global_samples += num_micro * self._micro_batch * self.dp_world_size
+        self.global_samples += self._batch.samples_of(num_micro)
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step whatever the count says."""
@@ -469,7 +463,7 @@ class Engine(DeepSpeedFace):
         """What the gradients in memory must be multiplied by to be the step's gradients."""
         factor = 1.0
         if not self._styles:  # loss.backward()
-            factor /= self._accumulation_steps if self._is_managed else 1
+            factor /= self._batch.num_micro if self._is_managed else 1
         elif self._loss_scale is not None:
             factor /= self._loss_scale.scale
         return factor
@@ -532,171 +526,7 @@ class Engine(DeepSpeedFace):
         self._forget_losses()
         self._has_backward = False
 
-    # checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save everything that a run needs to go on. Every rank calls.
-
-        Args:
-            save_dir: a folder that all ranks see, or an fsspec URL.
-            tag: the checkpoint's name; None: ``global_step`` and the number of steps. A checkpoint of that name is
-                replaced once the new one is whole.
-            client_state: what ``load_checkpoint`` will give back: numbers, text, lists, dicts and tensors.
-            save_latest: ``load_checkpoint`` without a tag may choose this one.
-
-        Returns: was it saved? (With ``checkpoint.async_save``: was it begun?)
-        Raises: CheckpointError: on every rank; older checkpoints and the running state are as they were.
-        Communicates: what each rank wrote, as JSON; no parameter.
-        Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
-        """
-        self._check_alive()
-        self._settle()
-        return self.checkpoints.save(
-            save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
-        )
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str | None, Any]:
-        """Load a checkpoint that any layout saved. Every rank calls.
-
-        Args:
-            tag: its name; None: the newest that is whole.
-            load_module_strict: False: parameters that only one side has are left out, and named.
-            load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
-            custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` while the module is whole.
-
-        Returns: the checkpoint's path, and the client state. (Both None where DeepSpeed's name is lent and none lies
-        there.)
-        Raises: CheckpointError: on every rank; nothing was changed.
-        Communicates: one all_gather of the parameters where they rest whole; short messages.
-        Memory: one block of 4 MiB on the host.
-        """
-        self._check_alive()
-        self._settle()
-        self.moving.require("loading")
-        load = self.checkpoints.load_if_there if self.follows_deepspeed else self.checkpoints.load
-        return load(
-            load_dir,
-            tag,
-            is_strict=load_module_strict,
-            has_optimizer=load_optimizer_states,
-            has_schedule=load_lr_scheduler_states,
-            is_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "model.safetensors",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the weights alone, in the parameters' own dtype. Every rank calls.
-
-        Args:
-            save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives.
-
-        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
-        """
-        self._check_alive()
-        self._settle()
-        return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """The model's whole values by name, on the host, on every rank. Every rank calls.
-
-        Args:
-            destination: a dict to put them in, which is then returned.
-            prefix: goes before each name.
-            keep_vars: DeepSpeed's; what comes out are copies always.
-
-        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
-        """
-        self._check_alive()
-        self._settle()
-        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters)
-        named = {f"{prefix}{name}": value for name, value in found.items()}
-        if destination is None:
-            return named
-        destination.update(named)
-        return destination
-
-    def load_module_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-    ) -> None:
-        """Set the model's values, and the master weights, from whole ones. Every rank calls with the same.
-
-        Args:
-            state_dict: values by name, or a dict that has them under ``"module"``, as DeepSpeed's model files do.
-            fetch_z3_params: DeepSpeed's; sharded parameters are set at any stage without it.
-
-        Raises: CheckpointError: missing, unexpected or of another shape; all of them.
-        """
-        self._check_alive()
-        self._settle()
-        self.moving.require("loading")
-        inner = state_dict.get("module")
-        if isinstance(inner, Mapping):
-            state_dict = inner
-        self.weights.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
-
     # the rest
-
-    def deepspeed_io(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        route: str = "train",
-        pin_memory: bool = False,
-        data_sampler: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Any:
-        """A loader whose batches are this rank's part of the data.
-
-        Args:
-            batch_size: samples of one batch of this rank; None: the micro-batch.
-            route: "train" shuffles; anything else keeps the order.
-            data_sampler: decides what this rank reads; None: samples are dealt out over the data-parallel ranks.
-        """
-        from shoal.engine.data import make_loader
-
-        return make_loader(
-            dataset,
-            batch_size or self._micro_batch,
-            self.axes.all,
-            self._config_object,
-            route=route,
-            pin_memory=pin_memory,
-            data_sampler=data_sampler,
-            collate_fn=collate_fn,
-            num_local_io_workers=num_local_io_workers,
-        )
 
     @property
     def bucket_states(self) -> list[BucketState]:
@@ -709,53 +539,6 @@ class Engine(DeepSpeedFace):
         saved.update({} if self.activations is None else self.activations.saved_bytes_by_tier())
         moved = self.moving.ledger_kinds
         return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)
-
-    # states that leave the device for a while
-
-    def offload_states(
-        self,
-        include: Any = None,
-        device: Any = "cpu",
-        pin_memory: bool = True,
-        non_blocking: bool = False,
-    ) -> None:
-        """Move states from the device to host memory until ``reload_states()``. Every rank calls, between two passes.
-
-        Meanwhile ``save_checkpoint``, ``module_state_dict`` and the safe accessors work, those of gradients excepted;
-        what needs a state that is away raises.
-
-        Args:
-            include: of ``optim_states``, ``hp_params`` (master weights), ``lp_params`` (the model's parameters),
-                ``lp_grads``, ``contiguous_grad_buffer`` (buffers of communication and casts, given back, not copied):
-                strings, or members of DeepSpeed's enum; None: all. What rests on host or disk already stays. Master
-                weights that are the parameters' own memory move with ``lp_params``.
-            device: ``cpu``.
-            pin_memory: page-lock that memory, where the system allows it.
-            non_blocking: no effect: copies are queued together, and the call returns when the device's memory is free.
-
-        Raises: UsageError: inside a pass, while a unit is gathered, or names that there are not. OutOfMemoryError: the
-            host has too little memory; nothing was moved.
-        Communicates: nothing; waits until no peer reads what leaves.
-        """
-        self._check_alive()
-        self._settle()
-        self.moving.offload(include, device, is_pinned=pin_memory)
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo ``offload_states``: every bit is as it was. Nothing where nothing is away.
-
-        Args:
-            non_blocking: return while copies are under way; the device's later work waits for them.
-
-        Raises: OutOfMemoryError: the device has too little memory; call it again when it has.
-        """
-        self._check_alive()
-        self.moving.reload(is_blocking=not non_blocking)
-
-    def empty_partition_cache(self) -> None:
-        """Between two passes: release gathered parameters that nobody holds, and the allocator's unused memory."""
-        self._check_alive()
-        self.moving.empty_cache()
 
     def _check_alive(self) -> None:
         if self._is_destroyed:

@@ -13,6 +13,7 @@ ShoalError
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
 └── UsageError             the API called in a way that cannot work
+    └── NoOptimizerError   backward() or step() without an optimizer; an AssertionError too, as in DeepSpeed
 """
 
 from __future__ import annotations
@@ -101,3 +102,7 @@ class NotBuiltError(ShoalError, NotImplementedError):
 
 class UsageError(ShoalError, RuntimeError):
     code = "usage"
+
+
+class NoOptimizerError(UsageError, AssertionError):
+    code = "no-optimizer"

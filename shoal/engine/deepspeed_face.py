@@ -35,6 +35,7 @@ _PLAIN: Mapping[str, Any] = {
     "num_experts": (),
     "moe_layers": (),
     "gate_modules": (),
+    "sparse_tensor_module_names": (),
     "mp_world_size": 1,
     "sequence_parallel_size": 1,
     "pipeline_parallelism": False,

@@ -24,7 +24,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
 from shoal.engine.stored import StoredEngine
 from shoal.engine.weights import Weights
-from shoal.errors import OutOfMemoryError, TierError, UsageError
+from shoal.errors import NoOptimizerError, OutOfMemoryError, TierError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -301,9 +301,7 @@ class Engine(StoredEngine):
         self._check_alive()
         self.moving.require("backward()")
         if self.sharded_optimizer is None:
-            raise UsageError(
-                "backward() needs an optimizer, and this engine was made without one.", code="no-optimizer"
-            )
+            raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise UsageError(
@@ -405,7 +403,7 @@ class Engine(StoredEngine):
     def _step_boundary(self, lr_kwargs: dict[str, Any] | None) -> None:
         step = self._optimizer_step
         if step is None:
-            raise UsageError("step() needs an optimizer, and this engine was made without one.", code="no-optimizer")
+            raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
         if not self._has_backward:
             raise UsageError(
                 "step() was called without a backward() since the last step.",

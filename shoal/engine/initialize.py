@@ -127,7 +127,7 @@ def _initialize(
         )
     _check_free(model)
     world = _world(dist_init_required, distributed_port)
-    if source is None and getattr(args, "deepspeed_config", None) is None:
+    if source is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
         raise ConfigError(
             "no config was given.",
             do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
@@ -375,6 +375,7 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
 
 def _make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:
     if hasattr(given, "get_last_lr") or (given is not None and not callable(given)):
+        _check_schedule(given, optimizer)
         return given
     if optimizer is None:
         return None
@@ -383,6 +384,21 @@ def _make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimize
     if settings.scheduler is not None and settings.scheduler.type:
         return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), optimizer)
     return None
+
+
+def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises: OptimizerError: it was made for another optimizer, so that it would change nothing here."""
+    other = getattr(schedule, "optimizer", None)
+    if optimizer is None or other is None or other is optimizer:
+        return
+    groups = {id(group) for group in getattr(other, "param_groups", [])}
+    if not groups.intersection(id(group) for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"lr_scheduler is a {type(schedule).__name__} of another optimizer ({type(other).__name__}) than the one"
+            f" that trains ({type(optimizer).__name__}): it would change no learning rate.",
+            do="make it from the optimizer that initialize() is given, or pass a callable that takes the optimizer.",
+            code="schedule-of-another",
+        )
 
 
 def _report(engine: Engine, settings: Config, notes: list[str]) -> None:

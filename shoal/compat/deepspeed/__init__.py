@@ -46,6 +46,9 @@ from shoal.config import add_config_arguments
 init_distributed = comm.init_distributed
 
 __version__ = version = lent_version()
+__version_major__, __version_minor__, __version_patch__ = (
+    int(part) for part in __version__.partition("+")[0].split(".")
+)
 __git_hash__ = git_hash = __git_branch__ = git_branch = "shoal"
 
 _KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."

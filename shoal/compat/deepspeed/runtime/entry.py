@@ -11,10 +11,12 @@ from torch import nn
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.absent import absent_function, not_built
+from shoal.compat.assertions import be_assertion
 from shoal.compat.checkpoint_files import prepare
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
+from shoal.errors import ConfigError, ModelError, OptimizerError
 from shoal.zero.registry import OWNERS
 
 _SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
@@ -41,26 +43,32 @@ def initialize(
     """``shoal.initialize``, after which torch.distributed is initialised, were it for one rank: scripts ask it.
 
     Returns: engine; optimizer (at stage 3 without one: what gathers and releases parameters); data loader; schedule.
+    Raises: what shoal.initialize raises; of the config, the model and the optimizer as AssertionErrors too, since
+        DeepSpeed asserts.
     """
     if dist_init_required is not False and current_world().backend == "none":
         init_distributed(distributed_port=distributed_port, verbose=False)
     if isinstance(model, nn.Module):
         _take_over(model)
-    engine, _, loader, schedule = shoal_initialize(
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=config,
-        mesh_param=mesh_param,
-        config_params=config_params,
-    )
+    try:
+        engine, _, loader, schedule = shoal_initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=config,
+            mesh_param=mesh_param,
+            config_params=config_params,
+        )
+    except (ConfigError, ModelError, OptimizerError) as error:
+        be_assertion(error)
+        raise
     engine.follows_deepspeed = True
     engine.checkpoints.beside = prepare
     return engine, engine.optimizer, loader, schedule

@@ -238,8 +238,12 @@ def table(cls: Any, described: dict[str, str], inside: set[str]) -> list[str]:
 
 
 def methods(cls: type) -> Iterator[str]:
-    """Every public method and property, in the order of the source."""
-    for name, member in vars(cls).items():
+    """Every public method and property, in the order of the source; then those of the classes that it is made of."""
+    made_of = [base for base in cls.__mro__ if base.__module__.startswith("shoal.")]
+    members: dict[str, Any] = {}
+    for base in made_of:
+        members = {**members, **{name: member for name, member in vars(base).items() if name not in members}}
+    for name, member in members.items():
         if name.startswith("_") or name == "knows":
             continue
         if isinstance(member, property):

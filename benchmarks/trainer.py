@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="a Python with the clients and deepspeed 0.19.8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank's micro-batch")
     parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")

@@ -83,6 +83,21 @@ def test_every_dtype_goes_there_and_back() -> None:
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8))
 
 
+def test_other_names_of_a_tensor_are_the_same_object() -> None:
+    tensors = {"a": torch.arange(3.0), "b": torch.arange(4.0)}
+    stream = io.BytesIO()
+    write_tensors(
+        stream,
+        {n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in tensors.items()},
+        tensors.__getitem__,
+        aliases={"b": ("c", "d")},
+    )
+    found = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
+    assert list(found) == ["a", "b", "c", "d"]
+    assert found["b"] is found["c"] is found["d"]
+    assert torch.equal(found["b"], tensors["b"])
+
+
 def test_a_tensor_by_itself_can_stand_anywhere_in_a_file() -> None:
     stream = io.BytesIO(b"before")
     stream.seek(6)

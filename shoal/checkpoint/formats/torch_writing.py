@@ -56,15 +56,17 @@ def write_tensors(
 
     Args:
         read: gives a tensor of the dtype and shape that ``tensors`` says; called for each in turn.
-        aliases: other names of a tensor; they share its bytes.
+        aliases: other names of a tensor; read, they are the same object.
 
     Raises: CheckpointError: a dtype that the format lacks.
     Memory: one tensor.
     """
     rows = []
     for key, (name, info) in enumerate(tensors.items()):
-        value = _tensor(str(key), info)
-        rows += [_text(name) + value, *(_text(other) + value for other in (aliases or {}).get(name, ()))]
+        value, others = _tensor(str(key), info), (aliases or {}).get(name, ())
+        number = key.to_bytes(4, "little")  # under which the tensor is kept for its other names: one object, read once
+        rows += [_text(name) + value + (b"r" + number if others else b"")]
+        rows += [_text(other) + b"j" + number for other in others]
     with _Archive(stream) as archive:
         archive.add("data.pkl", b"\x80\x02}(" + b"".join(rows) + b"u.")
         archive.add("byteorder", b"little")
@@ -101,7 +103,8 @@ def write_values(stream: Stream, value: Any) -> None:
 
 
 # data.pkl: protocol 2 of Python's object format, of which a dict of tensors needs a dozen instructions. "(" opens a
-# tuple and "t" closes it, "c" names a function, "R" calls it, "Q" asks for a storage, "u" fills the dict, "e" a list.
+# tuple and "t" closes it, "c" names a function, "R" calls it, "Q" asks for a storage, "u" fills the dict, "e" a list,
+# "r" keeps an object under a number and "j" gives it again.
 
 
 def _tensor(key: str, info: TensorInfo) -> bytes:

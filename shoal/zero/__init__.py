@@ -13,6 +13,7 @@ from shoal.zero.safe import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
     "safe_set_local_fp32_param",
+    "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "unregister_external_parameter",
 ]

@@ -133,6 +133,10 @@ class Access:
             owned = state.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
         return self._full(state, slot, segment, owned)
 
+    def has_gradient(self, parameter: nn.Parameter) -> bool:
+        """Did a backward pass reach it since the last step?"""
+        return self._has_gradient(self._find(parameter)[0])
+
     def _has_gradient(self, state: BucketState) -> bool:
         self._sharded.finish_backward()
         if state.gradient.is_moved:
@@ -166,6 +170,26 @@ class Access:
             parameter.grad = scaled.to(parameter.dtype).view(parameter.shape).clone()
         elif segment:
             state.gradient.owned()[segment.start : segment.stop].copy_(self._part(state, segment, scaled))
+        state.gradient.touched[slot] = 1
+
+    @torch.no_grad()
+    def set_local_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replace this rank's part of the gradient, after backward at the boundary. Communicates nothing.
+
+        Raises: UsageError: there is no gradient, or another number of elements than this rank owns.
+        """
+        state, slot, segment = self._find(parameter)
+        if not self._has_gradient(state):
+            raise UsageError(
+                "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
+            )
+        if segment is None:
+            return
+        _check_numel(value, segment)
+        if state.is_native:  # one rank: its part is all of it
+            parameter.grad = (value / self._unscale()).to(parameter.dtype).view(parameter.shape).clone()
+        else:
+            state.gradient.owned()[segment.start : segment.stop].copy_(value.reshape(-1) / self._unscale())
         state.gradient.touched[slot] = 1
 
     # optimizer state

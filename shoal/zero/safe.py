@@ -69,6 +69,11 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     return _access(param).local_gradient(param)
 
 
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the reduced gradient; every rank its own."""
+    _access(param).set_local_gradient(param, value)
+
+
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of one optimizer state, 1-D."""
     return _access(param).local_optimizer_state(param, optim_state_key)

@@ -304,6 +304,49 @@ def test_local_parts_can_be_set() -> None:
         assert run_ranks(2, job, stage) == [(True, True)] * 2
 
 
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("sections", [{}, {"fp16": {"enabled": True, "initial_scale_power": 4}}], ids=["fp32", "fp16"])
+def test_each_rank_sets_its_part_of_the_gradient(world: int, sections: dict[str, Any]) -> None:
+    def job(stage: int) -> tuple[Any, ...]:
+        engine = start(Plain, config(stage, **sections))
+        weight = named(engine)["blocks.1.up.weight"]
+        engine.backward(engine(*batch(0, current_world().rank, world)))
+        part = zero.safe_get_local_fp32_param(weight)
+        value = torch.full((0 if part is None else part.numel(),), 0.25)
+        before = engine.access.full_parameter(weight).clone()
+        zero.safe_set_local_grad(weight, value)
+        whole = engine.access.full_gradient(weight)
+        engine.step()
+        moved = before - engine.access.full_parameter(weight)
+        engine.destroy()
+        return whole, moved, before
+
+    for stage in STAGES:
+        for whole, moved, before in run_ranks(world, job, stage):
+            assert torch.equal(whole, torch.full_like(whole, 0.25))
+            torch.testing.assert_close(moved, 0.1 * (0.25 + 0.01 * before), atol=1e-6, rtol=1e-4)  # decay and rate
+
+
+def test_a_part_of_the_gradient_needs_a_gradient_and_its_size() -> None:
+    def job(stage: int) -> list[str]:
+        engine = start(Plain, config(stage))
+        weight = named(engine)["blocks.1.up.weight"]
+        part = torch.zeros(10**6)
+        said = []
+        for _ in range(2):
+            with pytest.raises(UsageError) as caught:
+                zero.safe_set_local_grad(weight, part)
+            said.append(str(caught.value))
+            engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.destroy()
+        return said
+
+    for stage in STAGES:
+        for before, after in run_ranks(1, job, stage):
+            assert "no gradient to replace" in before
+            assert "the local value has 1000000 elements" in after
+
+
 def test_a_wrong_shape_or_a_foreign_parameter_is_a_usage_error() -> None:
     def job() -> list[str]:
         engine = start(Plain, config(3))

@@ -13,7 +13,8 @@ ShoalError
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
 └── UsageError             the API called in a way that cannot work
-    └── NoOptimizerError   backward() or step() without an optimizer; an AssertionError too, as in DeepSpeed
+    └── AssertedUsageError a UsageError where DeepSpeed asserts: an AssertionError too
+        └── NoOptimizerError  backward() or step() without an optimizer
 """
 
 from __future__ import annotations
@@ -104,5 +105,9 @@ class UsageError(ShoalError, RuntimeError):
     code = "usage"
 
 
-class NoOptimizerError(UsageError, AssertionError):
+class AssertedUsageError(UsageError, AssertionError):
+    """A UsageError that scripts written for DeepSpeed know as an AssertionError."""
+
+
+class NoOptimizerError(AssertedUsageError):
     code = "no-optimizer"

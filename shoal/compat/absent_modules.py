@@ -114,7 +114,6 @@ ABSENT: dict[str, tuple[str, str]] = {
         "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict",
     ),
     "runtime.data_pipeline.data_routing.scheduler": (_DATA, "RandomLTDScheduler"),
-    "runtime.swap_tensor": (_DISK, ""),
     "runtime.checkpoint_engine": (_SAVING, "TorchCheckpointEngine FastCheckpointEngine DecoupledCheckpointEngine"),
     "runtime.checkpoint_engine.checkpoint_engine": (_SAVING, "CheckpointEngine CheckpointCommitInfo"),
     "runtime.checkpoint_engine.torch_checkpoint_engine": (_SAVING, "TorchCheckpointEngine"),

@@ -35,6 +35,12 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 Beside = Callable[["Engine", Storage, str, Mapping[str, Any]], Callable[[], None]]
 
 
+class TagsDifferError(CheckpointError, AssertionError):
+    """Ranks gave different tags. DeepSpeed asserts that they are the same, so an AssertionError too."""
+
+    code = "checkpoint-tag"
+
+
 class Checkpoints:
     """Saves and loads one engine.
 
@@ -140,10 +146,9 @@ class Checkpoints:
         if len(set(tags)) > 1:
             validation = self._settings.tag_validation
             if validation == "Fail":
-                raise CheckpointError(
+                raise TagsDifferError(
                     f"the ranks save under different tags: {', '.join(sorted(set(tags))[:5])}.",
                     do="give every rank the same tag.",
-                    code="checkpoint-tag",
                 )
             if validation == "Warn" and comm.rank == 0:
                 logger.warning("the ranks' tags differ (%s); rank 0's is taken.", ", ".join(sorted(set(tags))[:5]))

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.comm.world import process_group
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
-from shoal.errors import NotBuiltError
+from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.observe.monitor import Monitor
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
@@ -240,6 +240,30 @@ class DeepSpeedFace(nn.Module):
         """End a backward pass that is open. Gradients are reduced as it goes on, or by ``step()``."""
         self._check_alive()
         self.sharded.finish_backward()
+
+    def _refuse_no_sync(self) -> None:
+        stage = self.zero_optimization_stage()
+        if stage > 1:
+            raise AssertedUsageError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
+                f" {stage}, as DeepSpeed says.",
+                do="leave it out, or import shoal: under its own name no_sync() works at every stage.",
+                code="no-sync-deepspeed",
+            )
+        if not self.sharded.reducer.is_syncing:
+            raise AssertedUsageError(
+                "no_sync context manager reentry is unsupported, as DeepSpeed says.",
+                do="enter it once.",
+                code="no-sync-deepspeed",
+            )
+
+    def _refuse_step_in_no_sync(self) -> None:
+        if not self.sharded.reducer.is_syncing:
+            raise AssertedUsageError(
+                "It is illegal to call Engine.step() inside no_sync context manager, as DeepSpeed says.",
+                do="step after the block.",
+                code="no-sync-deepspeed",
+            )
 
     # weights
 

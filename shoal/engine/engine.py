@@ -24,7 +24,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
 from shoal.engine.stored import StoredEngine
 from shoal.engine.weights import Weights
-from shoal.errors import NoOptimizerError, OutOfMemoryError, TierError, UsageError
+from shoal.errors import AssertedUsageError, NoOptimizerError, OutOfMemoryError, TierError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -99,7 +99,11 @@ class Engine(StoredEngine):
         self.skipped_steps = 0
         self.sharded_optimizer: ShardedOptimizer | None = (
             ShardedOptimizer(
-                optimizer_step, self._step_now, self.zero_grad, sharded.offload if plan.zero.stage == 3 else None
+                optimizer_step,
+                self._step_now,
+                self.zero_grad,
+                sharded.offload if plan.zero.stage == 3 else None,
+                is_scaled=loss_scale is not None,
             )
             if optimizer_step is not None
             else None
@@ -271,7 +275,17 @@ class Engine(StoredEngine):
     # backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale."""
+        """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale.
+
+        Raises: AssertedUsageError: it is not one number with a graph behind it.
+        """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise AssertedUsageError(
+                f"scale() takes a loss that is a scalar tensor with a graph behind it, got {shape}.",
+                do="reduce it first, e.g. loss.mean(); for other tensors call tensor.backward(gradient).",
+                code="loss-shape",
+            )
         self._styles.add("scaled")
         return self._scaled(loss, by_accumulation=True)
 
@@ -293,7 +307,8 @@ class Engine(StoredEngine):
             loss: shape [] or [1].
             scale_wrt_gas: divide by the accumulation steps.
 
-        Returns: the loss as it was given.
+        Returns: the loss as it was given; where DeepSpeed's name is lent, divided by the accumulation steps, as it is
+        there.
         Raises: UsageError: no optimizer, or a loss that is not one differentiable number.
         Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
         of stage 3.
@@ -319,6 +334,8 @@ class Engine(StoredEngine):
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()
+        if self.follows_deepspeed and scale_wrt_gas and self.gradient_accumulation_steps() > 1:
+            loss = loss / self.gradient_accumulation_steps()
         return loss
 
     def _on_backward(self) -> None:
@@ -358,8 +375,12 @@ class Engine(StoredEngine):
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, at every stage.
 
+        Raises: AssertedUsageError: where DeepSpeed's name is lent, what it asserts: stages 2 and 3, and one inside
+        another.
         Memory: at stages 2 and 3 the gradients are whole on each rank until the next backward outside of it.
         """
+        if self.follows_deepspeed:
+            self._refuse_no_sync()
         reducer = self.sharded.reducer
         was_syncing, reducer.is_syncing = reducer.is_syncing, False
         try:
@@ -377,6 +398,8 @@ class Engine(StoredEngine):
         """
         self._check_alive()
         self.moving.require("step()")
+        if self.follows_deepspeed:
+            self._refuse_step_in_no_sync()
         self.sharded.finish_backward()
         is_boundary = self.is_gradient_accumulation_boundary()
         is_forced, num_losses = self._forced_boundary is not None, len(self._losses)

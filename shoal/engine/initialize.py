@@ -305,6 +305,16 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> None:
+    says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
+    check_elementwise(
+        optimizer,
+        allow_untested=bool(settings.zero_allow_untested_optimizer),
+        refuse_untested=says_no and settings.zero_optimization.stage > 0,
+        world_size=world_size,
+    )
+
+
 def _make_optimizer(
     model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
 ) -> tuple[torch.optim.Optimizer | None, list[list[nn.Parameter]], list[str]]:
@@ -314,11 +324,11 @@ def _make_optimizer(
     if isinstance(given, torch.optim.Optimizer):
         if settings.optimizer is not None and settings.optimizer.type:
             notes.append("the optimizer handed in is used; the config's optimizer section is not.")
-        check_elementwise(given, allow_untested=bool(settings.zero_allow_untested_optimizer), world_size=world_size)
+        _check_given(given, settings, world_size)
         made: torch.optim.Optimizer = given
     elif callable(given):
         made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
-        check_elementwise(made, allow_untested=bool(settings.zero_allow_untested_optimizer), world_size=world_size)
+        _check_given(made, settings, world_size)
     elif given is not None:
         raise OptimizerError(
             f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.",

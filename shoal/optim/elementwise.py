@@ -49,11 +49,24 @@ PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's range
 PROBE_STEPS = 3
 
 
-def check(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False, world_size: int | None = None) -> Kind:
+class UntestedOptimizerError(OptimizerError, AssertionError):
+    """A class that is not known, where the config refuses such. DeepSpeed asserts it, so an AssertionError too."""
+
+    code = "optimizer-untested"
+
+
+def check(
+    optimizer: torch.optim.Optimizer,
+    *,
+    allow_untested: bool = False,
+    refuse_untested: bool = False,
+    world_size: int | None = None,
+) -> Kind:
     """Judge an optimizer that was handed in.
 
     Args:
         allow_untested: ``zero_allow_untested_optimizer``: a class that cannot be tried is taken with a warning.
+        refuse_untested: the same key, set to false: a class that is not known is not tried.
         world_size: ranks that share the optimizer state; None: not known, so more than one.
 
     Returns: how it is to be stepped.
@@ -75,6 +88,11 @@ def check(optimizer: torch.optim.Optimizer, *, allow_untested: bool = False, wor
             raise refusal(name, reason)
     if _is_known(kind):
         return "elementwise"
+    if refuse_untested:
+        raise UntestedOptimizerError(
+            f'{kind.__name__} is not an optimizer that Shoal knows, and "zero_allow_untested_optimizer" is false.',
+            do="leave the key out: the optimizer is tried on a small matrix then; or set it to true.",
+        )
     try:
         difference = _first_difference(optimizer)
     except Exception as problem:

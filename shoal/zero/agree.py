@@ -121,8 +121,14 @@ def first_bad_parameter(states: Sequence[BucketState]) -> str | None:
     return None
 
 
+class UnusedParametersError(ModelError, AssertionError):
+    """Parameters without a gradient where the config refuses them. DeepSpeed asserts it, so an AssertionError too."""
+
+    code = "unused-parameters"
+
+
 def refuse_unused(states: Sequence[BucketState], view: Agreement, step: int) -> None:
-    """Raises: ModelError: some parameters got no gradient on any rank (``ignore_unused_parameters: false``)."""
+    """Raises: UnusedParametersError: some got no gradient on any rank (``ignore_unused_parameters: false``)."""
     unused = [
         state.bucket.layout.slots[slot].name
         for index, state in enumerate(states)
@@ -130,10 +136,9 @@ def refuse_unused(states: Sequence[BucketState], view: Agreement, step: int) -> 
         if not touched
     ]
     if unused:
-        raise ModelError(
+        raise UnusedParametersError(
             f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
             f"{' ...' if len(unused) > 8 else ''}.",
             where=f"step {step}, zero_optimization.ignore_unused_parameters = false",
             do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
-            code="unused-parameters",
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch import nn
 
+from shoal.zero.prefetch import UnitOrder
+
 
 class Switch:
     """Do the hooks act?"""
@@ -35,13 +37,17 @@ class Handle:
 
 
 class Coordinator:
-    """DeepSpeed's record of the order in which parameters are used. Shoal's mends itself."""
+    """The order in which units are used, under DeepSpeed's names. It mends itself; clients may have it forgotten."""
+
+    def __init__(self, order: UnitOrder) -> None:
+        self._order = order
 
     def is_invalid_trace(self) -> bool:
-        return True
+        """Is no order known?"""
+        return not self._order.is_known
 
     def _invalidate_trace(self) -> None:
-        return
+        self._order.forget()
 
 
 class ParameterOffload:
@@ -49,12 +55,13 @@ class ParameterOffload:
 
     Args:
         module: the model whose hooks ``switch`` is for.
+        order: of its units.
     """
 
-    def __init__(self, module: nn.Module, switch: Switch) -> None:
+    def __init__(self, module: nn.Module, switch: Switch, order: UnitOrder) -> None:
         self.module = module
         self._switch = switch
-        self.param_coordinator = Coordinator()
+        self.param_coordinator = Coordinator(order)
         self.forward_hooks: list[Any] = [Handle(switch)]
         self.backward_hooks: list[Any] = [Handle(switch)]
 

@@ -114,6 +114,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         engine_step: Callable[[], None],
         zero_grad: Callable[[], None],
         offload: ParameterOffload | None = None,
+        *,
+        is_scaled: bool = False,
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
@@ -122,6 +124,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._zero_grad = zero_grad
         self._state = StateByParameter(step)
         self._status = StepStatus()
+        self._is_scaled = is_scaled
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
 
@@ -147,6 +150,10 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     def cur_scale(self) -> float:
         """DeepSpeed's name for ``loss_scale``."""
         return self.loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Is the loss to be scaled before it goes back? (``engine.backward`` and ``engine.scale`` do so.)"""
+        return self._is_scaled
 
     @property
     def loss_scaler(self) -> LossScaler:

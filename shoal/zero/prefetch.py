@@ -42,6 +42,17 @@ class UnitOrder:
             self._recorded[self._key] = self._visited
         self._visited = []
 
+    @property
+    def is_known(self) -> bool:
+        """Has any pass been recorded, or is one being recorded?"""
+        return bool(self._recorded or self._visited)
+
+    def forget(self) -> None:
+        """Begin anew: the next pass gathers nothing ahead, and is recorded."""
+        self._recorded.clear()
+        self._visited = []
+        self._is_following = False
+
     def visit(self, unit: Unit, *, in_backward: bool) -> None:
         """A unit is about to be used."""
         position = len(self._visited)

@@ -120,7 +120,7 @@ class ShardedModel:
         self._modules = modules
         self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
-        self.offload = ParameterOffload(model, self._hooks.switch)
+        self.offload = ParameterOffload(model, self._hooks.switch, order)
         for unit in self._readers:
             for module in modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)

@@ -503,8 +503,8 @@ def test_ranks_with_different_tags(tmp_path: Path, caplog: pytest.LogCaptureFixt
     def use(engine: shoal.Engine) -> str:
         try:
             engine.save_checkpoint(tmp_path, tag=f"tag{engine.global_rank}")
-        except CheckpointError as error:
-            return error.code
+        except AssertionError as error:  # as scripts written for DeepSpeed expect it
+            return error.code if isinstance(error, CheckpointError) else "another"
         return "saved"
 
     assert on_ranks(run_of(checkpoint={"tag_validation": "Fail"}), use) == ["checkpoint-tag"] * 2

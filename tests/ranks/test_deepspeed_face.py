@@ -16,7 +16,7 @@ from shoal.engine.getters import DERIVED, NOT_HERE, PATHS
 from shoal.errors import NotBuiltError, UsageError
 from shoal.zero.optimizer import DeepSpeedOptimizer
 from tests.ranks.models import Plain
-from tests.ranks.training import STAGES, adamw, batch, config, make, sgd, start, start_with
+from tests.ranks.training import STAGES, adamw, batch, config, make, run_steps, sgd, start, start_with
 
 
 def alone(stage: int, **sections: Any) -> shoal.Engine:
@@ -208,6 +208,23 @@ def test_hooks_that_a_client_removes_and_adds_again_do_not_act_between() -> None
     run_ranks(2, train)
 
 
+def test_an_order_that_a_client_has_forgotten_is_recorded_anew() -> None:
+    def train() -> None:
+        engine = start(Plain, config(3), adamw)
+        trace = engine.optimizer.parameter_offload.param_coordinator
+        known = [trace.is_invalid_trace()]
+        run_steps(engine, 2)
+        known.append(trace.is_invalid_trace())
+        trace._invalidate_trace()
+        known.append(trace.is_invalid_trace())
+        run_steps(engine, 1, first=2)
+        known.append(trace.is_invalid_trace())
+        engine.destroy()
+        assert known == [True, False, True, False]
+
+    run_ranks(2, train)
+
+
 def test_only_stage_3_has_hooks_to_remove() -> None:
     for stage in STAGES:
         engine = alone(stage)
@@ -320,3 +337,118 @@ def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
     assert isinstance(engine, nn.Module)
     assert all(name.startswith("module.") for name in engine.state_dict())
     engine.destroy()
+
+
+# What DeepSpeed asserts, where its name is lent
+
+
+def lent(stage: int, **sections: Any) -> shoal.Engine:
+    engine = start(Plain, config(stage, **sections), adamw)
+    engine.follows_deepspeed = True
+    return engine
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_is_refused_where_deepspeed_refuses_it_and_only_there(stage: int) -> None:
+    def job() -> None:
+        engine = lent(stage)
+        if stage > 1:
+            with pytest.raises(
+                AssertionError, match=f"incompatible with gradient partitioning logic of ZeRO stage {stage}"
+            ):
+                with engine.no_sync():
+                    pass
+        else:
+            with engine.no_sync():
+                engine.backward(engine(*batch(0, 0, 1)))
+                with pytest.raises(AssertionError, match=r"illegal to call Engine\.step\(\) inside no_sync"):
+                    engine.step()
+                with pytest.raises(UsageError, match="reentry is unsupported"):
+                    with engine.no_sync():
+                        pass
+            engine.step()
+        engine.destroy()
+        own = start(Plain, config(stage), adamw)
+        with own.no_sync(), own.no_sync():
+            own.backward(own(*batch(0, 0, 1)))
+        own.destroy()
+
+    run_ranks(1, job)
+
+
+def test_backward_gives_back_the_loss_of_its_share_where_the_name_is_lent() -> None:
+    for is_lent, share in ((True, 4), (False, 1)):
+        engine = alone(1, gradient_accumulation_steps=4)
+        engine.follows_deepspeed = is_lent
+        loss = engine(*batch(0, 0, 1))
+        assert engine.backward(loss).item() == loss.item() / share
+        loss = engine(*batch(1, 0, 1))
+        assert engine.backward(loss, scale_wrt_gas=False).item() == loss.item()
+        engine.destroy()
+
+
+def test_scale_takes_one_number_with_a_graph() -> None:
+    engine = alone(1)
+    for kind in (AssertionError, UsageError):
+        for wrong in (torch.ones(2, requires_grad=True), torch.ones(()), 1.0):
+            with pytest.raises(kind, match="scalar tensor with a graph behind it"):
+                engine.scale(wrong)  # type: ignore[arg-type]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("sections", "wanted"), [({}, False), ({"fp16": {"enabled": True}}, True)])
+def test_the_optimizer_says_whether_losses_are_scaled(sections: dict[str, Any], wanted: bool) -> None:
+    engine = alone(1, **sections)
+    assert engine.optimizer.needs_scaler() is wanted
+    engine.destroy()
+
+
+def test_parameters_without_a_value_have_none_or_nothing() -> None:
+    from shoal.compat.deepspeed.utils import tensor_fragment as parts
+
+    def job(stage: int) -> None:
+        model = make(Plain)
+        frozen = model.blocks[0].up.weight  # type: ignore[union-attr,index]
+        frozen.requires_grad = False  # type: ignore[union-attr]
+        engine = start_with(model, config(stage), adamw)
+        run_steps(engine, 1)
+        assert parts.safe_get_full_fp32_param(frozen) is None  # type: ignore[arg-type]
+        assert parts.safe_get_full_grad(frozen) is None  # type: ignore[arg-type]
+        assert parts.safe_get_local_grad(frozen) is None  # type: ignore[arg-type]
+        assert parts.safe_get_local_fp32_param(frozen) is None  # type: ignore[arg-type]
+        assert parts.safe_get_full_optimizer_state(frozen, "exp_avg") is None  # type: ignore[arg-type]
+        assert parts.safe_get_local_optimizer_state(frozen, "exp_avg") is None  # type: ignore[arg-type]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        assert all(parts.safe_get_local_grad(p) is None for p in trained)
+        engine.backward(engine(*batch(1, current_world().rank, 3)))
+        used = [p for p in trained if parts.safe_get_full_grad(p) is not None]
+        assert len(used) > 4
+        for get in (parts.safe_get_local_grad, parts.safe_get_local_fp32_param):
+            assert all(get(p) is not None for p in used)
+        stepped = [p for p in used if parts.safe_get_full_optimizer_state(p, "exp_avg") is not None]
+        assert len(stepped) > 4
+        assert all(parts.safe_get_local_optimizer_state(p, "exp_avg") is not None for p in stepped)
+        engine.destroy()
+
+    for stage in (1, 2, 3):
+        run_ranks(3, job, stage)
+
+
+def test_a_model_that_is_unwrapped_for_generation_is_whole_and_quiet() -> None:
+    from shoal.compat.deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    def job() -> None:
+        rank = current_world().rank
+        engine = start(Plain, config(3), adamw)
+        run_steps(engine, 1)
+        with unwrap_model_for_generation(engine) as whole:
+            with engine.world.recorder.recording() as entries, torch.no_grad():
+                inside = whole(*batch(7, rank, 2)).clone()
+            assert list(entries) == []
+            assert engine.parameter_offload.param_coordinator.is_invalid_trace()
+        with torch.no_grad():
+            torch.testing.assert_close(engine(*batch(7, rank, 2)), inside, atol=0, rtol=0)
+        run_steps(engine, 1, first=1)
+        engine.destroy()
+
+    run_ranks(2, job)

@@ -64,6 +64,7 @@ THERE = {
     "deepspeed.runtime.compiler": "is_compile_supported disable is_compiling",
     "deepspeed.runtime.config": "DeepSpeedConfig DeepSpeedConfigError ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS",
     "deepspeed.runtime.constants": "ROUTE_TRAIN GRADIENT_ACCUMULATION_STEPS TRAIN_BATCH_SIZE",
+    "deepspeed.runtime.config_utils": "DeepSpeedConfigModel",
     "deepspeed.runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "deepspeed.runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "deepspeed.runtime.fp16.fused_optimizer": "FP16_Optimizer",
@@ -72,14 +73,18 @@ THERE = {
     "deepspeed.runtime.lr_schedules": """
         WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES add_tuning_arguments
         WARMUP_LR LR_RANGE_TEST ONE_CYCLE WARMUP_DECAY_LR WARMUP_COSINE_LR""",
+    "deepspeed.runtime.precision_config": "DeepSpeedFP16Config DeepSpeedBF16Config",
+    "deepspeed.runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "deepspeed.runtime.utils": """
         see_memory_usage move_to_device set_random_seed clip_grad_norm_ get_global_norm partition_uniform
         partition_balanced DummyOptim copy_to_device call_to_str""",
     "deepspeed.runtime.zero": """
         Init GatheredParameters register_external_parameter unregister_external_parameter
         unwrap_model_for_generation DeepSpeedZeRoOffload
-        ZeroParamStatus ZeroParamType DeepSpeedTensorOverride MiCS_Init""",
-    "deepspeed.runtime.zero.config": "ZeroStageEnum DeepSpeedZeroConfig OffloadDeviceEnum",
+        ZeroParamStatus ZeroParamType DeepSpeedTensorOverride MiCS_Init TiledLinear TiledLinearReturnBias""",
+    "deepspeed.runtime.zero.config": """
+        ZeroStageEnum DeepSpeedZeroConfig OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig
+        DeepSpeedZeroOffloadOptimizerConfig""",
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
     "deepspeed.runtime.zero.partition_parameters": """
         Init GatheredParameters ZeroParamStatus ZeroParamType get_accelerator
@@ -108,6 +113,7 @@ THERE = {
         get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank get_data_parallel_group
         get_data_parallel_world_size get_data_parallel_rank initialize""",
     "deepspeed.utils.logging": "logger log_dist set_log_level_from_string",
+    "deepspeed.utils.numa": "parse_range_list",
     "deepspeed.utils.tensor_fragment": "safe_get_full_fp32_param",
     "deepspeed.utils.timer": "SynchronizedWallClockTimer",
     "deepspeed.utils.torch": "required_torch_version",
@@ -149,7 +155,6 @@ NOT_THERE = {
     "deepspeed.runtime.sequence_parallel.ulysses_sp": """
         UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute
         sequence_tiled_compute""",
-    "deepspeed.runtime.zero": "TiledLinear TiledLinearReturnBias",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",

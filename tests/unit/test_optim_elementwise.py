@@ -133,6 +133,18 @@ def test_what_cannot_be_tried_is_refused_or_taken_with_a_warning() -> None:
         assert check(optimizer, allow_untested=True) == "elementwise"
 
 
+def test_where_the_config_says_no_an_unknown_class_is_not_tried() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    assert check(Own(matrix(), lr=0.1)) == "elementwise"
+    assert check(torch.optim.SGD(matrix(), lr=0.1), refuse_untested=True) == "elementwise"
+    for kind in (AssertionError, OptimizerError):
+        with pytest.raises(kind, match='Own is not an optimizer that Shoal knows, and "zero_allow_untested_optimizer"'):
+            check(Own(matrix(), lr=0.1), refuse_untested=True)
+
+
 def test_a_step_that_needs_a_closure_is_refused() -> None:
     with pytest.raises(OptimizerError, match="needs a closure"):
         check(WithClosure(matrix()))

@@ -191,13 +191,19 @@ class DeepSpeedAccelerator:
         return self._is_cpu or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        return True
+        """On the CPU: does it compute in fp16 by itself? (Training in fp16 works in any case, slowly.)"""
+        return not self._is_cpu or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def is_fp64_supported(self) -> bool:
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float, torch.half, torch.bfloat16]
+        supported = [torch.float]
+        if self.is_fp16_supported():
+            supported.append(torch.half)
+        if self.is_bf16_supported():
+            supported.append(torch.bfloat16)
+        return supported
 
     def is_triton_supported(self) -> bool:
         return not self._is_cpu

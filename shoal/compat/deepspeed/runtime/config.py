@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.comm.world import current_world
+from shoal.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig
 from shoal.config import Config, load
 from shoal.errors import ConfigError as DeepSpeedConfigError
 
@@ -40,6 +41,8 @@ class DeepSpeedConfig:
         checked = self.checked
         if name == "_param_dict":
             return checked.raw
+        if name == "monitor_config":
+            return DeepSpeedMonitorConfig(checked.tensorboard, checked.wandb, checked.csv_monitor)
         if name == "zero_config":
             return checked.zero_optimization
         if name in type(checked).model_fields or hasattr(type(checked), name):

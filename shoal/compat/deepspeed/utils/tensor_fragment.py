@@ -1,4 +1,8 @@
-"""``deepspeed.utils.tensor_fragment``: whole values and local parts of sharded parameters, gradients and states."""
+"""``deepspeed.utils.tensor_fragment``: whole values and local parts of sharded parameters, gradients and states.
+
+Shoal's own, but for what DeepSpeed's scripts expect of a parameter without a value: a frozen one has None, where
+Shoal's raise; a part of a trained one that this rank owns nothing of has no elements, where Shoal's are None.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +11,69 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from shoal.compat.absent import absent_function
+from shoal.engine.engine import Engine
+from shoal.zero import safe
+from shoal.zero.registry import OWNERS
 from shoal.zero.safe import (
-    safe_get_full_fp32_param,
-    safe_get_full_grad,
-    safe_get_full_optimizer_state,
-    safe_get_local_fp32_param,
-    safe_get_local_grad,
-    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
 
-safe_set_local_grad = absent_function(
-    "deepspeed.utils.safe_set_local_grad", "use safe_set_full_grad(), with the same whole gradient on every rank."
-)
+
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    """Does an engine hold it, without training it?"""
+    owner = OWNERS.get(parameter)
+    return isinstance(owner, Engine) and not owner.access.knows(parameter)
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    owner = OWNERS.get(parameter)
+    return isinstance(owner, Engine) and owner.access.has_gradient(parameter)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 master weight, whole; None of a frozen parameter. Every rank calls."""
+    return None if _is_frozen(param) else safe.safe_get_full_fp32_param(param)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The reduced gradient, whole, fp32; None before backward, and of a frozen parameter. Every rank calls."""
+    return None if _is_frozen(param) else safe.safe_get_full_grad(param)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """One optimizer state, whole; None before the first step, and of a frozen parameter. Every rank calls."""
+    return None if _is_frozen(param) else safe.safe_get_full_optimizer_state(param, optim_state_key)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the master weight, 1-D; None of a frozen parameter."""
+    return None if _is_frozen(param) else _or_nothing(safe.safe_get_local_fp32_param(param))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the reduced gradient, 1-D, fp32; None before backward, and of a frozen parameter."""
+    if _is_frozen(param) or not _has_gradient(param):
+        return None
+    return _or_nothing(safe.safe_get_local_grad(param))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of one optimizer state, 1-D; None of a frozen parameter, and before the first step."""
+    if _is_frozen(param):
+        return None
+    found = safe.safe_get_local_optimizer_state(param, optim_state_key)
+    if found is None and safe.safe_get_local_fp32_param(param) is None:
+        return torch.empty(0)
+    return found
+
+
+def _or_nothing(part: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(0) if part is None else part
 
 
 def safe_update_full_grad_vectorized(

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from enum import Enum
 
-from shoal.config.zero import OffloadOptimizer as DeepSpeedZeroOffloadOptimizerConfig
+from shoal.config.zero import OffloadOptimizer
 from shoal.config.zero import OffloadParam as DeepSpeedZeroOffloadParamConfig
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
+    """Where optimizer state rests."""
+
+    @property
+    def pipeline(self) -> bool:
+        """Was reading ahead or writing behind asked for?"""
+        return self.pipeline_read or self.pipeline_write
 
 
 class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - its text is the member's, as in DeepSpeed

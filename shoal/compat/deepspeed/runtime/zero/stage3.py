@@ -20,14 +20,25 @@ DeepSpeedZeroOptimizer_Stage3 = kind(
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model inside the engine, with every parameter whole, for the length of the block.
+    """The model inside the engine, with every parameter whole and no hook that acts, for the length of the block.
 
     Communicates: an all_gather per unit, once.
     Memory: all parameters, on every rank.
     """
-    inner = model.module if isinstance(model, Engine) else model
-    with GatheredParameters(inner.parameters()):
-        yield inner
+    if not isinstance(model, Engine):
+        with GatheredParameters(model.parameters()):
+            yield model
+        return
+    offload = model.parameter_offload
+    with GatheredParameters(model.module.parameters()):
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        offload.param_coordinator._invalidate_trace()
+        try:
+            yield model.module
+        finally:
+            offload._register_deepspeed_module(offload.module)
 
 
 def estimate_zero3_model_states_mem_needs(

@@ -1,0 +1,53 @@
+"""One monitor for each place that values over steps go to, under the classes that DeepSpeed has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.compat.deepspeed.monitor.config import CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig
+from shoal.compat.deepspeed.monitor.monitor import MonitorMaster
+from shoal.observe.monitor import Event
+
+
+class OneMonitor:
+    """Writes on rank 0 where its section is enabled. The section's keys are its attributes.
+
+    Args:
+        config: the section.
+        whole: a configuration that has nothing but that section.
+    """
+
+    def __init__(self, config: Any, whole: DeepSpeedMonitorConfig) -> None:
+        self.config = config
+        self._master = MonitorMaster(whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config":
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Each event: name, value, number of samples or step."""
+        self._master.write_events(event_list)
+
+
+class TensorBoardMonitor(OneMonitor):
+    """Writes TensorBoard's event files."""
+
+    def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
+        super().__init__(tensorboard_config, DeepSpeedMonitorConfig(tensorboard_config, WandbConfig(), CSVConfig()))
+
+
+class WandbMonitor(OneMonitor):
+    """Logs to Weights & Biases."""
+
+    def __init__(self, wandb_config: WandbConfig) -> None:
+        super().__init__(wandb_config, DeepSpeedMonitorConfig(TensorBoardConfig(), wandb_config, CSVConfig()))
+
+
+class csvMonitor(OneMonitor):
+    """Writes CSV files."""
+
+    def __init__(self, csv_config: CSVConfig) -> None:
+        super().__init__(csv_config, DeepSpeedMonitorConfig(TensorBoardConfig(), WandbConfig(), csv_config))

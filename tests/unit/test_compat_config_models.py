@@ -1,0 +1,108 @@
+"""The configuration models, monitors and lists of cores that scripts take from DeepSpeed's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from shoal.compat import finder
+from shoal.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def lent() -> Iterator[None]:
+    finder.install(children=False)
+    yield
+    finder.uninstall()
+
+
+def model() -> Any:
+    from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+    class Old(DeepSpeedConfigModel):
+        width: int = 1
+        size: int | None = pydantic.Field(
+            None,
+            json_schema_extra={"deprecated": True, "new_param": "width", "new_param_fn": (lambda size: size * 2)},
+        )
+
+    return Old
+
+
+def test_an_old_name_hands_its_value_over_to_the_new_one() -> None:
+    Old = model()
+    assert Old(size=4).width == 8
+    assert Old(width="auto", size=4).width == 8
+    assert Old(width=3).width == 3
+    with pytest.raises(AssertionError, match="'size' and 'width' are both given") as caught:
+        Old(size=4, width=8)
+    assert isinstance(caught.value, ConfigError)
+
+
+@pytest.mark.parametrize("keys", [{"widht": 1}, {"width": "wide"}])
+def test_a_model_refuses_unknown_keys_and_other_types(keys: dict[str, Any]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        model()(**keys)
+
+
+def test_the_zero_section_is_read_by_any_of_its_names() -> None:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section = DeepSpeedZeroConfig(stage=3, stage3_prefetch_bucket_size=1000)
+    assert (section.prefetch_bucket_size, section.stage3_prefetch_bucket_size) == (1000, 1000)
+    assert section.overlap_comm is True
+    assert section.offload_param is None
+    assert DeepSpeedZeroConfig(stage=1).overlap_comm is False
+    assert DeepSpeedZeroConfig(stage=3, overlap_comm=False).overlap_comm is False
+    offload = DeepSpeedZeroConfig(stage=3, offload_optimizer={"device": "cpu", "pipeline_read": True}).offload_optimizer
+    assert (offload.device, offload.pipeline) == ("cpu", True)
+    with pytest.raises(AttributeError, match="no key 'stag'"):
+        _ = section.stag
+    with pytest.raises(ConfigError, match="stag"):
+        DeepSpeedZeroConfig(stag=3)
+
+
+def test_the_fp16_section_refuses_what_cannot_be() -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    assert DeepSpeedFP16Config(enabled=True, initial_scale_power=4).initial_dynamic_scale() == 16
+    for scale in (-1, float("inf"), float("nan")):
+        with pytest.raises(pydantic.ValidationError):
+            DeepSpeedFP16Config(loss_scale=scale)
+
+
+def test_lists_of_cores_are_ranges_that_ascend() -> None:
+    from deepspeed.utils.numa import parse_range_list
+
+    assert parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
+    for wrong in ("4-2", "2,1", "1-", "a", "", "1-2-3", "0-3,2"):
+        with pytest.raises(ConfigError, match="cores"):
+            parse_range_list(wrong)
+
+
+def test_one_monitor_writes_its_own_files(tmp_path: Path) -> None:
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.csv_monitor import csvMonitor
+
+    section = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    monitor = csvMonitor(get_monitor_config(section).csv_monitor)
+    assert (monitor.enabled, monitor.output_path, monitor.job_name) == (True, str(tmp_path), "job")
+    monitor.write_events([("Train/loss", 0.5, 3)])
+    rows = [path.read_text() for path in tmp_path.rglob("*.csv")]
+    assert len(rows) == 1
+    assert rows[0].splitlines()[-1] == "3,0.5"
+
+
+def test_the_other_monitors_have_their_sections_keys() -> None:
+    from deepspeed.monitor.config import get_monitor_config
+    from deepspeed.monitor.tensorboard import TensorBoardMonitor
+    from deepspeed.monitor.wandb import WandbMonitor
+
+    config = get_monitor_config({"tensorboard": {"job_name": "a"}, "wandb": {"project": "b"}})
+    assert TensorBoardMonitor(config.tensorboard).job_name == "a"
+    assert WandbMonitor(config.wandb).project == "b"
+    assert not TensorBoardMonitor(config.tensorboard).enabled

@@ -515,7 +515,7 @@ class Engine(StoredEngine):
         finally:
             step.end()
         for work in works:
-            work.wait()
+            work.drain()  # from here on the script may change parameters in place
 
     def _are_losses_finite(self) -> bool:
         """Are this step's losses finite? On an accelerator the answer waits for the gradients anyway."""

@@ -254,3 +254,26 @@ def test_a_sharded_parameter_refuses_to_be_written_where_it_is_not_whole() -> No
         engine.destroy()
 
     run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_may_be_changed_in_place_right_after_a_step(stage: int) -> None:
+    """Peers have read this rank's part of them by then: each value is halved once on every rank."""
+    model = make(Plain)
+    settings = config(stage, optimizer={"type": "SGD", "params": {"lr": 0.0}})
+
+    def halve() -> list[torch.Tensor]:
+        engine, *_ = shoal.initialize(model=copy.deepcopy(model), config=settings)
+        for index in range(20):
+            engine.backward(engine(*batch(index, current_world().rank, 3)))
+            engine.step()
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.mul_(0.5)
+        found = [parameter.detach().clone() for parameter in engine.module.parameters()]
+        engine.destroy()
+        return found
+
+    for values in run_ranks(3, halve):
+        for value, first in zip(values, model.parameters(), strict=True):
+            assert torch.equal(value, first.detach() * 0.5**20)

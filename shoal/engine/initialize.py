@@ -341,6 +341,7 @@ def _make_optimizer(
             settings.params_of("optimizer"),
             groups,
             names={id(parameter): name for name, parameter in model.named_parameters()},
+            has_master=not (settings.bf16.bf16_master_weights_and_grads or settings.fp16.fp16_master_weights_and_grads),
         )
         notes += more
     else:

@@ -70,6 +70,7 @@ def build(
     param_groups: Iterable[Any],
     *,
     names: Mapping[int, str] | None = None,
+    has_master: bool = True,
 ) -> tuple[torch.optim.Optimizer, list[str]]:
     """Build the optimizer that a configuration names.
 
@@ -79,6 +80,7 @@ def build(
         param_groups: parameters, or groups as torch takes them; what a group sets itself wins over ``params``. Muon
             splits groups.
         names: parameter names by ``id(parameter)``, for Muon, which leaves embeddings and heads to AdamW.
+        has_master: it updates fp32 master weights; False: 16-bit parameters themselves.
 
     Returns: the optimizer, and notes on what was accepted without effect.
     Raises: OptimizerError: unknown names, unknown, missing or wrong parameters, all in one; an optimizer that cannot
@@ -121,7 +123,9 @@ def build(
     if canonical == "Muon":
         groups, settings, more = _split_for_muon(groups, settings, names)
         notes += more
-    settings.update(_fused(factory, settings, groups))
+    # torch's fused SGD for CPU leaves the last elements of a 16-bit tensor as they are, and their momentum unset.
+    if has_master or factory is not torch.optim.SGD:
+        settings.update(_fused(factory, settings, groups))
     try:
         return factory(groups, **settings), notes
     except (TypeError, ValueError, RuntimeError) as problem:

@@ -192,3 +192,21 @@ def test_muons_wrong_settings_are_told_at_once() -> None:
         built("Muon", {"ns_method": "svd", "adam_w_mode": False, "muon_lr": "x", "use_muon": True})
     for part in ("ns_method is 'svd'", "adam_w_mode is False", "muon_lr is 'x'", "unknown parameter 'use_muon'"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sgd_without_master_weights_updates_every_element(momentum: float, dtype: torch.dtype) -> None:
+    for numel in (5, 64, 66, 257):
+        parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+        optimizer, _ = build("SGD", {"lr": 0.5, "momentum": momentum}, [parameter], has_master=False)
+        for _ in range(2):
+            parameter.grad = torch.full((numel,), 0.25, dtype=dtype)
+            optimizer.step()
+        expected = 1 - 0.5 * 0.25 * (2 + momentum)
+        assert torch.allclose(parameter.detach().float(), torch.full((numel,), expected), atol=0.004)
+
+
+def test_sgd_of_master_weights_is_fused() -> None:
+    optimizer, _ = build("SGD", {"lr": 0.5}, [torch.nn.Parameter(torch.ones(4))])
+    assert optimizer.param_groups[0]["fused"]

@@ -122,7 +122,7 @@ class Weights:
     def _set_frozen(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit = self._engine.sharded.unit_of[id(parameter)]
         for bucket in unit.buckets:
-            for slot, member in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            for index, (slot, member) in enumerate(zip(bucket.layout.slots, bucket.parameters, strict=True)):
                 if member is not parameter:
                     continue
                 bucket.comm.drain()
@@ -135,7 +135,7 @@ class Weights:
                                 low - slot.offset : high - slot.offset
                             ]
                 else:
-                    bucket.views[bucket.parameters.index(member)].copy_(flat.view(slot.shape))
+                    bucket.views[index].copy_(flat.view(slot.shape))
 
     def save(self, folder: str | os.PathLike[str], name: str, *, exclude_frozen: bool) -> bool:
         """Write them, in the parameters' dtype, as one file; rank 0 writes.

@@ -311,7 +311,8 @@ class ShardedStep:
             if any(touched[index]):
                 state.bucket.hold_shard(is_overwritten=all(touched[index]))
             if self._is_whole_tensor:
-                self._step_whole(state, coefficient, touched[index])
+                if any(touched[index]):
+                    self._step_whole(state, coefficient, touched[index])
             else:
                 pieces = self._touched_pieces(state, touched[index])
                 if state.lane is None or not state.lane.start(state, pieces, coefficient):

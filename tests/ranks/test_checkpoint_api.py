@@ -826,6 +826,21 @@ def test_a_state_dict_is_taken_and_given_back(stage: int) -> None:
                 assert torch.equal(state.masters[name], value), name
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_parameters_take_a_state_dict_too(stage: int) -> None:
+    source = {name: value + 1 for name, value in make(models.FrozenBlocks, 5).state_dict().items()}
+    run = replace(run_of(stage, 2), factory=models.FrozenBlocks)
+
+    def use(engine: shoal.Engine) -> dict[str, Any]:
+        assert sum(not parameter.requires_grad for parameter in engine.module.parameters()) > 1
+        engine.load_module_state_dict(source)
+        values: dict[str, Any] = engine.module_state_dict()
+        return values
+
+    for values in on_ranks(run, use):
+        assert all(torch.equal(values[name], value) for name, value in source.items())
+
+
 def test_a_state_dict_of_another_model_is_refused_and_a_part_can_be_taken() -> None:
     source = make(two_blocks, 5).state_dict()
     part = {name: value for name, value in source.items() if name.startswith("blocks.0.")}

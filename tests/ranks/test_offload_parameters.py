@@ -15,6 +15,7 @@ from shoal.comm.world import current_world
 from shoal.errors import ConfigError, OutOfMemoryError
 from shoal.memory.shelf import Shelf
 from shoal.zero.tiers import Free
+from tests.ranks.composing import MODEL as COMPOSED
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_offload import MODEL, accessed, config, go_on, held, loaded, make_apart, train
 
@@ -367,3 +368,26 @@ def test_device_memory_is_two_units_and_their_activations_whatever_the_number_of
     assert many[1] == few[1]
     # Two gathered units, one's gradient, and whole ones on their way to the sum; a communicator's own scratch.
     assert many[0] <= 7.25 * unit + (2 << 20)
+
+
+def without_a_block(settings: dict[str, Any]) -> list[torch.Tensor]:
+    """The second block gets no gradient in the second step."""
+    engine, *_ = shoal.initialize(model=copy.deepcopy(COMPOSED), config=settings)
+    tokens = torch.arange(8).view(2, 4)
+    for without in (None, 1, None):
+        engine.backward(engine(tokens, without=without).float().square().mean())
+        engine.step()
+    found = list(engine.module_state_dict().values())
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["Lamb", "Muon", "AdamW"])
+@pytest.mark.parametrize("state", ["none", "nvme"])
+def test_a_unit_that_a_step_does_not_use_stays_on_the_disk(optimizer: str, state: str, tmp_path: Path) -> None:
+    settings = config(3, "bf16", optimizer, (), 1)
+    settings["units"] = {"classes": ["Block"]}
+    plain = run_ranks(2, without_a_block, settings)
+    away = run_ranks(2, without_a_block, on_disk(settings, tmp_path, state))
+    for values, others in zip(plain, away, strict=True):
+        assert all(torch.equal(value, other) for value, other in zip(values, others, strict=True))

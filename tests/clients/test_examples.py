@@ -1,0 +1,49 @@
+"""The examples for clients' packages, run as the guides say, and taken up again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
+
+EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
+SECTION = str(EXAMPLES / "deepspeed_auto.json")
+
+
+def run(*args: str, folder: Path, ranks: int = 2) -> list[float]:
+    """The losses that it prints. ``ranks``: 0: the command starts them itself."""
+    lent = [sys.executable, "-m", "shoal", "run", "--as-deepspeed", *(["--ranks", str(ranks)] if ranks else [])]
+    done = subprocess.run(
+        [*lent, *args],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        cwd=folder,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(number) for number in re.findall(r"'?\bloss'?:? *'?(\d+\.\d+)", done.stdout)]
+
+
+def test_the_trainer_example_learns_and_goes_on(tmp_path: Path) -> None:
+    script = [str(EXAMPLES / "trainer.py"), "--deepspeed", SECTION]
+    losses = run(*script, folder=tmp_path)
+    assert losses[-1] < 0.8 * losses[0]
+    assert run(*script, "--steps", "30", "--resume", folder=tmp_path)[0] < losses[0]
+
+
+def test_the_accelerate_example_learns_and_goes_on(tmp_path: Path) -> None:
+    flags = ["--use_deepspeed", "--zero_stage", "2", "--num_processes", "2"]
+    script = ["accelerate", "launch", *flags, str(EXAMPLES / "accelerate_loop.py")]
+    losses = run(*script, folder=tmp_path, ranks=0)
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert run(*script, "--resume", folder=tmp_path, ranks=0)[0] < losses[0]

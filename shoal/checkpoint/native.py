@@ -142,7 +142,7 @@ def write_shoal(
     client_state = tree.encode(about.client_state, aside, "client_state")
     for name, tensor in aside.items():
         add(EXTRA, name, TensorInfo(tensor.dtype, tuple(tensor.shape)), _just(tensor))
-    scalars = {name: tree.encode(values, {}, name) for name, values in about.scalars.items()}
+    scalars = {name: tree.encode(values, None, name) for name, values in about.scalars.items()}
     plan = plan_file(entries)
     commit = Commit(storage, tag)
     try:

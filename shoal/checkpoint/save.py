@@ -338,7 +338,7 @@ def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[
             flat = tensor.detach().reshape(-1)
             add(Entry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
     scalars = {
-        name: tree.encode(values, {}, name, what=f"the optimizer state of {name!r}")
+        name: tree.encode(values, None, name, what=f"the optimizer state of {name!r}")
         for name, values in state.scalars.items()
     }
     plan = plan_file(entries)

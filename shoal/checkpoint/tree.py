@@ -24,8 +24,11 @@ _SEQUENCES: dict[str, type[tuple[Any, ...]] | type[set[Any]] | type[frozenset[An
 }
 
 
-def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str = "client_state") -> Any:
+def encode(value: Any, tensors: dict[str, torch.Tensor] | None, path: str, *, what: str = "client_state") -> Any:
     """``value`` as JSON can hold it; its tensors are put into ``tensors`` under their path.
+
+    Args:
+        tensors: None: tensors of one element are written as their number, and no others are taken.
 
     Raises: CheckpointError: a value that is neither, with its path.
     """
@@ -39,7 +42,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str
         return float(value) if math.isfinite(value) else {_MARK: "float", "value": str(float(value))}
     if isinstance(value, np.generic):
         return encode(value.item(), tensors, path, what=what)
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray) and tensors is not None:
         try:
             copied = torch.from_numpy(np.array(value, order="C"))
         except TypeError:
@@ -48,7 +51,9 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str, *, what: str
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         number = encode(value.item(), tensors, path, what=what)
         return {_MARK: "scalar", "dtype": name_of(value.dtype), "value": number}
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and tensors is None and value.numel() == 1:
+        return {**encode(value.reshape(()), None, path, what=what), "shape": list(value.shape)}
+    if isinstance(value, torch.Tensor) and tensors is not None:
         if value.layout is not torch.strided:
             raise _refused(value, f" of layout {value.layout}", path, what)
         return {_MARK: "tensor", "name": _put(value.detach(), tensors, path)}
@@ -109,7 +114,8 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if mark == "array":
         return tensor(value["name"]).numpy()
     if mark == "scalar":
-        return torch.tensor(decode(value["value"], tensor), dtype=dtype_of(value["dtype"]))
+        number = torch.tensor(decode(value["value"], tensor), dtype=dtype_of(value["dtype"]))
+        return number.reshape(value.get("shape", ()))
     if mark == "float":
         return float(value["value"])
     if mark == "dtype":

@@ -31,12 +31,6 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
             f'"{wanted}", but fp16 and bf16 make the parameters {mode}.',
             f'write "{mode}", or enable {wanted}.' if wanted != "fp32" else f"disable {mode}.",
         )
-    if zero.offload_param.device != "none" and zero.stage != 3:
-        problem(
-            "zero_optimization.offload_param.device",
-            f'"{zero.offload_param.device}" at zero_optimization.stage {zero.stage}: only stage 3 shards parameters.',
-            "set zero_optimization.stage to 3, or the device to none.",
-        )
     if config.offload == "auto":
         if zero.stage == 0:
             problem(

@@ -69,6 +69,12 @@ class Config(Schema):
             if each.verdict.kind == "no effect"
             and ".params." not in each.path  # the optimizer's builder tells of these
         ]
+        zero = self.zero_optimization
+        if zero.offload_param.device != "none" and zero.stage != 3:
+            lines.append(
+                f'zero_optimization.offload_param.device = "{zero.offload_param.device}": no effect at stage'
+                f" {zero.stage}, only stage 3 shards parameters."
+            )
         for path, origin in self._origins.items():
             if origin == "auto" and path not in self._unresolved and ".params." not in path:
                 lines.append(f'{path} = "auto": {shown(self._at(path))} is used.')

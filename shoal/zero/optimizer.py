@@ -105,7 +105,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's
     changes) and list the
-    model's parameters. ``step()`` does what ``engine.step()`` does.
+    model's parameters. ``step()`` does what ``engine.step()`` does. It stands for the wrapped optimizer: ``isinstance``
+    finds that one's class too, and the two are equal.
     """
 
     def __init__(
@@ -119,6 +120,9 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
+        # Its own methods would look for the pieces, which hold its state, among its groups' parameters.
+        self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
+        self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
         self.sharded_step = step
         self._engine_step = engine_step
         self._zero_grad = zero_grad
@@ -127,6 +131,16 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._is_scaled = is_scaled
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
+        return type(self.optimizer)  # isinstance asks it beside type()
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other is self.optimizer
+
+    def __hash__(self) -> int:
+        return hash(self.optimizer)
 
     @property
     def overflow(self) -> bool:

@@ -98,6 +98,30 @@ def test_a_stop_changes_no_bit_with_a_client_optimizer(name: str, tmp_path: Path
         assert_goes_on(run, tmp_path / row, at=2, until=4)
 
 
+class CountsTwice(torch.optim.Optimizer):
+    """SGD that counts its steps in an int and in a tensor of one element, and slows down by both."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                state["number"] = state.get("number", 0) + 1
+                state["count"] = state.get("count", torch.zeros(1)) + 1
+                parameter.sub_(parameter.grad * (group["lr"] / (state["number"] + state["count"])))
+
+
+@pytest.mark.parametrize("row", FEW_ROWS[:2])
+def test_a_stop_changes_no_bit_where_state_is_a_number_or_a_tensor_of_one_element(row: str, tmp_path: Path) -> None:
+    run = replace(run_of(row, zero_allow_untested_optimizer=True), optimizer=CountsTwice)
+    assert_goes_on(run, tmp_path, at=2, until=4)
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 5, "warmup_max_lr": 0.1},
     "WarmupDecayLR": {"warmup_num_steps": 2, "total_num_steps": 9, "warmup_max_lr": 0.1},

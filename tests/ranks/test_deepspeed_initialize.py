@@ -13,8 +13,13 @@ from torch import nn
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from shoal.compat.deepspeed.ops.lamb import FusedLamb
+from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from shoal.compat.deepspeed.runtime.entry import initialize
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
+from shoal.zero.optimizer import ShardedOptimizer
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 TWICE = {"train_batch_size": 3, "gradient_accumulation_steps": 2}  # 3 is not 1 x 2 x 1
@@ -86,6 +91,81 @@ def test_the_oldest_spelling_of_the_config_argument_is_read(tmp_path: Path) -> N
         args = argparse.Namespace(deepscale_config=str(path), local_rank=0)
         engine = initialize(args=args, model=nn.Linear(2, 2), dist_init_required=False)[0]
         assert engine.train_micro_batch_size_per_gpu() == 1
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_optimizer_stands_for_the_one_that_was_handed_in(stage: int) -> None:
+    def job() -> None:
+        model = nn.Linear(2, 2)
+        given = torch.optim.AdamW(model.parameters(), lr=0.1)
+        engine, optimizer, _, _ = initialize(
+            model=model, optimizer=given, config={**CONFIG, "zero_optimization": {"stage": stage}}
+        )
+        assert optimizer == given and given == optimizer and hash(optimizer) == hash(given)
+        assert optimizer != torch.optim.AdamW(nn.Linear(2, 2).parameters())
+        assert isinstance(optimizer, torch.optim.AdamW) and not isinstance(optimizer, torch.optim.SGD)
+        assert isinstance(optimizer, ShardedOptimizer)
+        assert not isinstance(optimizer, FusedAdam)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "zero", "expected"),
+    [
+        ("Adam", {}, {"stage": 0}, FusedAdam),
+        ("Adam", {"adam_w_mode": False}, {"stage": 2}, FusedAdam),
+        ("AdamW", {}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, DeepSpeedCPUAdam),
+        ("Lion", {}, {"stage": 1}, FusedLion),
+        ("Lion", {}, {"stage": 1, "offload_optimizer": {"device": "cpu"}}, DeepSpeedCPULion),
+        ("Lamb", {}, {"stage": 0}, FusedLamb),
+        ("Adagrad", {}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, DeepSpeedCPUAdagrad),
+        ("Adam", {"torch_adam": True}, {"stage": 2}, None),
+        ("SGD", {"lr": 0.1}, {"stage": 2}, None),
+    ],
+)
+def test_an_optimizer_of_the_config_counts_as_deepspeeds_class(
+    name: str, params: dict[str, Any], zero: dict[str, Any], expected: type | None
+) -> None:
+    classes = (FusedAdam, DeepSpeedCPUAdam, FusedLion, DeepSpeedCPULion, FusedLamb, DeepSpeedCPUAdagrad)
+
+    def job() -> None:
+        section = {"type": name, "params": params}
+        engine, optimizer, _, _ = initialize(
+            model=nn.Linear(2, 2), config={**CONFIG, "optimizer": section, "zero_optimization": zero}
+        )
+        for each in (optimizer, optimizer.optimizer):
+            assert [cls for cls in classes if isinstance(each, cls)] == ([expected] if expected else [])
+        if expected in (FusedAdam, DeepSpeedCPUAdam):
+            assert optimizer.optimizer.adam_w_mode is params.get("adam_w_mode", True)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+def test_the_wrapped_optimizer_gives_its_state_by_parameter() -> None:
+    def job() -> None:
+        torch.manual_seed(0)
+        made = initialize(
+            model=nn.Linear(2, 2), config={**CONFIG, **ADAM, "zero_optimization": {"stage": 2}}, model_parameters=None
+        )
+        engine, optimizer = made[0], made[1]
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        saved = optimizer.optimizer.state_dict()
+        assert sorted(saved["state"]) == [0, 1]
+        assert saved["state"][0]["exp_avg"].shape == (2, 2)
+        moment = saved["state"][0]["exp_avg"].clone()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        optimizer.optimizer.load_state_dict(
+            {**saved, "state": {0: {"exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(1.0)}, 1: {}}}
+        )
+        torch.testing.assert_close(optimizer.optimizer.state_dict()["state"][0]["exp_avg"], moment)
         engine.destroy()
 
     on_one_rank(job)

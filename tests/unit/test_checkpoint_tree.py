@@ -148,6 +148,18 @@ def test_marks_that_nobody_knows_are_refused(mark: Any) -> None:
         decode({"__is__": mark, "items": []}, {}.__getitem__)
 
 
+def test_without_a_place_for_tensors_those_of_one_element_are_numbers_with_their_shape() -> None:
+    text = json.dumps(
+        encode({"step": torch.tensor([[3.5]], dtype=torch.bfloat16), "n": torch.tensor(2)}, None, "state")
+    )
+    back = decode(json.loads(text), {}.__getitem__)
+    assert back["step"].shape == (1, 1) and back["step"].dtype is torch.bfloat16 and back["step"].item() == 3.5
+    assert back["n"].shape == () and back["n"].item() == 2
+    for value in (torch.zeros(2), np.zeros(2)):
+        with pytest.raises(CheckpointError, match="does not keep"):
+            encode({"a": value}, None, "state")
+
+
 def test_dtypes_have_names() -> None:
     assert name_of(torch.bfloat16) == "bfloat16" and dtype_of("bfloat16") is torch.bfloat16
     with pytest.raises(CheckpointError, match="dtype 'object' is none of"):

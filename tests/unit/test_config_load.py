@@ -410,6 +410,9 @@ def test_origins_tell_where_values_come_from() -> None:
 
 
 def test_notes_speak_only_of_keys_that_the_file_sets() -> None:
+    assert load({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}).notes()[0] == (
+        'zero_optimization.offload_param.device = "cpu": no effect at stage 2, only stage 3 shards parameters.'
+    )
     assert load({}).notes() == []
     assert load({"zero_optimization": {"allgather_partitions": True}, "gradient_clipping": "auto"}).notes() == [
         "zero_optimization.allgather_partitions = true: accepted, no effect: updated parameters are always "

@@ -13,6 +13,7 @@ from shoal.comm.world import current_world, init_distributed
 from shoal.compat.absent import absent_function, not_built
 from shoal.compat.assertions import be_assertion
 from shoal.compat.checkpoint_files import prepare
+from shoal.compat.config_optimizers import mark
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
@@ -70,6 +71,8 @@ def initialize(
         be_assertion(error)
         raise
     engine.follows_deepspeed = True
+    if optimizer is None and engine.sharded_optimizer is not None:
+        mark(engine.sharded_optimizer, engine._config_object)
     engine.checkpoints.beside = prepare
     return engine, engine.optimizer, loader, schedule
 

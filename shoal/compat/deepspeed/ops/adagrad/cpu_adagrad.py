@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import only_false
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=CountsOptimizers):
     """Adagrad.
 
     Args:

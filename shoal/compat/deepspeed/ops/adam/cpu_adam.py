@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import fused_where_possible, only_true
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam):
+class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW.
 
     Args:

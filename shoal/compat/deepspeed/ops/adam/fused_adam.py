@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import fused_where_possible, only_true
 
 
-class FusedAdam(torch.optim.Adam):
+class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
     """Adam, or with ``adam_w_mode`` AdamW.
 
     Args:

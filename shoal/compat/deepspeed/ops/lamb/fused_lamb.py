@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import only_false
 from shoal.optim.lamb import Lamb
 
 
-class FusedLamb(Lamb):
+class FusedLamb(Lamb, metaclass=CountsOptimizers):
     """LAMB. Raises: OptimizerError: ``amsgrad``, or a ``max_grad_norm``: gradients are clipped by the engine."""
 
     def __init__(

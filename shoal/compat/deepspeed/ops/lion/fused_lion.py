@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.optim.lion import Lion
 
 
-class FusedLion(Lion):
+class FusedLion(Lion, metaclass=CountsOptimizers):
     """Lion.
 
     Args:

@@ -87,8 +87,8 @@ def _status(parameter: torch.Tensor) -> ZeroParamStatus:
     return _STATUS.get(unit.state, ZeroParamStatus.NOT_AVAILABLE)
 
 
-def _tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part, 1-D; not a copy."""
+def part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter that ``zero.Init`` or a stage-3 engine holds, 1-D; not a copy."""
     held = _held(parameter, "ds_tensor")
     if isinstance(held, EarlyShard):
         return held.shard
@@ -122,7 +122,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "ds_shape": _shape,
     "ds_numel": _numel,
     "ds_status": _status,
-    "ds_tensor": _tensor,
+    "ds_tensor": part_of,
     "ds_persist": _persist,
     "ds_process_group": _group,
     "ds_active_sub_modules": _modules,

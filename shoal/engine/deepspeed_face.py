@@ -241,6 +241,13 @@ class DeepSpeedFace(nn.Module):
         self._check_alive()
         self.sharded.finish_backward()
 
+    def _local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part, without elements where it owns none; None without a gradient."""
+        if not self.access.has_gradient(parameter):
+            return None
+        part = self.access.local_gradient(parameter)
+        return torch.empty(0, device=parameter.device) if part is None else part
+
     def _refuse_no_sync(self) -> None:
         stage = self.zero_optimization_stage()
         if stage > 1:

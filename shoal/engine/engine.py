@@ -104,6 +104,7 @@ class Engine(StoredEngine):
                 self.zero_grad,
                 sharded.offload if plan.zero.stage == 3 else None,
                 is_scaled=loss_scale is not None,
+                local_gradient=self._local_gradient,
             )
             if optimizer_step is not None
             else None

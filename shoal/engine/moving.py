@@ -58,6 +58,10 @@ class Moving:
         """The ledger's kinds of what is on the host now and comes back."""
         return frozenset(KINDS[name] for name in self._away) if self._is_apart else frozenset()
 
+    def is_away(self, name: str) -> bool:
+        """Was that kind of state moved, and not brought back?"""
+        return name in self._away
+
     def require(self, call: str) -> None:
         """Raises: UsageError: something that ``call`` needs is away."""
         if not self._away:

@@ -263,8 +263,18 @@ class OneCycle(Schedule):
         height = self._height()
         return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
-    def get_mom(self) -> list[float] | None:
-        """The momentum of each group; None where momentum is not cycled."""
+    def get_mom(self) -> list[Any] | None:
+        """Each group's ``betas``, or its momentum where it has none; None where momentum is not cycled."""
+        momenta = self._momenta()
+        if momenta is None:
+            return None
+        groups = self.optimizer.param_groups
+        return [
+            (momentum, DEFAULT_BETA2) if _momentum_key(group) == "betas" else momentum
+            for group, momentum in zip(groups, momenta, strict=True)
+        ]
+
+    def _momenta(self) -> list[float] | None:
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration >= self.total_size:
@@ -277,7 +287,7 @@ class OneCycle(Schedule):
 
     def _apply(self) -> None:
         super()._apply()
-        momenta = self.get_mom()
+        momenta = self._momenta()
         if momenta is not None:
             self._set_momentum(momenta)
 

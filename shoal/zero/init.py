@@ -146,6 +146,7 @@ class _ConstructorPatch:
         self._lock = threading.RLock()
         self._open = 0
         self._originals: dict[type[nn.Module], Callable[..., None]] = {}
+        self._to_empty: Any = nn.Module.to_empty
         self._subclass_hook: Any = None
         self._local = threading.local()
 
@@ -170,6 +171,7 @@ class _ConstructorPatch:
                 for cls, original in self._originals.items():
                     cls.__init__ = original  # type: ignore[method-assign]
                 self._originals.clear()
+                nn.Module.to_empty = self._to_empty  # type: ignore[method-assign]
                 if self._subclass_hook is None:
                     del nn.Module.__init_subclass__
                 else:
@@ -194,6 +196,7 @@ class _ConstructorPatch:
             cls = pending.pop()
             pending.extend(cls.__subclasses__())
             self._wrap(cls)
+        self._wrap_to_empty()
         self._subclass_hook = nn.Module.__dict__.get("__init_subclass__")
         patch = self
 
@@ -202,6 +205,22 @@ class _ConstructorPatch:
             patch._wrap(cls)
 
         nn.Module.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
+
+    def _wrap_to_empty(self) -> None:
+        """``torch.nn.utils.skip_init`` builds a module on the meta device, and gives it memory afterwards."""
+        original, stack = nn.Module.to_empty, self._stack
+        self._to_empty = original
+
+        @functools.wraps(original)
+        def to_empty(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            made = original(module, *args, **kwargs)
+            active = stack()
+            if active:
+                for part in made.modules():
+                    active[-1]._shard(part)
+            return made
+
+        nn.Module.to_empty = to_empty  # type: ignore[method-assign, assignment]
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         original = cls.__dict__.get("__init__")

@@ -117,6 +117,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         offload: ParameterOffload | None = None,
         *,
         is_scaled: bool = False,
+        local_gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
@@ -129,6 +130,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._state = StateByParameter(step)
         self._status = StepStatus()
         self._is_scaled = is_scaled
+        self._local_gradient = local_gradient
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
 
@@ -189,6 +191,18 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 3."""
         return self.single_partition_of_fp32_groups
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's parts of the reduced gradients, 1-D, fp32, in the order of each group's parameters.
+
+        DeepSpeed's name. A part has no elements where this rank owns none; parameters without a gradient are left out.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            parts = [self._local_gradient(parameter) for parameter in group["params"]]
+            found[index] = [part for part in parts if part is not None]
+        return found
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

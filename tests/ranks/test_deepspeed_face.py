@@ -452,3 +452,21 @@ def test_a_model_that_is_unwrapped_for_generation_is_whole_and_quiet() -> None:
         engine.destroy()
 
     run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_shows_each_ranks_parts_of_the_gradients(stage: int) -> None:
+    def job() -> tuple[Any, ...]:
+        engine = start(Plain, config(stage), adamw)
+        assert engine.optimizer.averaged_gradients == {0: []}
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        parts = engine.optimizer.averaged_gradients
+        whole = [engine.access.full_gradient(p) for p in engine.optimizer.param_groups[0]["params"]]
+        found = [part.clone() for part in parts[0]], [grad.clone() for grad in whole if grad is not None]
+        engine.destroy()
+        return found
+
+    (first, whole), (second, _) = run_ranks(2, job)
+    assert len(first) == len(second) == len(whole) > 4
+    for one, other, all_of_it in zip(first, second, whole, strict=True):
+        assert torch.equal(one if stage == 0 else torch.cat([one, other]), all_of_it.reshape(-1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,88 @@ def test_the_wrapped_optimizer_gives_its_state_by_parameter() -> None:
             {**saved, "state": {0: {"exp_avg": moment, "exp_avg_sq": moment, "step": torch.tensor(1.0)}, 1: {}}}
         )
         torch.testing.assert_close(optimizer.optimizer.state_dict()["state"][0]["exp_avg"], moment)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_odd_size_of_buckets_is_refused_as_deepspeed_refuses_it(stage: int) -> None:
+    model = nn.Linear(2, 2)
+
+    def job() -> None:
+        for size in (1001, 1000):
+            zero = {"zero_optimization": {"stage": stage, "allgather_bucket_size": size}}
+            given = {"model": model, "config": {**CONFIG, **ADAM, **zero}, "dist_init_required": False}
+            if size == 1001:
+                for kind in (AssertionError, ConfigError):
+                    with pytest.raises(kind, match=r"multiple of nccl_start_alignment_factor, which is 2, got 1001"):
+                        initialize(**given)
+            else:
+                initialize(**given)[0].destroy()  # the model is free again
+
+    on_one_rank(job)
+
+
+def test_an_optimizer_on_the_host_is_deepspeeds_only_where_the_config_asks_for_it() -> None:
+    from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
+    from shoal.compat.deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    model = nn.Linear(2, 2)
+
+    def start(force: bool | None, kind: Any) -> None:
+        config = {**CONFIG, "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+        if force is not None:
+            config["zero_force_ds_cpu_optimizer"] = force
+        optimizer = kind(model.parameters(), lr=0.1)
+        initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0].destroy()
+
+    def job() -> None:
+        with pytest.raises(ZeRORuntimeException, match="must be DeepSpeedCPUAdam, as the config asks; got Adam"):
+            start(True, torch.optim.Adam)
+        start(True, DeepSpeedCPUAdam)
+        start(False, torch.optim.Adam)
+        start(None, torch.optim.Adam)
+
+    on_one_rank(job)
+
+
+def test_modules_that_the_config_makes_one_unit_bear_the_mark() -> None:
+    from shoal.compat.deepspeed.utils.z3_leaf_module import get_z3_leaf_modules
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+
+    def job(leaf: dict[str, Any], stage: int) -> list[int]:
+        config = {**CONFIG, **ADAM, "zero_optimization": {"stage": stage, "leaf_module": leaf}}
+        mine = copy.deepcopy(model)
+        engine = initialize(model=mine, config=config, dist_init_required=False)[0]
+        found = [list(mine).index(module) for module in get_z3_leaf_modules(mine)]
+        engine.destroy()
+        return found
+
+    assert run_ranks(1, job, {"names": ["1"]}, 3) == [[1]]
+    assert run_ranks(1, job, {"classes": ["ReLU"]}, 3) == [[2]]
+    assert run_ranks(1, job, {"name_suffixes": ["2"]}, 3) == [[2]]
+    assert run_ranks(1, job, {}, 3) == [[]]
+
+
+def test_states_say_where_they_are() -> None:
+    from shoal.compat.deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+    from shoal.compat.deepspeed.runtime.zero.offload_states import get_state_devices
+
+    model = nn.Linear(2, 2)
+
+    def job() -> None:
+        config = {**CONFIG, **ADAM, "zero_optimization": {"stage": 3}}
+        engine = initialize(model=model, config=config, dist_init_required=False)[0]
+        assert get_state_devices(engine, OffloadStateTypeEnum.optim_states) == set()
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        for is_away in (False, True):
+            for kind in OffloadStateTypeEnum:
+                assert get_state_devices(engine, kind) == {torch.device("cpu")}
+                assert engine.moving.is_away(kind.value) is is_away
+            engine.offload_states()
         engine.destroy()
 
     on_one_rank(job)

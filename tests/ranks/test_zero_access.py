@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import skip_init
 
 import shoal
 from shoal import zero
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ModelError, UsageError
+from shoal.zero.early import EARLY
 from tests.ranks.models import (
     HIDDEN,
     VOCABULARY,
@@ -419,6 +421,28 @@ def test_a_model_built_under_zero_init_is_bit_equal_to_one_built_directly(world:
         assert (parameters["blocks.0.up.bias"] == 3.0).all()
         assert (parameters["blocks.1.norm.weight"] == 1.5).all()
         assert torch.equal(parameters["blocks.2.up.weight"], parameters["blocks.0.up.weight"])
+
+
+def test_modules_whose_initialisation_is_skipped_are_sharded_too() -> None:
+    class Parent(nn.Module):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 5, device=device)
+
+    def job() -> list[int]:
+        with zero.Init():
+            built = nn.ModuleList([skip_init(nn.Linear, 6, 5), skip_init(Parent)])
+            with torch.no_grad():
+                for parameter in built.parameters():
+                    parameter.fill_(2.0)
+        shards = [EARLY.get(parameter) for parameter in built.parameters()]
+        with zero.GatheredParameters(built.parameters()):
+            assert all(bool((parameter == 2.0).all()) for parameter in built.parameters())
+        return [shard.shard.numel() for shard in shards if shard is not None]
+
+    before = nn.Module.to_empty
+    assert run_ranks(2, job) == [[15, 3, 15, 3]] * 2
+    assert nn.Module.to_empty is before
 
 
 def unlocked(stage: int) -> Callable[[], Any]:

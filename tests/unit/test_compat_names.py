@@ -77,7 +77,7 @@ THERE = {
     "deepspeed.runtime.swap_tensor": "MIN_SWAPPABLE_BYTES",
     "deepspeed.runtime.utils": """
         see_memory_usage move_to_device set_random_seed clip_grad_norm_ get_global_norm partition_uniform
-        partition_balanced DummyOptim copy_to_device call_to_str""",
+        partition_balanced DummyOptim copy_to_device call_to_str PartitionedTensor""",
     "deepspeed.runtime.zero": """
         Init GatheredParameters register_external_parameter unregister_external_parameter
         unwrap_model_for_generation DeepSpeedZeRoOffload
@@ -86,6 +86,7 @@ THERE = {
         ZeroStageEnum DeepSpeedZeroConfig OffloadDeviceEnum DeepSpeedZeroOffloadParamConfig
         DeepSpeedZeroOffloadOptimizerConfig""",
     "deepspeed.runtime.zero.offload_config": "OffloadDeviceEnum OffloadStateTypeEnum",
+    "deepspeed.runtime.zero.offload_states": "get_state_devices",
     "deepspeed.runtime.zero.partition_parameters": """
         Init GatheredParameters ZeroParamStatus ZeroParamType get_accelerator
         zero_wrapper_for_fp_tensor_constructor _orig_torch_arange _orig_torch_empty register_external_parameter""",

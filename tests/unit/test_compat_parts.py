@@ -190,6 +190,34 @@ def test_the_options_of_scripts_are_added() -> None:
     assert (args.warmup_num_steps, args.warmup_type) == (1000, "log")
 
 
+def test_the_options_of_a_schedule_make_its_section() -> None:
+    import argparse
+
+    from deepspeed.runtime.lr_schedules import add_tuning_arguments, get_config_from_args, get_lr_from_config
+
+    from shoal.optim.schedules import OneCycle, WarmupLR
+
+    parser = add_tuning_arguments(argparse.ArgumentParser())
+    found, problem = get_config_from_args(parser.parse_args(["--lr_schedule", "WarmupLR", "--warmup_max_lr", "0.5"]))
+    assert problem is None
+    assert get_lr_from_config(found) == (0.5, "")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
+    assert WarmupLR(optimizer, **found["params"]).max_lrs == [0.5]
+    found, _ = get_config_from_args(parser.parse_args(["--lr_schedule", "OneCycle"]))
+    assert OneCycle(optimizer, **found["params"]).total_size == 2000  # the options' own default is 1000 for each half
+    assert get_lr_from_config(found) == (0.1, "")
+    assert get_config_from_args(parser.parse_args([]))[0] is None
+    assert get_lr_from_config({"type": "WarmupCosineLR", "params": {}})[0] is None
+
+
+def test_values_that_are_not_finite_are_masked_in_place() -> None:
+    from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
+
+    values = torch.tensor([float("nan"), 2.0, float("-inf")])
+    mask_nan_or_inf_with_val_inplace(values)
+    assert values.tolist() == [-1.0, 2.0, -1.0]
+
+
 def test_tensors_are_moved_and_cloned_inside_structures() -> None:
     from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
     from deepspeed.runtime.utils import move_to_device

@@ -291,6 +291,12 @@ def test_one_cycle_cycles_the_momentum_of_sgd() -> None:
     assert "betas" not in optimizer.param_groups[0]
 
 
+def test_one_cycle_says_the_betas_of_groups_that_have_them() -> None:
+    schedule = OneCycle(two_groups(torch.optim.Adam), 0.1, 1.0, cycle_first_step_size=4)
+    schedule.step()
+    assert schedule.get_mom() == [(pytest.approx(0.875), 0.99)] * 2
+
+
 def test_one_cycle_without_any_momentum_says_so() -> None:
     with pytest.warns(UserWarning, match="neither betas nor a momentum"):
         schedule = OneCycle(two_groups(torch.optim.SGD), 0.1, 1.0)

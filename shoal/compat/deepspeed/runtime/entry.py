@@ -14,11 +14,24 @@ from shoal.compat.absent import absent_function, not_built
 from shoal.compat.assertions import be_assertion
 from shoal.compat.checkpoint_files import prepare
 from shoal.compat.config_optimizers import mark
+from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
+from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion
+from shoal.compat.deepspeed.utils.z3_leaf_module import (
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+)
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError
 from shoal.zero.registry import OWNERS
+
+
+class AssertedConfigError(ConfigError, AssertionError):
+    """A ConfigError where DeepSpeed asserts."""
+
 
 _SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
 
@@ -70,11 +83,49 @@ def initialize(
     except (ConfigError, ModelError, OptimizerError) as error:
         be_assertion(error)
         raise
+    try:
+        _refuse_what_deepspeed_refuses(engine, optimizer)
+    except ConfigError:
+        engine.destroy()
+        raise
+    _mark_leaves(engine)
     engine.follows_deepspeed = True
     if optimizer is None and engine.sharded_optimizer is not None:
         mark(engine.sharded_optimizer, engine._config_object)
     engine.checkpoints.beside = prepare
     return engine, engine.optimizer, loader, schedule
+
+
+def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
+    """Raises: AssertedConfigError: what works in Shoal and is asked for in vain under DeepSpeed's name."""
+    stage, size = engine.zero_optimization_stage(), engine.zero_allgather_bucket_size()
+    if stage in (1, 2) and size % 2:
+        raise AssertedConfigError(
+            f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2, got {size}.",
+            where="zero_optimization.allgather_bucket_size",
+            do="make it even, or leave it out: Shoal has no use for it.",
+            code="deepspeed-refuses",
+        )
+    is_asked_for = engine.config.get("zero_force_ds_cpu_optimizer") is True
+    is_another = isinstance(optimizer, torch.optim.Optimizer) and not isinstance(
+        optimizer, DeepSpeedCPUAdam | DeepSpeedCPUAdagrad | DeepSpeedCPULion
+    )
+    if is_asked_for and is_another and engine.zero_offload_optimizer() is not None:
+        raise AssertedConfigError(
+            f"an optimizer on the host must be DeepSpeedCPUAdam, as the config asks; got {type(optimizer).__name__}.",
+            where="zero_force_ds_cpu_optimizer",
+            do="leave the key out: Shoal updates on the host with any optimizer.",
+            code="deepspeed-refuses",
+        )
+
+
+def _mark_leaves(engine: Engine) -> None:
+    """Put the mark that scripts ask for on the modules that the config says are one unit."""
+    leaf = engine._config_object.zero_optimization.leaf_module
+    if engine.zero_optimization_stage() == 3:
+        set_z3_leaf_modules(engine.module, leaf.classes, raise_if_not_found=False)
+        set_z3_leaf_modules_by_name(engine.module, leaf.names, raise_if_not_found=False)
+        set_z3_leaf_modules_by_suffix(engine.module, leaf.name_suffixes, raise_if_not_found=False)
 
 
 def _take_over(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,32 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """The section ``scheduler`` that the options of ``add_tuning_arguments`` say. Returns: it, or None and why not."""
+    kind = getattr(args, "lr_schedule", None)
+    if kind not in _CLASSES:
+        return None, f"--lr_schedule is {kind}, expected one of {', '.join(VALID_LR_SCHEDULES)}"
+    taken = inspect.signature(_CLASSES[kind]).parameters
+    given = {name: getattr(args, name, None) for name, _, _ in _TUNING if name in taken}
+    unset = {CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT}  # whose default is -1
+    params = {k: v for k, v in given.items() if v is not None and not (k in unset and v < 0)}
+    return {"type": kind, "params": params}, None
+
+
+def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
+    """The rate that a section ``scheduler`` names. Returns: it, or None and why there is none."""
+    kind, params = config.get("type"), config.get("params", {})
+    name = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(str(kind), WARMUP_MAX_LR)
+    if kind not in _CLASSES or kind == WARMUP_COSINE_LR or name not in params:
+        return None, f"a schedule {kind} with {sorted(params)} names no rate"
+    return float(params[name]), ""
+
+
+_CLASSES: dict[Any, type] = {
+    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+}
+
+
 def _truth(text: str) -> bool:
     return text.lower() in ("1", "true", "yes", "on")
 
@@ -70,11 +97,42 @@ _TUNING: tuple[tuple[str, Callable[[str], Any], object], ...] = (
 )
 
 __all__ = [
+    "COS_MIN_RATIO",
+    "CYCLE_FIRST_STAIR_COUNT",
+    "CYCLE_FIRST_STEP_SIZE",
+    "CYCLE_MAX_LR",
+    "CYCLE_MAX_MOM",
+    "CYCLE_MIN_LR",
+    "CYCLE_MIN_MOM",
+    "CYCLE_SECOND_STAIR_COUNT",
+    "CYCLE_SECOND_STEP_SIZE",
+    "DECAY_LR_RATE",
+    "DECAY_MOM_RATE",
+    "DECAY_STEP_SIZE",
     "LRRangeTest",
+    "LR_RANGE_TEST",
+    "LR_RANGE_TEST_MIN_LR",
+    "LR_RANGE_TEST_STAIRCASE",
+    "LR_RANGE_TEST_STEP_RATE",
+    "LR_RANGE_TEST_STEP_SIZE",
+    "ONE_CYCLE",
     "OneCycle",
+    "TOTAL_NUM_STEPS",
     "VALID_LR_SCHEDULES",
+    "WARMUP_COSINE_LR",
+    "WARMUP_DECAY_LR",
+    "WARMUP_LINEAR_RATE",
+    "WARMUP_LOG_RATE",
+    "WARMUP_LR",
+    "WARMUP_MAX_LR",
+    "WARMUP_MIN_LR",
+    "WARMUP_MIN_RATIO",
+    "WARMUP_NUM_STEPS",
+    "WARMUP_TYPE",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
     "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from shoal.comm.world import current_world
 from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.compat.partitioned_tensor import PartitionedTensor
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import UsageError
 from shoal.text import format_bytes
@@ -74,6 +75,11 @@ def clip_grad_norm_(
             code="clip-engine",
         )
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+
+def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Put ``val`` where a value is not finite."""
+    input.masked_fill_(~input.isfinite(), val)
 
 
 def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
@@ -171,6 +177,7 @@ def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
 
 __all__ = [
     "DummyOptim",
+    "PartitionedTensor",
     "call_to_str",
     "clip_grad_norm_",
     "copy_to_device",
@@ -180,6 +187,7 @@ __all__ = [
     "get_grad_norm",
     "get_only_unique_item",
     "is_model_parallel_parameter",
+    "mask_nan_or_inf_with_val_inplace",
     "move_to_device",
     "noop_decorator",
     "partition_balanced",

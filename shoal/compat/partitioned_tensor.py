@@ -1,0 +1,92 @@
+"""DeepSpeed's ``PartitionedTensor``: a tensor of which each rank of a torch process group holds a stretch.
+
+rank 0   local_data  [0 1 2]          full()   [0 1 2 3 4 5 6 7] in the first tensor's shape, on each rank
+rank 1               [3 4 5]
+rank 2               [6 7]
+to_meta()            number of dimensions, dimensions, ranks, this rank, where each stretch begins, the end
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shoal.compat.deepspeed import comm as dist
+from shoal.errors import UsageError
+
+
+class PartitionedTensor:
+    """This rank's stretch of a tensor that every rank of the group was given alike.
+
+    Args:
+        tensor: any shape; its values are copied.
+        partition_meta: where each rank's stretch begins, and the end; None: as even as it can be, the first longer.
+
+    Raises: UsageError: a partition that is not one of the tensor among the group's ranks.
+    """
+
+    def __init__(self, tensor: torch.Tensor, group: Any, partition_meta: list[int] | None = None) -> None:
+        self.group = group
+        self.num_parts, self.rank = dist.get_world_size(group=group), dist.get_rank(group=group)
+        self.orig_size, self.orig_device = list(tensor.shape), tensor.device
+        size, longer = divmod(tensor.numel(), self.num_parts)
+        even = [part * size + min(part, longer) for part in range(self.num_parts + 1)]
+        self.partition = self._checked(even if partition_meta is None else list(partition_meta), tensor.numel())
+        self.local_data = tensor.detach().reshape(-1)[self.partition[self.rank] : self.partition[self.rank + 1]].clone()
+
+    def _checked(self, partition: list[int], numel: int) -> list[int]:
+        is_one = len(partition) == self.num_parts + 1 and partition[0] == 0 and partition[-1] == numel
+        if not is_one or partition != sorted(partition):
+            raise UsageError(
+                f"{partition} does not cut {numel} elements into {self.num_parts} stretches.",
+                do="give where each rank's begins, from 0, and the end.",
+                code="partitioned-tensor",
+            )
+        return partition
+
+    @classmethod
+    def from_meta(
+        cls, meta: torch.Tensor, local_part: torch.Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """The same object from ``to_meta()`` and ``data()``, on the same rank. Raises: UsageError: another rank's."""
+        numbers = [int(number) for number in meta.tolist()]
+        dimensions, rest = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
+        made = cls(local_part.new_empty(0), group)
+        if rest[:2] != [made.num_parts, made.rank]:
+            raise UsageError(
+                f"the description is of rank {rest[1]} of {rest[0]}, this is rank {made.rank} of {made.num_parts}.",
+                do="send each rank its own.",
+                code="partitioned-tensor",
+            )
+        made.orig_size, made.local_data = dimensions, local_part.detach()
+        made.orig_device = local_part.device if device is None else torch.device(device)
+        made.partition = made._checked(rest[2:], math.prod(dimensions))
+        return made
+
+    def full(self, device: Any = None) -> torch.Tensor:
+        """The whole tensor, in its first shape. Every rank calls. Communicates: an all_gather."""
+        longest = max(end - begin for begin, end in zip(self.partition, self.partition[1:], strict=False))
+        mine = self.local_data.new_zeros(longest)
+        mine[: self.local_data.numel()].copy_(self.local_data)
+        parts = [torch.empty_like(mine) for _ in range(self.num_parts)]
+        dist.all_gather(parts, mine, group=self.group)
+        bounds = zip(self.partition, self.partition[1:], strict=False)
+        whole = torch.cat([part[: end - begin] for part, (begin, end) in zip(parts, bounds, strict=True)])
+        return whole.view(self.orig_size).to(self.orig_device if device is None else device)
+
+    def to_meta(self) -> torch.Tensor:
+        """What ``from_meta`` needs beside the data. Shape: [dimensions + ranks + 4], int64."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
+
+    def data(self) -> torch.Tensor:
+        """This rank's stretch, 1-D."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        return self.local_data.shape
+
+    def full_size(self) -> list[int]:
+        return self.orig_size

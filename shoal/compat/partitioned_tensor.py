@@ -12,8 +12,8 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shoal.compat.deepspeed import comm as dist
 from shoal.errors import UsageError
 
 

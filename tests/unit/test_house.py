@@ -125,8 +125,10 @@ def test_only_device_and_comm_name_cuda() -> None:
 
 def test_only_comm_and_launch_name_torch_distributed() -> None:
     # torch.distributed.checkpoint is a format: its own rooms read and write it, without a collective.
-    # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names.
-    lent = ("shoal/compat/deepspeed/comm/", "shoal/compat/deepspeed/utils/groups.py")
+    # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names; a PartitionedTensor
+    # is given one of torch's groups.
+    of_groups = ("shoal/compat/deepspeed/utils/groups.py", "shoal/compat/partitioned_tensor.py")
+    lent = ("shoal/compat/deepspeed/comm/", *of_groups)
     allowed = ("shoal/comm/", "shoal/launch/", "shoal/checkpoint/formats/dcp", *lent)
     assert places_of("torch.distributed", allowed=allowed) == []
 

@@ -2,6 +2,7 @@
 
     FOLDER/latest                                                   the tag (Shoal's own save writes it)
     FOLDER/zero_to_fp32.py                                          gives the fp32 weights of the folder's checkpoints
+    FOLDER/zero_to_torch.py                                         gives them in another format too
     FOLDER/TAG/mp_rank_00_model_states.pt                           stages 0 to 2: counters and the client state
     FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt            stage 3: the same
     FOLDER/TAG/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt     stages 1 to 3: the stage
@@ -22,14 +23,14 @@ from shoal.checkpoint.storage import LocalStorage, Storage
 from shoal.compat.distribution import lent_version
 from shoal.engine.engine import Engine
 
-SCRIPT = "zero_to_fp32.py"
+SCRIPTS = {"zero_to_fp32.py": ("fp32 weights", "main"), "zero_to_torch.py": ("weights", "main_to_torch")}
 _SCRIPT_TEXT = '''#!/usr/bin/env python
-"""Writes the fp32 weights of a checkpoint of this folder:  zero_to_fp32.py FOLDER OUTPUT [-t TAG]"""
+"""Writes the {what} of a checkpoint of this folder:  {name} FOLDER OUTPUT [-t TAG]"""
 
-from shoal.compat.zero_to_fp32 import main
+from shoal.compat.zero_to_fp32 import {main}
 
 if __name__ == "__main__":
-    main()
+    {main}()
 '''
 
 
@@ -75,9 +76,10 @@ def prepare(engine: Engine, storage: Storage, tag: str, client_state: Mapping[st
         for path, data in made.items():
             storage.replace(path, data)
         if isinstance(storage, LocalStorage):
-            script = storage.root / SCRIPT
-            script.write_text(_SCRIPT_TEXT, encoding="utf-8")
-            script.chmod(0o755)
+            for name, (what, main) in SCRIPTS.items():
+                script = storage.root / name
+                script.write_text(_SCRIPT_TEXT.format(name=name, what=what, main=main), encoding="utf-8")
+                script.chmod(0o755)
 
     return write
 

@@ -2,7 +2,7 @@
 
     parameter.ds_id, ds_shape, ds_numel      of one that zero.Init or a stage-3 engine holds; else AttributeError
     parameter.ds_status, ds_tensor           asked of Shoal's own records each time: nothing lies on a parameter
-    parameter.all_gather(), partition()
+    parameter.all_gather(), all_gather_coalesced(), partition()
     module.ds_external_parameters()
 
 ``lend`` puts them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``take_back`` removes them.
@@ -185,6 +185,22 @@ def _all_gather(parameter: torch.Tensor) -> Callable[..., None]:
     return all_gather
 
 
+class _Gathered:
+    """What ``all_gather_coalesced()`` gives: the parameters are whole already."""
+
+    def wait(self, handle_dependency: bool = True) -> None: ...
+
+
+def _all_gather_coalesced(parameter: torch.Tensor) -> Callable[..., _Gathered]:
+    def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
+        """Make the parameters of the list whole until ``partition()``. Every rank calls."""
+        for each in params:
+            _lent.blocks.open(each)
+        return _Gathered()
+
+    return all_gather_coalesced
+
+
 def _partition(parameter: torch.Tensor) -> Callable[..., None]:
     def partition(param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False) -> None:
         """End what ``all_gather()`` began. ``has_been_updated``: rank 0's changes are given to all."""
@@ -213,13 +229,21 @@ def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return iter(())
 
 
+_METHODS: dict[str, Callable[[Any], Any]] = {
+    "all_gather": _all_gather,
+    "all_gather_coalesced": _all_gather_coalesced,
+    "partition": _partition,
+    "partition_numel": _partition_numel,
+}
+
+
 def lend() -> None:
     """Put the names on torch's classes. Idempotent."""
     if _lent.names:
         return
     for name, read in _READ.items():
         _lent.put(nn.Parameter, name, property(read))
-    for name, method in (("all_gather", _all_gather), ("partition", _partition), ("partition_numel", _partition_numel)):
+    for name, method in _METHODS.items():
         _lent.put(nn.Parameter, name, _of(method, name))
     _lent.put(nn.Parameter, "item", _item)
     _lent.put(nn.Module, "ds_external_parameters", _external_parameters)

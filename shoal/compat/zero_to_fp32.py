@@ -1,4 +1,6 @@
-"""``deepspeed.utils.zero_to_fp32`` for Shoal's checkpoints and DeepSpeed's: whole fp32 weights, in one process."""
+"""``deepspeed.utils.zero_to_fp32`` and ``zero_to_torch`` for Shoal's checkpoints and DeepSpeed's: whole weights, in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +27,23 @@ from shoal.errors import CheckpointError
 Place = str | os.PathLike[str]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+def _dtype(wanted: torch.dtype | str) -> torch.dtype:
+    found = _DTYPES.get(str(wanted).removeprefix("torch.").lower())
+    if found is None:
+        raise ValueError(f"Unsupported output dtype {wanted!r}: take one of {', '.join(_DTYPES)}")
+    return found
 
 
 class _Weights:
@@ -90,26 +110,50 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the fp32 weights as a folder that Transformers loads.
+    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: Place,
+    output_dir: Place,
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights as a folder that Transformers loads.
 
     Args:
+        dtype: of tensors of floating point: fp32, fp16 or bf16, as torch's or by name.
         output_dir: a folder that is not there yet; a name that ends in ``.bin``, ``.pt`` or ``.pth`` is one file.
         max_shard_size: begin another file before one gets larger; of safetensors only.
         safe_serialization: safetensors in place of ``pytorch_model.bin``.
 
     Raises: CheckpointError: something is there already, or the checkpoint is missing or damaged.
+        ValueError: another dtype.
     Memory: one tensor.
     """
+    wanted = _dtype(dtype)
     weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
     if safe_serialization:
         most = _nbytes(max_shard_size) if max_shard_size is not None else float("inf")
-        write_huggingface(weights, output_dir, dtype=torch.float32, max_file_nbytes=most)
+        write_huggingface(weights, output_dir, dtype=wanted, max_file_nbytes=most)
         return
     target = Path(output_dir)
     if target.suffix not in (".bin", ".pt", ".pth"):
         target.mkdir(parents=True, exist_ok=True)
         target = target / "pytorch_model.bin"
-    write_plain(weights, target, torch.float32)
+    write_plain(weights, target, wanted)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:
@@ -169,7 +213,20 @@ def _nbytes(size: str | int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command ``zero_to_fp32.py``."""
-    parser = argparse.ArgumentParser(description="Write the fp32 weights of a checkpoint of Shoal's or DeepSpeed's.")
+    given = _parser("Write the fp32 weights of a checkpoint of Shoal's or DeepSpeed's.").parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(**_keywords(given))
+
+
+def main_to_torch(arguments: Sequence[str] | None = None) -> None:
+    """The command ``zero_to_torch.py``."""
+    parser = _parser("Write the weights of a checkpoint of Shoal's or DeepSpeed's.")
+    parser.add_argument("--dtype", default="fp32", choices=list(_DTYPES), help="of tensors of floating point")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_state_dict(**_keywords(given), dtype=given.dtype)
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("checkpoint_dir", help="what was given to save_checkpoint")
     parser.add_argument("output_dir", help="the folder to write to")
     parser.add_argument("--max_shard_size", default="5GB", help="of one safetensors file")
@@ -177,15 +234,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", default=None, help="which checkpoint; the newest where left out")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help="no effect")
-    given = parser.parse_args(arguments)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir,
-        given.output_dir,
-        max_shard_size=given.max_shard_size,
-        safe_serialization=given.safe_serialization,
-        tag=given.tag,
-        exclude_frozen_parameters=given.exclude_frozen_parameters,
-    )
+    return parser
+
+
+def _keywords(given: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "checkpoint_dir": given.checkpoint_dir,
+        "output_dir": given.output_dir,
+        "max_shard_size": given.max_shard_size,
+        "safe_serialization": given.safe_serialization,
+        "tag": given.tag,
+        "exclude_frozen_parameters": given.exclude_frozen_parameters,
+    }
 
 
 if __name__ == "__main__":

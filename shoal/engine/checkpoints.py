@@ -109,6 +109,7 @@ class Checkpoints:
             self._after = self.beside(engine, storage, tag, client_state or {})
         if save.is_done:
             self._write_beside()
+            self._meet()
         else:
             self._in_flight = save
             for bucket_state in engine.bucket_states:
@@ -127,6 +128,11 @@ class Checkpoints:
             logger.warning(
                 "the checkpoint is saved, but not all that goes beside it for DeepSpeed's clients: %s", error
             )
+
+    def _meet(self) -> None:
+        """No rank goes on before what rank 0 wrote beside the checkpoint is there."""
+        if self.beside is not None:
+            agree(self._engine.axes.all, None, None, "checkpoint: beside")
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -230,6 +236,7 @@ class Checkpoints:
             self._report(error)
             return
         self._write_beside()
+        self._meet()
 
     def _say_goodbye(self) -> None:
         """A process that ends in good order waits for what it is writing."""

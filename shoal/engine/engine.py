@@ -112,6 +112,7 @@ class Engine(StoredEngine):
         if self.sharded_optimizer is not None and loss_scale is not None:
             self.sharded_optimizer.loss_scale = loss_scale.scale
             self.sharded_optimizer._status.is_dynamic = loss_scale.settings.is_dynamic
+            self.sharded_optimizer._status.scaler = loss_scale
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.client_optimizer: Any = None

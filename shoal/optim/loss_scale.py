@@ -96,6 +96,11 @@ class LossScale:
         """What the loss is multiplied by."""
         return self._scale
 
+    @property
+    def iteration(self) -> int:
+        """Steps that it was told of."""
+        return self._iteration
+
     def update(self, overflow: bool) -> Event:
         """Tell the outcome of a step, the same on every rank.
 

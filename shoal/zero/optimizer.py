@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import OptimizerError
+from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.step import BucketState, ShardedStep
 
@@ -79,6 +80,7 @@ class StepStatus:
         self.overflow = False
         self.loss_scale = 1.0
         self.is_dynamic = False
+        self.scaler: LossScale | None = None  # fp16's
 
 
 class LossScaler:
@@ -98,6 +100,27 @@ class LossScaler:
     @property
     def dynamic(self) -> bool:
         return self._status.is_dynamic
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self._status.is_dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        return self._status.scaler.iteration if self._status.scaler is not None else 0
+
+    @property
+    def scale_window(self) -> int | None:
+        return self._dynamic.loss_scale_window if self._dynamic else None
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        return self._dynamic.min_loss_scale if self._dynamic else None
+
+    @property
+    def _dynamic(self) -> LossScaleSettings | None:
+        scaler = self._status.scaler
+        return scaler.settings if scaler is not None and self._status.is_dynamic else None
 
 
 class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
@@ -177,6 +200,17 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         return LossScaler(self._status)
 
     @property
+    def loss_scale_config(self) -> LossScaler:
+        """As ``loss_scaler``: DeepSpeed's name of it at stage 0."""
+        return self.loss_scaler
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype | None:
+        """The 16-bit format of the parameters; None: they have none."""
+        dtypes = {state.bucket.dtype for state in self.sharded_step.states}
+        return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), None)
+
+    @property
     def dynamic_loss_scale(self) -> bool:
         """Does the loss scale adapt itself?"""
         return self._status.is_dynamic
@@ -186,6 +220,17 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
         pieces = [piece for state in self.sharded_step.states for piece in state.pieces]
         return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 0."""
+        return self.single_partition_of_fp32_groups
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """This rank's fp32 master weights by group, in 1-D pieces: DeepSpeed's name of it at stage 0."""
+        pieces = [piece for state in self.sharded_step.states for piece in state.pieces]
+        return [[p.param for p in pieces if p.group == index] for index in range(len(self.param_groups))]
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:

@@ -6,6 +6,7 @@ import glob
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from shoal.comm.world import current_world
 from shoal.compat.deepspeed import initialize
 from shoal.compat.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
     get_model_state_files,
@@ -61,7 +63,7 @@ def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: 
     saved(tmp_path, stage, bf16={"enabled": True}, checkpoint={"async_save": is_async})
     (tag,) = glob.glob(f"{tmp_path}/global_step*")
     assert os.path.basename(tag) == "global_step1" == (tmp_path / "latest").read_text()
-    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK)
+    assert os.access(tmp_path / "zero_to_fp32.py", os.X_OK) and os.access(tmp_path / "zero_to_torch.py", os.X_OK)
     rank = "zero_pp_rank_0_" if stage == 3 else ""
     assert get_model_state_file(tag, stage) == f"{tag}/{rank}mp_rank_00_model_states.pt"
     assert get_model_state_files(tag) == [get_model_state_file(tag, stage)]
@@ -101,6 +103,42 @@ def test_master_weights_come_out_whole_and_in_fp32(tmp_path: Path, stage: int) -
         assert all(torch.equal(found[name], value) for name, value in expected.items())
     model = load_state_dict_from_zero_checkpoint(make(Plain, seed=5), tmp_path)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "torch.float16", torch.bfloat16])
+def test_weights_come_out_in_another_format(tmp_path: Path, dtype: Any) -> None:
+    expected = saved(tmp_path / "saved", 2)
+    kind = torch.float16 if dtype == "torch.float16" else torch.bfloat16
+    convert_zero_checkpoint_to_state_dict(tmp_path / "saved", tmp_path / "out", dtype)
+    found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert all(torch.equal(found[name], value.to(kind)) for name, value in expected.items())
+    with pytest.raises(ValueError, match="Unsupported output dtype 'int8'"):
+        convert_zero_checkpoint_to_state_dict(tmp_path / "saved", tmp_path / "int8", "int8")
+    assert not (tmp_path / "int8").exists()
+    if dtype == "bf16":
+        script = [sys.executable, str(tmp_path / "saved" / "zero_to_torch.py"), str(tmp_path / "saved")]
+        subprocess.run([*script, str(tmp_path / "safe"), "--dtype", "fp16", "--safe_serialization"], check=True)
+        assert load_file(tmp_path / "safe" / "model.safetensors")[next(iter(expected))].dtype is torch.float16
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_lies_beside_is_there_on_every_rank_when_the_save_returns(tmp_path: Path, stage: int) -> None:
+    def train() -> bool:
+        engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(stage), dist_init_required=False)
+        prepare = engine.checkpoints.beside
+        assert prepare is not None
+
+        def slowly(*about: Any) -> Callable[[], None]:
+            write = prepare(*about)
+            return lambda: (time.sleep(0.3), write())[1]
+
+        engine.checkpoints.beside = slowly
+        engine.save_checkpoint(tmp_path)
+        is_there = (tmp_path / "zero_to_fp32.py").exists()
+        engine.destroy()
+        return is_there
+
+    assert run_ranks(2, train) == [True, True]
 
 
 def test_a_checkpoint_is_replaced_pruned_and_loaded_with_what_lies_beside_it(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from shoal.compat.deepspeed.ops.lamb import FusedLamb
 from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from shoal.compat.deepspeed.runtime.entry import initialize
+from shoal.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from shoal.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from shoal.compat.deepspeed.utils.timer import ThroughputTimer
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.optimizer import ShardedOptimizer
 
@@ -252,3 +255,81 @@ def test_states_say_where_they_are() -> None:
         engine.destroy()
 
     on_one_rank(job)
+
+
+def test_at_stage_0_the_optimizer_has_deepspeeds_names_for_bf16() -> None:
+    def job() -> None:
+        engine, optimizer, _, _ = initialize(
+            model=nn.Linear(2, 2), config={**CONFIG, **ADAM, "bf16": {"enabled": True}}
+        )
+        assert isinstance(optimizer, FP16_UnfusedOptimizer) and not isinstance(optimizer, FP16_Optimizer)
+        assert optimizer.low_precision_dtype is torch.bfloat16
+        scale = optimizer.loss_scale_config
+        assert (scale.cur_scale, scale.dynamic_loss_scale, scale.cur_iter) == (1.0, False, 0)
+        assert scale.scale_window is None and scale.min_loss_scale is None
+        assert [sum(p.numel() for p in group) for group in optimizer.fp32_groups] == [6]
+        assert sum(p.numel() for p in optimizer.fp32_groups_flat) == 6
+        assert all(p.dtype is torch.float32 for p in optimizer.fp32_groups_flat)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+def test_the_loss_scale_of_fp16_can_be_read() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3, "min_loss_scale": 2, "hysteresis": 1}
+
+    def job() -> None:
+        engine, optimizer, _, _ = initialize(model=nn.Linear(2, 2), config={**CONFIG, **ADAM, "fp16": fp16})
+        scale = optimizer.loss_scale_config
+        assert optimizer.low_precision_dtype is torch.float16
+        assert (scale.cur_scale, scale.dynamic_loss_scale, scale.scale_window, scale.min_loss_scale) == (16, True, 3, 2)
+        engine.backward(engine(torch.full((1, 2), 1e4, dtype=torch.float16)).sum())
+        engine.step()
+        assert (scale.cur_scale, scale.cur_iter) == (8, 1)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+def test_a_launched_process_that_must_not_initialise_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="dist_init_required=False"):
+        initialize(model=nn.Linear(2, 2), config=CONFIG, dist_init_required=False)
+
+
+def test_the_throughput_timer_counts_steps_and_times_those_after_the_second() -> None:
+    def job() -> None:
+        model, settings = nn.Linear(2, 2), {**CONFIG, **ADAM, "gradient_accumulation_steps": 2}
+        engine = initialize(model=model, config=settings)[0]
+        timer = engine.tput_timer
+        assert timer.batch_size == 2 and not timer.initialized and timer.global_step_count == 0
+        for _ in range(10):
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        assert timer.global_step_count == 4 and timer.total_elapsed_time > 0  # the first step began before it did
+        assert timer.avg_samples_per_sec() == pytest.approx(2 * 2 / timer.total_elapsed_time)
+        engine.destroy()
+
+    on_one_rank(job)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5])
+def test_a_throughput_timer_that_would_never_speak_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="steps_per_output must be"):
+        ThroughputTimer(argparse.Namespace(enabled=True, synchronized=False), 1, steps_per_output=value)  # type: ignore[arg-type]
+
+
+def test_a_throughput_timer_says_the_speed_at_multiples() -> None:
+    said: list[str] = []
+    switches = argparse.Namespace(enabled=True, synchronized=True)
+    timer = ThroughputTimer(switches, 8, start_step=0, steps_per_output=2, logging_fn=said.append)
+    assert timer.avg_samples_per_sec() == float("-inf")
+    for index in range(4):
+        timer.start()
+        timer.stop(global_step=index % 2 == 1)
+    assert timer.micro_step_count == 4 and timer.global_step_count == 2 and timer.step_elapsed_time == 0
+    (line,) = said
+    assert line.startswith("step 2: ") and line.endswith(" samples per second")
+    timer.update_epoch_count()
+    assert timer.epoch_count == 1 and timer.micro_step_count == 0

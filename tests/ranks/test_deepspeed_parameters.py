@@ -33,7 +33,7 @@ def lent() -> Iterator[None]:
 
 def test_an_ordinary_parameter_has_none_of_the_names() -> None:
     parameter = nn.Parameter(torch.ones(1))
-    for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "all_gather", "partition"):
+    for name in ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "all_gather_coalesced"):
         assert not hasattr(parameter, name)
     assert parameter.item() == 1.0
     assert not is_zero_param(parameter)
@@ -65,7 +65,7 @@ def test_a_parameter_of_zero_init_shows_its_true_shape_and_this_ranks_part() -> 
         assert weight.ds_persist is False
         weight.ds_active_sub_modules.clear()
         assert scalar.value.item() == 2.5
-        weight.all_gather()
+        weight.all_gather_coalesced([weight]).wait()
         assert weight.ds_status is AVAILABLE
         with torch.no_grad():
             weight.fill_(float(current_world().rank + 1))

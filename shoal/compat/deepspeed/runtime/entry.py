@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.comm.world import current_world, init_distributed
+from shoal.comm.environment import read_launch
+from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.absent import absent_function, not_built
 from shoal.compat.assertions import be_assertion
 from shoal.compat.checkpoint_files import prepare
@@ -17,6 +19,7 @@ from shoal.compat.config_optimizers import mark
 from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
 from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion
+from shoal.compat.deepspeed.utils.timer import ThroughputTimer
 from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
@@ -25,7 +28,7 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
-from shoal.errors import ConfigError, ModelError, OptimizerError
+from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.registry import OWNERS
 
 
@@ -62,6 +65,11 @@ def initialize(
     """
     if dist_init_required is not False and current_world().backend == "none":
         init_distributed(distributed_port=distributed_port, verbose=False)
+    if dist_init_required is False and process_group() is None and read_launch(mpi_and_slurm=False):
+        raise UsageError(
+            "a launcher started this process, no process group is there, and dist_init_required=False asks for none.",
+            do="call deepspeed.init_distributed() before, or leave dist_init_required out.",
+        )
     if isinstance(model, nn.Module):
         _take_over(model)
     try:
@@ -93,6 +101,7 @@ def initialize(
     if optimizer is None and engine.sharded_optimizer is not None:
         mark(engine.sharded_optimizer, engine._config_object)
     engine.checkpoints.beside = prepare
+    _time_steps(engine)
     return engine, engine.optimizer, loader, schedule
 
 
@@ -126,6 +135,18 @@ def _mark_leaves(engine: Engine) -> None:
         set_z3_leaf_modules(engine.module, leaf.classes, raise_if_not_found=False)
         set_z3_leaf_modules_by_name(engine.module, leaf.names, raise_if_not_found=False)
         set_z3_leaf_modules_by_suffix(engine.module, leaf.name_suffixes, raise_if_not_found=False)
+
+
+def _time_steps(engine: Engine) -> None:
+    """``engine.tput_timer``: seconds from step to step, by the host's clock."""
+    timer = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), engine.train_batch_size())
+
+    def step(_: Engine) -> None:
+        timer.stop(global_step=True)
+        timer.start()
+
+    vars(engine)["tput_timer"] = timer
+    engine.on_step.append(step)
 
 
 def _take_over(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.compat.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
+    convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
     get_model_state_files,
@@ -14,6 +15,7 @@ from shoal.compat.zero_to_fp32 import (
 
 __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
+    "convert_zero_checkpoint_to_state_dict",
     "get_fp32_state_dict_from_zero_checkpoint",
     "get_model_state_file",
     "get_model_state_files",

@@ -1,9 +1,10 @@
-"""``deepspeed.utils.zero_to_torch``: whole weights out of a checkpoint; `shoal convert` does it."""
+"""``deepspeed.utils.zero_to_torch``: whole weights out of a checkpoint, in a format of one's choice."""
 
 from __future__ import annotations
 
-from shoal.compat.absent import absent_function
-
-main = absent_function("deepspeed.utils.zero_to_torch.main", "run `shoal convert CHECKPOINT OUT`.")
+from shoal.compat.zero_to_fp32 import main_to_torch as main
 
 __all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

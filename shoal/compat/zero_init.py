@@ -11,7 +11,7 @@ import torch
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.tensor_constructors import ConstructorMode, zero_wrapper_for_fp_tensor_constructor
-from shoal.config import load
+from shoal.config import Config, load
 from shoal.zero.init import Init as ShardingInit
 
 _FACADE = "shoal.compat.deepspeed.runtime.zero.partition_parameters"
@@ -21,7 +21,8 @@ class Init(ShardingInit):
     """Shards parameters as modules are built. DeepSpeed's signature and meaning.
 
     Args:
-        config_dict_or_path, config: its ``fp16`` and ``bf16`` say the dtype; ``"auto"`` may be left in it.
+        config_dict_or_path, config: its ``fp16`` and ``bf16`` say the dtype, its ``enable_sanity_checks`` is obeyed;
+            ``"auto"`` may be left in it.
         dtype: in place of the config's.
     """
 
@@ -29,8 +30,11 @@ class Init(ShardingInit):
         is_enabled = kwargs.get("enabled", True)
         if is_enabled and current_world().backend == "none":
             init_distributed(verbose=False)  # scripts ask torch.distributed for their rank, were there one alone
-        if is_enabled and kwargs.get("dtype") is None:
-            kwargs["dtype"] = dtype_of(kwargs.get("config_dict_or_path") or kwargs.get("config"))
+        config = kwargs.get("config_dict_or_path") or kwargs.get("config")
+        settings = load(config, check_built=False) if is_enabled and config is not None else None
+        if settings is not None:
+            self._is_watched = bool(settings.zero_optimization.enable_sanity_checks)
+            kwargs["dtype"] = kwargs.get("dtype") or dtype_of(settings)
         self._constructors: ConstructorMode | None = None
         super().__init__(*args, **kwargs)
 
@@ -60,11 +64,8 @@ class Init(ShardingInit):
             self._constructors.is_on = True
 
 
-def dtype_of(config: Any) -> torch.dtype | None:
-    """The dtype that a config has a model built in; None without one: as the script builds it."""
-    if config is None:
-        return None
-    settings = load(config, check_built=False)
+def dtype_of(settings: Config) -> torch.dtype:
+    """The dtype that a config has a model built in."""
     if settings.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if settings.bf16.enabled else torch.float32

@@ -119,7 +119,7 @@ VERDICTS: dict[str, Verdict] = {
     "zero_optimization.override_module_apply": unused("`zero.Init` always sees each parameter while it is whole"),
     "zero_optimization.pipeline_loading_checkpoint": unused("each rank reads only its own ranges, block by block"),
     "zero_optimization.log_trace_cache_warnings": unused("a changed order of units is always counted"),
-    "zero_optimization.enable_sanity_checks": unused("the cheap checks are always on"),
+    "zero_optimization.enable_sanity_checks": OBEYED,
     "zero_optimization.zero_hpz_partition_size": OBEYED,
     "zero_optimization.zero_quantized_weights": later("quantized communication"),
     "zero_optimization.zero_quantized_nontrainable_weights": later("quantized weights"),

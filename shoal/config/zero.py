@@ -132,7 +132,7 @@ class ZeroOptimization(Section):
     override_module_apply: bool = key(True, "let `zero.Init` handle `Module.apply`")
     pipeline_loading_checkpoint: bool = key(False, "ranks load the checkpoint one after another, to save host memory")
     log_trace_cache_warnings: bool = key(False, "tell when the recorded order of modules no longer holds")
-    enable_sanity_checks: bool = key(False, "check the internal state at every step")
+    enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
     zero_hpz_partition_size: int = key(1, "ranks among which a second sharding of the parameters is kept (hpZ)", ge=0)
     zero_quantized_weights: bool = key(False, "gather parameters in 8 bits (qwZ)")
     zero_quantized_nontrainable_weights: bool = key(False, "keep frozen parameters quantized")

@@ -552,6 +552,11 @@ class Engine(StoredEngine):
     # the rest
 
     @property
+    def is_watched(self) -> bool:
+        """Are changes an error that ``GatheredParameters`` would lose?"""
+        return bool(self._config_object.zero_optimization.enable_sanity_checks)
+
+    @property
     def bucket_states(self) -> list[BucketState]:
         """Every trainable bucket, in unit order."""
         return self._states

@@ -37,6 +37,7 @@ class EarlyShard:
         self.number = 0  # parameters are gathered in its order, the same on every rank
         self.holders: list[int | None] = []  # of the blocks that hold it whole: which rank's changes count in each
         self.is_touched = False  # whole, because code used it
+        self.is_watched = False  # changes that would be lost are an error
         self._take(parameter, 0, dtype)
 
     def _take(self, parameter: torch.Tensor, source: int, dtype: torch.dtype | None) -> None:
@@ -56,6 +57,11 @@ class EarlyShard:
             self._comm.broadcast(full, source, label="zero.Init").drain()
         own = full[rank * length : (rank + 1) * length]
         self.shard = own.clone() if self._home is None else own.to(self._home, copy=True)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks that have the other ranges."""
+        return self._comm
 
     def whole(self) -> torch.Tensor:
         """The parameter's value. Communicates: one all_gather."""
@@ -140,6 +146,7 @@ class EarlyShards:
         dtype: floating-point parameters are cast to it; None: kept.
         before_scatter: called with a parameter that was touched, while it is whole for the last time.
         home: where shards rest; None: on ``device``.
+        is_watched: changes in a block of ``GatheredParameters`` that would lose them are an error.
 
     Memory: the shards; up to 2^26 elements of parameters that were touched since the last ``scatter``.
     """
@@ -151,9 +158,12 @@ class EarlyShards:
         dtype: torch.dtype | None = None,
         before_scatter: Callable[[nn.Parameter], None] | None = None,
         home: torch.device | None = None,
+        *,
+        is_watched: bool = False,
     ) -> None:
         self._comm = comm
         self._home = home
+        self._is_watched = is_watched
         self._device = device
         self._dtype = dtype
         self._before_scatter = before_scatter
@@ -163,7 +173,9 @@ class EarlyShards:
         """Cut a parameter down to this rank's range. Communicates: one broadcast of it."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if EARLY.get(parameter) is None and not parameter.is_meta:
-                EARLY.put(parameter, EarlyShard(parameter, self._comm, self._device, self._dtype, self._home))
+                early = EarlyShard(parameter, self._comm, self._device, self._dtype, self._home)
+                early.is_watched = self._is_watched
+                EARLY.put(parameter, early)
 
     def touch(self, parameter: nn.Parameter) -> None:
         """Make a sharded parameter whole, because code is about to use it. Communicates: one all_gather of it."""

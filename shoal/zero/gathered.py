@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.registry import OWNERS, Owner
@@ -25,10 +26,10 @@ class GatheredParameters:
         params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
             left as they are.
         modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded
-            parameters are lost.
+            parameters are lost, and an error on all ranks with ``zero_optimization.enable_sanity_checks``.
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
 
-    Raises: UsageError: something that is not a parameter.
+    Raises: UsageError: something that is not a parameter; on exit, changes that are lost.
     Communicates: an all_gather per unit; with ``modifier_rank`` a broadcast of each parameter.
     """
 
@@ -53,6 +54,7 @@ class GatheredParameters:
         self._early: list[torch.Tensor] = []
         self._live: list[tuple[Owner, list[torch.Tensor], list[Unit]]] = []
         self._contexts: list[Any] = []
+        self._watched: list[tuple[torch.Tensor, Communicator, int, int]] = []  # with what they were at the beginning
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -83,6 +85,11 @@ class GatheredParameters:
             if self._modifier_rank is not None:
                 for parameter in parameters:
                     sharded.begin_change(parameter)
+        if self._modifier_rank is None:
+            watched = [(p, early.comm) for p in self._early if (early := _early(p)).is_watched]
+            for owner, parameters, _ in self._live:
+                watched += [(p, owner.sharded.comm) for p in parameters if owner.is_watched and is_away(owner, p)]
+            self._watched = [(p, comm, p.data_ptr(), p._version) for p, comm in watched]
         return self
 
     def __exit__(
@@ -91,6 +98,7 @@ class GatheredParameters:
         if not self._enabled:
             return
         is_kept = error is None
+        changed = self._lost_changes() if is_kept else None
         with torch._C.DisableTorchFunction(), torch.no_grad():
             for parameter in self._early:
                 early = EARLY.get(parameter)
@@ -107,6 +115,30 @@ class GatheredParameters:
         self._contexts.clear()
         self._live.clear()
         self._early.clear()
+        if changed is not None:
+            raise changed
+
+    def _lost_changes(self) -> UsageError | None:
+        """An error for all ranks where one of them changed what it will not keep. Communicates: who did."""
+        watched, self._watched = self._watched, []
+        if not watched:
+            return None
+        mine = any(p.data_ptr() != pointer or p._version != version for p, _, pointer, version in watched)
+        comm = watched[0][1]
+        ranks = [i for i, each in enumerate(comm.gather_objects(mine, label="gathered: changes")) if each]
+        if not ranks:
+            return None
+        return UsageError(
+            f"in-place modification of sharded parameters inside GatheredParameters on ranks {ranks}, and"
+            " modifier_rank=None: it is lost.",
+            do="say modifier_rank=0 to give rank 0's changes to all ranks.",
+            code="gathered-change",
+        )
+
+
+def is_away(owner: Owner, parameter: torch.Tensor) -> bool:
+    """Does the parameter rest sharded?"""
+    return owner.sharded.unit_of[id(parameter)].is_sharded
 
 
 def _early(parameter: torch.Tensor) -> EarlyShard:

@@ -39,6 +39,8 @@ class Init:
     Communicates: one broadcast of each parameter (rank 0's values count).
     """
 
+    _is_watched = False  # where the config asks for it
+
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -85,7 +87,11 @@ class Init:
     def _prepare(self) -> None:
         world = current_world()
         self._early = EarlyShards(
-            world.communicator("dp", Mesh.of(world.size)), world.device, self._dtype, home=self._home
+            world.communicator("dp", Mesh.of(world.size)),
+            world.device,
+            self._dtype,
+            home=self._home,
+            is_watched=self._is_watched,
         )
 
     def __enter__(self) -> Init:

@@ -24,6 +24,11 @@ class Owner(Protocol):
     def access(self) -> Access: ...
 
     @property
+    def is_watched(self) -> bool:
+        """Are changes an error that ``GatheredParameters`` would lose?"""
+        ...
+
+    @property
     def bucket_states(self) -> list[BucketState]: ...
 
 

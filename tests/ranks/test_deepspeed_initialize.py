@@ -333,3 +333,22 @@ def test_a_throughput_timer_says_the_speed_at_multiples() -> None:
     assert line.startswith("step 2: ") and line.endswith(" samples per second")
     timer.update_epoch_count()
     assert timer.epoch_count == 1 and timer.micro_step_count == 0
+
+
+@pytest.mark.parametrize(("given", "stage", "is_refused"), [("fp32", 0, True), ("bf16", 0, False), ("fp32", 1, False)])
+def test_gradients_of_another_format_at_stage_0_are_refused_as_deepspeed_refuses_them(
+    given: str, stage: int, is_refused: bool
+) -> None:
+    formats = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": given}}
+    settings = {**CONFIG, **ADAM, **formats, "zero_optimization": {"stage": stage}}
+
+    def job() -> None:
+        model = nn.Linear(2, 2)
+        if is_refused:
+            for kind in (NotImplementedError, ConfigError):
+                with pytest.raises(kind, match="gradients in fp32 of a model in bf16 at stage 0"):
+                    initialize(model=model, config=settings)
+        else:
+            initialize(model=model, config=settings)[0].destroy()
+
+    on_one_rank(job)

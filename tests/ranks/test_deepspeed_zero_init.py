@@ -13,7 +13,9 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.deepspeed import initialize
 from shoal.compat.zero_init import Init
+from shoal.errors import UsageError
 from shoal.zero import GatheredParameters
 from shoal.zero.early import EARLY
 from tests.ranks.models import Plain
@@ -326,3 +328,46 @@ def test_a_model_that_was_trained_destroyed_and_born_sharded_is_initialized_agai
             assert all(bool(p.isfinite().all()) for p in model.parameters())
 
     on_two(twice)
+
+
+@pytest.mark.parametrize("is_engine", [False, True])
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_asks_for_it(
+    is_asked_for: bool, is_engine: bool
+) -> None:
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "enable_sanity_checks": is_asked_for,
+        },
+    }
+
+    def change() -> list[str]:
+        with Init(config_dict_or_path=settings):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        engine = initialize(model=model, config=settings, dist_init_required=False)[0] if is_engine else None
+        weights = [model[0].weight, model[1].weight]
+        said = []
+        for changer in (0, None):
+            try:
+                with GatheredParameters(weights), torch.no_grad():
+                    if current_world().rank == changer:
+                        weights[1].add_(0.0)
+            except UsageError as error:
+                said.append(error.what)
+        with GatheredParameters(weights, modifier_rank=0), torch.no_grad():
+            weights[1].fill_(2.0)
+        with GatheredParameters(weights):
+            assert bool((weights[1] == 2).all())
+        if engine is not None:
+            engine.destroy()
+        return said
+
+    words = (
+        "in-place modification of sharded parameters inside GatheredParameters on ranks [0], and modifier_rank=None: it"
+        " is lost."
+    )
+    assert run_ranks(2, change) == [[words] if is_asked_for else []] * 2

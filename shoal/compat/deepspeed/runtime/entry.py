@@ -36,6 +36,10 @@ class AssertedConfigError(ConfigError, AssertionError):
     """A ConfigError where DeepSpeed asserts."""
 
 
+class RefusedFormatsError(ConfigError, NotImplementedError):
+    """A ConfigError where DeepSpeed raises NotImplementedError."""
+
+
 _SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
 
 init_inference = absent_function("deepspeed.init_inference", _SERVING)
@@ -106,13 +110,25 @@ def initialize(
 
 
 def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
-    """Raises: AssertedConfigError: what works in Shoal and is asked for in vain under DeepSpeed's name."""
+    """Raises: AssertedConfigError, RefusedFormatsError: what works in Shoal and is asked for in vain under DeepSpeed's
+    name.
+    """
     stage, size = engine.zero_optimization_stage(), engine.zero_allgather_bucket_size()
     if stage in (1, 2) and size % 2:
         raise AssertedConfigError(
             f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2, got {size}.",
             where="zero_optimization.allgather_bucket_size",
             do="make it even, or leave it out: Shoal has no use for it.",
+            code="deepspeed-refuses",
+        )
+    settings = engine._config_object
+    model_format = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
+    wanted = settings.data_types.grad_accum_dtype
+    if stage == 0 and engine.sharded_optimizer is not None and wanted not in (None, model_format):
+        raise RefusedFormatsError(
+            f"gradients in {wanted} of a model in {model_format} at stage 0.",
+            where="data_types.grad_accum_dtype",
+            do="set zero_optimization.stage to 1; or call shoal.initialize, where stage 0 has it too.",
             code="deepspeed-refuses",
         )
     is_asked_for = engine.config.get("zero_force_ds_cpu_optimizer") is True

@@ -71,10 +71,17 @@ class ShoalSource:
         return [MODEL, *found]
 
     def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
-        return {t.name: TensorInfo(tree.dtype_of(t.dtype), t.shape) for t in self.manifest.tensors if t.kind == kind}
+        found = {t.name: TensorInfo(tree.dtype_of(t.dtype), t.shape) for t in self.manifest.tensors if t.kind == kind}
+        return found if kind != MODEL else {**found, **self._without_elements()}
+
+    def _without_elements(self) -> dict[str, TensorInfo]:
+        """Parameters that no rank holds a part of, since there is none."""
+        there = {t.name for t in self.manifest.tensors if t.kind == MODEL}
+        return {name: info for name, info in self.about.parameters.items() if 0 in info.shape and name not in there}
 
     def read(self, kind: str, name: str) -> torch.Tensor:
-        return self._reader.tensor(kind, name)
+        info = self._without_elements().get(name) if kind == MODEL else None
+        return self._reader.tensor(kind, name) if info is None else torch.empty(info.shape, dtype=info.dtype)
 
 
 def write_shoal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 import subprocess
@@ -139,6 +140,31 @@ def test_what_lies_beside_is_there_on_every_rank_when_the_save_returns(tmp_path:
         return is_there
 
     assert run_ranks(2, train) == [True, True]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_without_elements_come_out_in_their_shape(tmp_path: Path, stage: int) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1, bias=False))
+    model[1].weight = torch.nn.Parameter(torch.empty(0, 2))
+
+    def train() -> None:
+        given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+        mine = copy.deepcopy(model)
+        engine, *_ = initialize(model=mine, optimizer=adamw, config=given, dist_init_required=False)
+        engine.backward(engine.module[0](torch.ones(1, 3)).sum())
+        engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+
+    run_ranks(2, train)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
+        "0.weight": (2, 3),
+        "0.bias": (2,),
+        "1.weight": (0, 2),
+    }
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "out", safe_serialization=True)
+    assert load_file(tmp_path / "out" / "model.safetensors")["1.weight"].shape == (0, 2)
 
 
 def test_a_checkpoint_is_replaced_pruned_and_loaded_with_what_lies_beside_it(tmp_path: Path) -> None:

@@ -212,12 +212,29 @@ class ParameterBucket:
         inner.drain()
         self._secondary.copy_(self.full[inner.rank * numel : (inner.rank + 1) * numel])
 
-    def release(self) -> None:
-        """Replicate -> Shard: stand-ins take the parameters' place and the storage is emptied. Communicates nothing."""
+    def release(self, *, keeps_others: bool = False) -> None:
+        """Replicate -> Shard: stand-ins take the parameters' place and the storage is emptied. Communicates nothing.
+
+        Args:
+            keeps_others: tensors that somebody else has made of the memory (``parameter.detach()``) keep it, and the
+                bucket takes new memory at the next gather.
+        """
         for parameter, substitute in zip(self.parameters, self.stand_ins, strict=True):
             parameter.data = substitute
+        if keeps_others and torch._C._storage_Use_Count(self._storage._cdata) > self._num_own:
+            self._take_other_memory()
         self._storage.resize_(0)
         self.is_full = False
+
+    @property
+    def _num_own(self) -> int:
+        """Tensors and handles of the bucket's own on its storage."""
+        return len(self.views) + 2
+
+    def _take_other_memory(self) -> None:
+        self.full = torch.empty_like(self.full)
+        self._storage = self.full.untyped_storage()
+        self.views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
 
     def move_to_host(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
         """Rest in other memory for a while; the bucket is at rest and no peer reads it. Communicates nothing.

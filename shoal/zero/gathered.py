@@ -22,6 +22,9 @@ from shoal.zero.unit import Unit
 class GatheredParameters:
     """Holds the given parameters whole inside the block. DeepSpeed's signature.
 
+    What is made of them without a copy (``parameter.detach()``) keeps their values, and their unit's memory, as long as
+    it lives; within a pass it has to be a copy.
+
     Args:
         params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
             left as they are.
@@ -78,7 +81,7 @@ class GatheredParameters:
             sharded = owner.sharded
             parameters.sort(key=lambda p: sharded.number_of[id(p)])
             units = list(dict.fromkeys(sharded.unit_of[id(p)] for p in parameters))
-            context = sharded.gathered([unit for unit in units if unit.is_sharded])
+            context = sharded.gathered([unit for unit in units if unit.is_sharded], keeps_others=True)
             context.__enter__()
             self._contexts.append(context)
             self._live.append((owner, parameters, units))

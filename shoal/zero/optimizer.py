@@ -21,6 +21,8 @@ from shoal.zero.step import BucketState, ShardedStep
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     """Optimizer state keyed by the model's parameters, read from the pieces.
 
+    The pieces of master weights that ``single_partition_of_fp32_groups`` lists are keys too; iterating leaves them out.
+
     A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's
     shape where this rank
     owns all of it, else 1-D. Other values (``step``) are given as they are.
@@ -36,10 +38,21 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
         if id(parameter) not in self._home:
-            raise KeyError(parameter)
+            return self._of_piece(parameter)
         state, slot, _ = self._home[id(parameter)]
         with state.at_hand():
             return self._read(state, slot)
+
+    def _of_piece(self, master: torch.Tensor) -> dict[str, Any]:
+        """The state of one of the 1-D pieces that ``single_partition_of_fp32_groups`` lists."""
+        for state in self._step.states:
+            for piece in state.pieces:
+                if piece.param is master:
+                    with state.at_hand():
+                        held = self._step.optimizer.state.get(master, {})
+                        is_copied = state.shelf is not None
+                        return {k: v.clone() if is_copied and torch.is_tensor(v) else v for k, v in held.items()}
+        raise KeyError(master)
 
     def _read(self, state: BucketState, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -66,7 +79,10 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._home and bool(self[parameter])  # type: ignore[index]
+        try:
+            return bool(self[parameter])  # type: ignore[index]
+        except KeyError:
+            return False
 
 
 class DeepSpeedOptimizer:

@@ -407,8 +407,13 @@ class ShardedModel:
                 unit.release()
 
     @contextmanager
-    def gathered(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Hold units full inside the block, whoever asks: a pipeline schedule, a user, an accessor."""
+    def gathered(self, units: Sequence[Unit], *, keeps_others: bool = False) -> Iterator[None]:
+        """Hold units full inside the block, whoever asks: a pipeline schedule, a user, an accessor.
+
+        Args:
+            keeps_others: what the block has made of the parameters without a copy stays valid after it. Not within a
+                pass, where autograd holds them too.
+        """
         for unit in units:
             unit.holds += 1
         try:
@@ -418,7 +423,7 @@ class ShardedModel:
         finally:
             for unit in units:
                 unit.holds -= 1
-                unit.release()
+                unit.release(keeps_others=keeps_others and not self.in_pass)
 
     def begin_change(self, parameter: torch.Tensor) -> None:
         """A block begins that gives changes of a parameter to all ranks at its end."""

@@ -125,15 +125,19 @@ class Unit:
                 bucket.adopt()
         self._move(UnitState.FULL)
 
-    def release(self) -> None:
-        """Let the full bucket go, unless somebody holds the unit. Communicates nothing."""
+    def release(self, *, keeps_others: bool = False) -> None:
+        """Let the full bucket go, unless somebody holds the unit. Communicates nothing.
+
+        Args:
+            keeps_others: tensors that somebody has made of its memory keep it.
+        """
         if not self.is_sharded or self.holds or self.is_at_rest:
             return
         if self.state is UnitState.GATHERING:
             self.gather()
         for bucket in self.buckets:
             if bucket.is_sharded:
-                bucket.release()
+                bucket.release(keeps_others=keeps_others)
         self._move(UnitState.RESTING)
         if self.is_on_disk:
             self._move(UnitState.AWAY)

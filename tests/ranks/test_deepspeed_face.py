@@ -470,3 +470,23 @@ def test_the_optimizer_shows_each_ranks_parts_of_the_gradients(stage: int) -> No
     assert len(first) == len(second) == len(whole) > 4
     for one, other, all_of_it in zip(first, second, whole, strict=True):
         assert torch.equal(one if stage == 0 else torch.cat([one, other]), all_of_it.reshape(-1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_optimizer_state_is_found_by_the_pieces_of_master_weights_too(stage: int) -> None:
+    def job() -> None:
+        engine = start(Plain, config(stage), adamw)
+        run_steps(engine, 1)
+        pieces, state = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.state
+        stepped = [piece for piece in pieces if state[piece]]  # type: ignore[index]
+        assert stepped
+        for piece in stepped:
+            assert piece in state
+            assert state[piece]["exp_avg"].shape == piece.shape  # type: ignore[index]
+            assert all(parameter is not piece for parameter in state)
+        with pytest.raises(KeyError):
+            _ = state[torch.zeros(3)]  # type: ignore[index]
+        assert torch.zeros(3) not in state
+        engine.destroy()
+
+    run_ranks(2, job)

@@ -116,6 +116,47 @@ def test_without_a_modifier_rank_changes_of_sharded_parameters_are_lost() -> Non
         assert torch.equal(value, make(Plain).blocks[1].up.weight)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_was_made_of_gathered_parameters_outlives_the_block(world: int) -> None:
+    def job() -> tuple[Any, ...]:
+        engine = start(OddParameters, config(3), adamw)
+        run_steps(engine, 1)
+        weight = named(engine)["blocks.1.up.weight"]
+        with zero.GatheredParameters([weight]):
+            kept = weight.detach()
+            wanted = weight.detach().clone()
+        run_steps(engine, 1, first=1)
+        with zero.GatheredParameters([weight]):
+            now = weight.detach().clone()
+        storages = {bucket.full.untyped_storage().nbytes() for bucket in engine.sharded.unit_of[id(weight)].buckets}
+        master = engine.access.full_parameter(weight).clone()
+        engine.destroy()
+        return kept, wanted, now, master, storages
+
+    for kept, wanted, now, master, storages in run_ranks(world, job):
+        assert torch.equal(kept, wanted)
+        assert not torch.equal(now, wanted)
+        assert torch.equal(now, master)
+        assert storages == {0}
+
+
+def test_gathered_parameters_take_no_other_memory_where_nobody_else_holds_it() -> None:
+    def job() -> bool:
+        engine = start(Plain, config(3))
+        weight = named(engine)["blocks.1.up.weight"]
+        buckets = engine.sharded.unit_of[id(weight)].buckets
+        before = [bucket.full for bucket in buckets]
+        for _ in range(2):
+            with zero.GatheredParameters([weight]):
+                weight.sum().item()
+            run_steps(engine, 1)
+        same = all(bucket.full is full for bucket, full in zip(buckets, before, strict=True))
+        engine.destroy()
+        return same
+
+    assert run_ranks(2, job) == [True, True]
+
+
 def test_gathered_parameters_nest_and_hold_until_the_outermost_ends() -> None:
     def job() -> list[str]:
         engine = start(Plain, config(3))

@@ -11,7 +11,7 @@ from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 
 def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.device]:
-    """The devices that this rank's part of a kind of state lies on; empty where it has none."""
+    """The devices that this rank's part of a kind of state lies on; where it has none, where it would lie."""
     trained = [parameter for parameter in model.module.parameters() if model.access.knows(parameter)]
     if state == OffloadStateTypeEnum.hp_params:
         parts = [safe_get_local_fp32_param(parameter) for parameter in trained]
@@ -22,8 +22,9 @@ def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.d
     elif state == OffloadStateTypeEnum.lp_params:
         parts = [part_of(parameter) for parameter in model.module.parameters()]
     else:
-        return {torch.device("cpu") if model.moving.is_away(state.value) else model.device}
-    return {part.device for part in parts if part is not None}
+        parts = []
+    home = torch.device("cpu") if model.moving.is_away(state.value) else model.device
+    return {part.device for part in parts if part is not None} or {home}
 
 
 __all__ = ["get_state_devices"]

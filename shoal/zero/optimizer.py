@@ -144,8 +144,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's
     changes) and list the
-    model's parameters. ``step()`` does what ``engine.step()`` does. It stands for the wrapped optimizer: ``isinstance``
-    finds that one's class too, and the two are equal.
+    model's parameters. ``step()`` does what ``engine.step()`` does. It stands for the wrapped optimizer: the two are
+    equal.
     """
 
     def __init__(
@@ -172,10 +172,6 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._local_gradient = local_gradient
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[torch.optim.Optimizer]:  # type: ignore[override]
-        return type(self.optimizer)  # isinstance asks it beside type()
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.optimizer

@@ -106,3 +106,11 @@ def test_the_other_monitors_have_their_sections_keys() -> None:
     assert TensorBoardMonitor(config.tensorboard).job_name == "a"
     assert WandbMonitor(config.wandb).project == "b"
     assert not TensorBoardMonitor(config.tensorboard).enabled
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_the_section_for_bf16_has_two_names(name: str) -> None:
+    from shoal.compat.deepspeed.runtime.precision_config import get_bfloat16_config
+
+    assert get_bfloat16_config({name: {"enabled": True}}).enabled is True
+    assert get_bfloat16_config({}).enabled is False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field
 
 from shoal.config.precision import Bf16 as DeepSpeedBF16Config
@@ -23,4 +26,12 @@ class DeepSpeedFP16Config(Fp16):
         return 1 << self.initial_scale_power
 
 
-__all__ = ["BFLOAT16", "BFLOAT16_OLD", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "FP16"]
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """The section ``bf16`` of a configuration, under either of its names.
+
+    Raises: pydantic.ValidationError: unknown keys, and values that cannot be.
+    """
+    return DeepSpeedBF16Config(**(param_dict.get(BFLOAT16) or param_dict.get(BFLOAT16_OLD) or {}))
+
+
+__all__ = ["BFLOAT16", "BFLOAT16_OLD", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "FP16", "get_bfloat16_config"]

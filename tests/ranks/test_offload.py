@@ -159,10 +159,10 @@ def test_the_ledger_and_the_table_show_the_tier(monkeypatch: pytest.MonkeyPatch)
     assert set(tiers) == {"host"}
 
 
-@pytest.mark.parametrize(("stage", "place"), [(0, "optimizer"), (1, "param"), (2, "param")])
-def test_a_stage_that_cannot_offload_what_was_asked_is_an_error(stage: int, place: str) -> None:
+def test_a_stage_that_cannot_offload_what_was_asked_is_an_error() -> None:
+    # Parameters below stage 3 are a note, as in DeepSpeed: tests/unit/test_config_load.py.
     with pytest.raises(ConfigError, match="offload"):
-        shoal.initialize(model=copy.deepcopy(MODEL), config=config(stage, "fp32", "AdamW", (place,), 1))
+        shoal.initialize(model=copy.deepcopy(MODEL), config=config(0, "fp32", "AdamW", ("optimizer",), 1))
 
 
 def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:

@@ -10,7 +10,8 @@ is that of the slowest rank between two barriers. Loads read what was just writt
 | ``write`` | 12, from memory, by one process a rank, 4 MiB at a time, flushed to the disk (fsync) |
 | ``write-unflushed`` | the same without fsync |
 | ``shoal-2``, ``shoal-3`` | fp32 master weights and two moments: 12; flushed, summed, committed by a rename |
-| ``shoal-3-async`` | the same, saved while training goes on: the time that ``save_checkpoint`` holds the step |
+| ``shoal-2-async``, ``-3-`` | the same, saved while training goes on: how long ``save_checkpoint`` holds training, and |
+| | what a step before it and the first step after it take |
 | ``fsdp2-dcp`` | fp32 parameters and two moments by ``torch.distributed.checkpoint``: 12; flushed |
 | ``deepspeed-2``, ``deepspeed-3`` | bf16 parameters, fp32 master weights and two moments: 14; not flushed |
 """
@@ -38,6 +39,7 @@ CONTENDERS = (
     "write-unflushed",
     "shoal-2",
     "shoal-3",
+    "shoal-2-async",
     "shoal-3-async",
     "fsdp2-dcp",
     "deepspeed-2",
@@ -52,12 +54,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=16, help="of 768: 16 are 138 M parameters with the vocabulary")
+    parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS, metavar="NAME")
     parser.add_argument("--folder", type=Path, default=Path("runs/checkpoint-benchmark"))
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    task = replace(Task(precision="bf16", sequences=1), num_layers=arguments.layers, hidden_size=768, num_heads=12)
+    task = replace(Task(precision="bf16", sequences=1), num_layers=arguments.layers)
+    task = replace(task, hidden_size=arguments.hidden, num_heads=max(1, arguments.hidden // 64))
     task = replace(task, vocab_size=16384, sequence_length=64)
     if arguments.worker:
         work(arguments.worker, task, arguments.folder)
@@ -82,9 +86,9 @@ def run(name: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     command = [sys.executable, "-m", "benchmarks.checkpoint", "--worker", name, "--folder", str(folder)]
-    command += ["--layers", str(arguments.layers)]
+    command += ["--layers", str(arguments.layers), "--hidden", str(arguments.hidden)]
     processes = [
-        subprocess.Popen(command, env=_environment(rank, arguments.ranks, port), stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, env=_environment(rank, arguments.ranks, port, 1), stdout=subprocess.PIPE, text=True)
         for rank in range(arguments.ranks)
     ]
     texts = [process.communicate(timeout=600)[0] for process in processes]
@@ -105,7 +109,7 @@ def summary(name: str, values: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    lines = [["contender", "GB", "save s", "least to most", "load s", "least to most", "peak MiB over"]]
+    lines = [["contender", "GB", "save s", "least to most", "load s", "least to most", "peak MiB over", "step s, next"]]
     for row in rows:
         lines.append(
             [
@@ -116,6 +120,7 @@ def show(rows: list[dict[str, Any]]) -> str:
                 f"{row['load']:.2f}" if "load" in row else "",
                 f"{row['load_min']:.2f} to {row['load_max']:.2f}" if "load" in row else "",
                 f"{row['over']:.0f}" if "over" in row else "",
+                f"{row['step']:.3f}, {row['next']:.3f}" if "step" in row else "",
             ]
         )
     return table(lines)
@@ -138,16 +143,16 @@ def work(name: str, task: Task, folder: Path) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-    save, load, finish = _parts(name, task, rank, size, folder)
-    times: dict[str, list[float]] = {"save": [], "load": [], "over": [], "gigabytes": []}
+    parts, finish = _parts(name, task, rank, size, folder)
+    times: dict[str, list[float]] = {key: [] for key in (*parts, "over", "gigabytes")}
     for repeat in range(REPEATS):
-        _forget_peak()
-        before = _resident("VmRSS")
-        times["save"].append(_timed(lambda repeat=repeat: save(repeat)))
-        times["over"].append((_resident("VmHWM") - before) / 2**20)
+        for key, part in parts.items():
+            _forget_peak()
+            before = _resident("VmRSS")
+            times[key].append(_timed(lambda part=part, repeat=repeat: part(repeat)))
+            if key == "save":
+                times["over"].append((_resident("VmHWM") - before) / 2**20)
         finish()
-        if load is not None:
-            times["load"].append(_timed(lambda repeat=repeat: load(repeat)))
         _barrier()
         if rank == 0:
             size_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -158,8 +163,6 @@ def work(name: str, task: Task, folder: Path) -> None:
             size_bytes = 0
         times["gigabytes"].append(size_bytes / 1e9)
         _barrier()
-    if load is None:
-        del times["load"]
     print(json.dumps(times), flush=True)
     _barrier()
     os._exit(0)
@@ -193,7 +196,8 @@ def _forget_peak() -> None:
 Part = Callable[[int], Any]
 
 
-def _parts(name: str, task: Task, rank: int, size: int, folder: Path) -> tuple[Part, Part | None, Callable[[], None]]:
+def _parts(name: str, task: Task, rank: int, size: int, folder: Path) -> tuple[dict[str, Part], Callable[[], None]]:
+    """What is timed, in this order in each turn, and what ends the turn."""
     from benchmarks import contenders
 
     if name.startswith("write"):
@@ -208,16 +212,19 @@ def _parts(name: str, task: Task, rank: int, size: int, folder: Path) -> tuple[P
     step()
     engine = step.engine
     if name.endswith("async"):
-        return _async(engine, folder), None, engine.checkpoints.finish
-    return (
+        return _async(step, engine, folder), engine.checkpoints.finish
+    return _in_turn(
         lambda repeat: engine.save_checkpoint(str(folder), tag=f"t{repeat}"),
         lambda repeat: engine.load_checkpoint(str(folder), tag=f"t{repeat}"),
-        lambda: None,
     )
 
 
-def _async(engine: Any, folder: Path) -> Part:
-    """The hold alone; what is under way ends before the next is begun."""
+def _in_turn(save: Part, load: Part) -> tuple[dict[str, Part], Callable[[], None]]:
+    return {"save": save, "load": load}, lambda: None
+
+
+def _async(step: Callable[[], Any], engine: Any, folder: Path) -> dict[str, Part]:
+    """The hold, and the steps before and after it; what is under way ends before the next is begun."""
     settings = engine.checkpoints._settings
     object.__setattr__(settings, "async_save", True)
 
@@ -227,12 +234,12 @@ def _async(engine: Any, folder: Path) -> Part:
         engine.save_checkpoint(str(folder), tag=f"t{repeat}")
 
     engine.checkpoints.finish()
-    return save
+    return {"step": lambda repeat: step(), "save": save, "next": lambda repeat: step()}
 
 
 def _plain(
     task: Task, rank: int, size: int, folder: Path, *, is_flushed: bool
-) -> tuple[Part, Part, Callable[[], None]]:
+) -> tuple[dict[str, Part], Callable[[], None]]:
     """Bytes from memory to a file and back, 4 MiB at a time."""
     import torch
 
@@ -262,10 +269,10 @@ def _plain(
                 part, start = part[got:], start + got
         os.close(fd)
 
-    return save, load, lambda: None
+    return _in_turn(save, load)
 
 
-def _dcp(task: Task, rank: int, folder: Path) -> tuple[Part, Part, Callable[[], None]]:
+def _dcp(task: Task, rank: int, folder: Path) -> tuple[dict[str, Part], Callable[[], None]]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -291,7 +298,7 @@ def _dcp(task: Task, rank: int, folder: Path) -> tuple[Part, Part, Callable[[], 
         dcp.load(both, checkpoint_id=str(folder / f"t{repeat}"))
         set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optim"])
 
-    return save, load, lambda: None
+    return _in_turn(save, load)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import checkpoint
 from benchmarks.arena import Result, compete, table
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
@@ -85,3 +86,13 @@ def test_a_phase_for_which_no_time_is_left_says_so(tmp_path: Path, capsys: pytes
     arguments = argparse.Namespace(device="cpu", phases=["disk"], minutes=0.0, folder=tmp_path, out=None)
     assert "no time is left" in run(arguments)["phases"]["disk"]["error"]
     assert "not measured" in capsys.readouterr().out
+
+
+@pytest.mark.gloo
+def test_the_checkpoint_benchmark_saves_and_loads_small(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(ranks=2, layers=1, hidden=32, folder=tmp_path)
+    written, saved = checkpoint.run("write", arguments), checkpoint.run("shoal-3-async", arguments)
+    assert saved.keys() == {"step", "save", "next", "over", "gigabytes"}
+    for key in ("save", "gigabytes"):
+        assert len(saved[key]) == len(written[key]) == checkpoint.REPEATS
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ is that of the slowest rank between two barriers. Loads read what was just writt
 | ``write`` | 12, from memory, by one process a rank, 4 MiB at a time, flushed to the disk (fsync) |
 | ``write-unflushed`` | the same without fsync |
 | ``shoal-2``, ``shoal-3`` | fp32 master weights and two moments: 12; flushed, summed, committed by a rename |
-| ``shoal-2-async``, ``-3-`` | the same, saved while training goes on: how long ``save_checkpoint`` holds training, and |
+| ``shoal-2-async``, ``-3-`` | the same, saved while training goes on: how long ``save_checkpoint`` holds it, and |
 | | what a step before it and the first step after it take |
 | ``fsdp2-dcp`` | fp32 parameters and two moments by ``torch.distributed.checkpoint``: 12; flushed |
 | ``deepspeed-2``, ``deepspeed-3`` | bf16 parameters, fp32 master weights and two moments: 14; not flushed |

@@ -82,6 +82,10 @@ class Storage(Protocol):
         """Write a small file so that a reader sees the old one or the new one."""
         ...
 
+    def replacing(self, path: str) -> Any:
+        """The same for a large one: a context manager that gives a ``Sink``. An exception leaves the old one."""
+        ...
+
     def rename(self, source: str, target: str) -> None:
         """Raises: OSError: ``target`` is there."""
         ...
@@ -178,11 +182,16 @@ class LocalStorage:
             return _read_text(file, path, most)
 
     def replace(self, path: str, data: bytes) -> None:
+        with self.replacing(path) as sink:
+            sink.write(memoryview(data))
+
+    @contextmanager
+    def replacing(self, path: str) -> Iterator[Sink]:
         staging = f"{path}.tmp-{os.getpid()}"
         self._at(staging).unlink(missing_ok=True)
         try:
             with self.create(staging) as sink:
-                sink.write(memoryview(data))
+                yield sink
                 sink.flush()
             os.replace(self._at(staging), self._at(path))
         except BaseException:
@@ -338,8 +347,13 @@ class ObjectStorage:
             return _read_text(file, path, most)
 
     def replace(self, path: str, data: bytes) -> None:
+        with self.replacing(path) as sink:
+            sink.write(memoryview(data))
+
+    @contextmanager
+    def replacing(self, path: str) -> Iterator[Sink]:
         with self._fs.open(self._at(path), "wb") as file:
-            file.write(data)
+            yield _ObjectSink(file)
 
     def rename(self, source: str, target: str) -> None:
         raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)

@@ -3,12 +3,13 @@
     FOLDER/latest                                                   the tag (Shoal's own save writes it)
     FOLDER/zero_to_fp32.py                                          gives the fp32 weights of the folder's checkpoints
     FOLDER/zero_to_torch.py                                         gives them in another format too
-    FOLDER/TAG/mp_rank_00_model_states.pt                           stages 0 to 2: counters and the client state
-    FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt            stage 3: the same
+    FOLDER/TAG/mp_rank_00_model_states.pt                           stages 0 to 2: the module's state dict, counters
+                                                                    and the client state
+    FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt            stage 3: the same without the module
     FOLDER/TAG/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt     stages 1 to 3: the stage
 
-No weight is in them: those are in Shoal's files, once. They are rank 0's alone, and
-``torch.load(weights_only=True)`` reads them.
+Shoal itself reads none of them. A save while training goes on leaves the module out: its values change meanwhile.
+They are rank 0's alone, and ``torch.load(weights_only=True)`` reads them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 from shoal.checkpoint.formats.torch_writing import write_values
 from shoal.checkpoint.storage import LocalStorage, Storage
@@ -44,37 +47,44 @@ def optimizer_file(*, is_bf16: bool) -> str:
     return f"{'bf16_' if is_bf16 else ''}zero_pp_rank_0_mp_rank_00_optim_states.pt"
 
 
-def prepare(engine: Engine, storage: Storage, tag: str, client_state: Mapping[str, Any]) -> Callable[[], None]:
-    """Make the files' bytes now; what is returned writes them.
+def prepare(
+    engine: Engine, storage: Storage, tag: str, client_state: Mapping[str, Any], exclude_frozen: bool
+) -> Callable[[], None]:
+    """Take what the files hold; what is returned writes them.
 
     Raises: CheckpointError: the client state holds more than plain values and tensors.
     """
     stage = engine.zero_optimization_stage()
     settings = json.loads(json.dumps(engine.config, default=str))
     version = lent_version()
-    files = {
-        model_file(stage): {
-            "global_steps": engine.global_steps,
-            "global_samples": engine.global_samples,
-            "skipped_steps": engine.skipped_steps,
-            "dp_world_size": engine.dp_world_size,
-            "mp_world_size": 1,
-            "ds_config": settings,
-            "ds_version": version,
-            **client_state,
-        }
+    counters = {
+        "global_steps": engine.global_steps,
+        "global_samples": engine.global_samples,
+        "skipped_steps": engine.skipped_steps,
+        "dp_world_size": engine.dp_world_size,
+        "mp_world_size": 1,
+        "ds_config": settings,
+        "ds_version": version,
+        **client_state,
     }
-    if stage > 0:
-        files[optimizer_file(is_bf16=bool(engine._config_object.bf16.enabled))] = {
-            "optimizer_state_dict": {"zero_stage": stage, "partition_count": engine.dp_world_size},
-            "ds_config": settings,
-            "ds_version": version,
-        }
-    made = {f"{tag}/{name}": _bytes_of(value) for name, value in files.items()}
+    optimizer_state = {
+        "optimizer_state_dict": {"zero_stage": stage, "partition_count": engine.dp_world_size},
+        "ds_config": settings,
+        "ds_version": version,
+    }
+    is_async = engine._config_object.checkpoint.async_save
+    module = None if stage == 3 or is_async else _module(engine, exclude_frozen=exclude_frozen)
+    taken = _bytes_of(counters) if is_async else b""  # the client state may change before it is written
 
     def write() -> None:
-        for path, data in made.items():
-            storage.replace(path, data)
+        with storage.replacing(f"{tag}/{model_file(stage)}") as sink:
+            if is_async:
+                sink.write(memoryview(taken))
+            else:
+                write_values(sink, counters if module is None else {"module": module, **counters})
+        if stage > 0:
+            name = optimizer_file(is_bf16=bool(engine._config_object.bf16.enabled))
+            storage.replace(f"{tag}/{name}", _bytes_of(optimizer_state))
         if isinstance(storage, LocalStorage):
             for name, (what, main) in SCRIPTS.items():
                 script = storage.root / name
@@ -82,6 +92,13 @@ def prepare(engine: Engine, storage: Storage, tag: str, client_state: Mapping[st
                 script.chmod(0o755)
 
     return write
+
+
+def _module(engine: Engine, *, exclude_frozen: bool) -> dict[str, torch.Tensor]:
+    """The model's own tensors, not copies: below stage 3 they are whole."""
+    frozen = {name for name, p in engine.module.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    state = engine.module.state_dict()
+    return {name: value for name, value in state.items() if not (exclude_frozen and name in frozen)}
 
 
 def _bytes_of(value: dict[str, Any]) -> bytes:

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
-# Prepares what goes beside a checkpoint, on rank 0; what it returns is called once the checkpoint is committed.
-Beside = Callable[["Engine", Storage, str, Mapping[str, Any]], Callable[[], None]]
+# Prepares, on rank 0, what goes beside a checkpoint: of an engine, in a storage, by a tag, with a client state, perhaps
+# without what is frozen. What it returns is called once the checkpoint is committed.
+Beside = Callable[["Engine", Storage, str, Mapping[str, Any], bool], Callable[[], None]]
 
 
 class TagsDifferError(CheckpointError, AssertionError):
@@ -106,7 +107,7 @@ class Checkpoints:
         finally:
             holdings.leave()
         if self.beside is not None and engine.axes.all.rank == 0:
-            self._after = self.beside(engine, storage, tag, client_state or {})
+            self._after = self.beside(engine, storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
             self._write_beside()
             self._meet()

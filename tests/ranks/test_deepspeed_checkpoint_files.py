@@ -37,6 +37,16 @@ from tests.ranks.models import Plain
 from tests.ranks.training import STAGES, adamw, batch, config, make
 
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "deepspeed"
+
+
+class SecondFrozen(Plain):
+    """The second block is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+
+
 STATE = {"epoch": 3, "best": (1, 2.5, None, True), "values": {"w": torch.arange(3), 7: ["x", -(2**70)]}, "lr": 0.1}
 
 
@@ -72,6 +82,7 @@ def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: 
     client = torch.load(get_model_state_file(tag, stage), weights_only=True)
     assert client["global_steps"] == 1
     assert client["dp_world_size"] == 2
+    assert ("module" in client) == (stage < 3 and not is_async)
     assert client["ds_config"]["zero_optimization"]["stage"] == stage
     assert torch.equal(client["values"].pop("w"), STATE["values"]["w"])
     assert client["values"] == {7: ["x", -(2**70)]}
@@ -83,6 +94,30 @@ def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: 
         (optimizer,) = get_optim_files(tag)
         assert os.path.basename(optimizer) == "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
         assert torch.load(optimizer, weights_only=True)["optimizer_state_dict"]["zero_stage"] == stage
+
+
+@pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_the_model_file_holds_the_module(tmp_path: Path, stage: int, exclude: bool) -> None:
+    def train() -> dict[str, torch.Tensor]:
+        settings = config(stage, bf16={"enabled": True})
+        engine, *_ = initialize(model=make(SecondFrozen), optimizer=adamw, config=settings, dist_init_required=False)
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.step()
+        engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=exclude)
+        values = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        engine.destroy()
+        return values
+
+    expected = run_ranks(2, train)[0]
+    if exclude:
+        expected = {name: value for name, value in expected.items() if not name.startswith("blocks.1.")}
+    found = torch.load(get_model_state_file(str(tmp_path / "global_step1"), stage), weights_only=True)["module"]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
 def test_without_deepspeeds_name_nothing_lies_beside(tmp_path: Path) -> None:

@@ -88,16 +88,18 @@ def write_values(stream: Stream, value: Any) -> None:
     """Write nested plain values and tensors, as ``torch.save`` would; ``torch.load(weights_only=True)`` reads them.
 
     Args:
-        value: None, booleans, numbers, text, bytes, dtypes, tensors, and dicts, lists and tuples of them.
+        value: None, booleans, numbers, text, bytes, dtypes, tensors, and dicts, lists and tuples of them. Of tensors
+            that are the same memory one is written.
 
-    Raises: CheckpointError: anything else.
+    Raises: CheckpointError: anything else, before a byte is written.
+    Memory: one tensor, of those that are not on the host or not contiguous.
     """
-    tensors: list[torch.Tensor] = []
+    tensors = _Tensors()
     data = b"\x80\x02" + _value(value, tensors) + b"."
     with _Archive(stream) as archive:
         archive.add("data.pkl", data)
         archive.add("byteorder", b"little")
-        for key, tensor in enumerate(tensors):
+        for key, tensor in enumerate(tensors.in_order):
             archive.add_tensor(f"data/{key}", tensor)
         archive.add("version", b"3\n")
 
@@ -124,7 +126,24 @@ def _tensor(key: str, info: TensorInfo) -> bytes:
     return _name("torch._utils", function) + b"(" + arguments + b"tR"
 
 
-def _value(value: Any, tensors: list[torch.Tensor]) -> bytes:
+class _Tensors:
+    """The tensors of a file in the order in which they are written; what is the same memory throughout comes once."""
+
+    def __init__(self) -> None:
+        self.in_order: list[torch.Tensor] = []
+        self._number: dict[tuple[object, ...], int] = {}
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        number = len(self.in_order)
+        if tensor.numel() and tensor.is_contiguous():
+            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel())
+            number = self._number.setdefault(place, number)
+        if number == len(self.in_order):
+            self.in_order.append(tensor)
+        return number
+
+
+def _value(value: Any, tensors: _Tensors) -> bytes:
     if value is None:
         return b"N"
     if isinstance(value, bool):
@@ -136,8 +155,7 @@ def _value(value: Any, tensors: list[torch.Tensor]) -> bytes:
     if isinstance(value, str):
         return _text(str(value))
     if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return _tensor(str(len(tensors) - 1), TensorInfo(value.dtype, tuple(value.shape)))
+        return _tensor(str(tensors.number_of(value.detach())), TensorInfo(value.dtype, tuple(value.shape)))
     if isinstance(value, torch.dtype):
         return _name("torch", str(value).removeprefix("torch."))
     if isinstance(value, Mapping):

@@ -105,6 +105,11 @@ def initialize(
     if optimizer is None and engine.sharded_optimizer is not None:
         mark(engine.sharded_optimizer, engine._config_object)
     engine.checkpoints.beside = prepare
+    if engine._config_object.checkpoint.async_save and engine.zero_optimization_stage() < 3:
+        say_on_rank_0(
+            engine.global_rank,
+            "checkpoint.async_save: mp_rank_00_model_states.pt holds no module; zero_to_fp32.py gives the weights",
+        )
     _time_steps(engine)
     return engine, engine.optimizer, loader, schedule
 

@@ -394,5 +394,6 @@ CONTENDERS: dict[str, Contender] = {
     "shoal-host": Contender(shoal_offload, options={"stage": 2, "device": "cpu"}),
     "shoal-host-ahead": Contender(shoal_offload, options={"stage": 2, "device": "cpu", "super_offload": True}),
     "shoal-disk": Contender(shoal_offload, options={"stage": 2, "device": "nvme"}),
+    "shoal-3-disk": Contender(shoal_offload, options={"stage": 3, "device": "nvme"}),
     **{f"shoal-{stage}": Contender(shoal, options={"stage": stage}) for stage in (0, 1, 2, 3)},
 }

@@ -197,7 +197,7 @@ def step_host(arguments: argparse.Namespace, deadline: float, folder: Path) -> d
 
 
 def step_disk(arguments: argparse.Namespace, deadline: float, folder: Path) -> dict[str, Any]:
-    return _in_turn(["shoal-host", "shoal-disk", "deepspeed-disk"], arguments, deadline, folder)
+    return _in_turn(["shoal-host", "shoal-disk", "shoal-3-disk", "deepspeed-disk"], arguments, deadline, folder)
 
 
 def _in_turn(names: list[str], arguments: argparse.Namespace, deadline: float, folder: Path) -> dict[str, Any]:

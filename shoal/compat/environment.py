@@ -10,9 +10,13 @@ This is the one file of Shoal that writes to the environment: there is no other 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shoal.errors import ConfigError
 
 SWITCH = "SHOAL_AS_DEEPSPEED"
+EXPORTED = ("NCCL", "GLOO", "UCX", "MV2", "PYTHON", "MLFLOW", "SHOAL", "OMP")  # more than DeepSpeed's own list
 STARTUP = os.path.join(os.path.dirname(os.path.realpath(__file__)), "startup")
 
 
@@ -74,3 +78,26 @@ def local_size() -> int | None:
 def file_of_variables() -> str:
     """The name of the file in which DeepSpeed's users keep variables for several machines."""
     return os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
+def exported(folders: Sequence[Path]) -> dict[str, str]:
+    """The variables that go along to other machines: those with ``EXPORTED``'s beginnings, then the file's.
+
+    Args:
+        folders: where the file is looked for; what a later one says wins. A file that is named by its whole path is
+            read itself.
+
+    Raises: ConfigError: a line that is not NAME=VALUE.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith(EXPORTED)}
+    name = Path(file_of_variables())
+    for path in [name] if name.is_absolute() else [folder / name for folder in folders]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], 1):
+            text = line.strip()
+            if not text or text.startswith("#"):
+                continue
+            key, equals, value = text.partition("=")
+            if not equals or not key.isidentifier():
+                raise ConfigError(f"{path}, line {number}: {text!r} is not NAME=VALUE.", code="launch-variables")
+            found[key] = value
+    return found

@@ -1,7 +1,8 @@
-"""The `deepspeed` command's flags, on one machine: which ranks, on which devices, and what is run.
+"""The `deepspeed` command's flags: which ranks, on which machines and devices, and what is run.
 
     --num_gpus N                    N ranks; on a machine without GPUs they compute on the CPU
-    --hostfile, --include, --exclude  slots of this machine; several machines are refused by name
+    --hostfile, --include, --exclude  machines and their slots; others than this one are reached by ssh
+    --no_ssh, --node_rank           this machine's part alone: the command is given on each
     --master_port, --master_addr    where rank 0 listens; left out, a free port
     --module, --no_python           the script is a module's name; the script is a program
     --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
@@ -21,10 +22,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shoal.compat import machines
 from shoal.compat.absent import not_built
 from shoal.compat.environment import for_children, visible_devices
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch import LocalJob, run_local
+from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 HERE = ("localhost", "127.0.0.1")
@@ -36,38 +38,38 @@ NOT_THERE = {
     "bind_core_list": "set OMP_NUM_THREADS, or start the command under numactl.",
     "enable_each_rank_log": "leave it out: every line of the output bears its rank.",
     "elastic_training": "leave it out.",
-    "force_multi": "leave it out: all ranks are on this machine.",
+    "force_multi": "leave it out: one machine needs no ssh.",
     "save_pid": "leave it out: the command ends with its ranks, and they with it.",
     "venv_script": "activate the environment first.",
 }
-_SEVERAL = "start `torchrun --nnodes=... --node-rank=... -m shoal.compat.deepspeed SCRIPT` on each machine, or srun."
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with DeepSpeed's flags and defaults."""
     parser = argparse.ArgumentParser(
         prog="shoal deepspeed",
-        description="Start a script written for DeepSpeed on the ranks of this machine; `import deepspeed` is Shoal.",
+        description="Start a script written for DeepSpeed on ranks, here or by ssh; `import deepspeed` is Shoal.",
     )
     add = parser.add_argument
     add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="a machine a line: NAME slots=N")
     add("-i", "--include", default="", help="only these: NAME[:SLOT,...][@NAME...]")
     add("-e", "--exclude", default="", help="all but these, likewise")
-    add("--num_nodes", type=int, default=-1, help="machines; 1 is built")
+    add("--num_nodes", type=int, default=-1, help="the first so many machines; all")
     add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
     add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on this machine; all devices")
-    add("--master_port", type=int, default=None, help="of rank 0; a free one")
-    add("--master_addr", default="", help="of rank 0; this machine")
-    add("--node_rank", type=int, default=-1, help="of this machine; 0 is built")
-    add("--launcher", default="pdsh", help="for several machines, so without effect")
-    add("--launcher_args", default="", help="for several machines, so without effect")
+    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each machine; all devices")
+    add("--master_port", type=int, default=None, help="of rank 0; on one machine a free one, else 29500")
+    add("--master_addr", default="", help="of rank 0; the first machine")
+    add("--node_rank", type=int, default=-1, help="with --no_ssh: this machine's number")
+    add("--launcher", default="pdsh", help="pdsh and ssh: by ssh; others start Shoal themselves")
+    add("--launcher_args", default="", help="options for ssh")
     add("--module", action="store_true", help="the script is a module's name")
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
-    for flag in ("--no_ssh", "--no_ssh_check"):
-        add(flag, action="store_true", help="for several machines, so without effect")
-    add("--ssh_port", type=int, default=None, help="for several machines, so without effect")
+    add("--no_ssh", action="store_true", help="the command is given on every machine, with --node_rank")
+    add("--no_ssh_check", action="store_true", help="without effect: nothing is tried beforehand")
+    add("--ssh_port", type=int, default=None, help="of the other machines")
+    add("--world", default="", help=argparse.SUPPRESS)  # what the launching machine tells the others
     add("--log_level", default="info", help="without effect")
     add("-q", "--quiet", action="store_true", help="without effect")
     for flag in ("force_multi", "save_pid", "elastic_training", "bind_cores_to_rank"):
@@ -85,7 +87,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
     Raises: ConfigError, NotBuiltError: what the options ask for cannot be done. SystemExit: otherwise.
     """
-    outcome = run_local(job_of(parse_args(args)))
+    job = job_of(parse_args(args))
+    outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
     if outcome.report:
         sys.stderr.write(f"\n{outcome.report}\n")
     sys.exit(outcome.exit_code)
@@ -100,7 +103,7 @@ def command() -> None:
         sys.exit(2)
 
 
-def job_of(options: argparse.Namespace) -> LocalJob:
+def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
     """What the options ask for. Raises: ConfigError, NotBuiltError."""
     _refuse_what_is_not_there(options)
     has_filter = bool(options.include or options.exclude)
@@ -113,8 +116,12 @@ def job_of(options: argparse.Namespace) -> LocalJob:
     hosts = fetch_hostfile(options.hostfile)
     devices = _devices(visible_devices())
     wanted = _wanted(hosts, devices, options)
-    if len(wanted) > 1 or any(not _is_here(host) for host in wanted):
-        raise not_built(f"starting ranks on other machines ({', '.join(wanted)})", _SEVERAL)
+    if machines.is_several(options, wanted) or any(not _is_here(host) for host in wanted):
+        pool = machines.pool_of(options, wanted)
+        address = machines.address_of(options, pool)
+        if options.no_ssh:
+            return machines.here(options, pool, address, _program(options), devices)
+        return machines.everywhere(options, pool, address, _is_here)
     slots = next(iter(wanted.values()), [])
     if not slots and (devices or hosts or has_filter):
         raise ConfigError("no slot is left for a rank.", do="exclude less.", code="launch-devices")
@@ -169,8 +176,14 @@ def _refuse_what_is_not_there(options: argparse.Namespace) -> None:
     for name, do in NOT_THERE.items():
         if getattr(options, name) not in (None, False, "", "None"):
             raise not_built(f"--{name}", do)
-    if options.num_nodes > 1 or options.node_rank > 0 or options.max_elastic_nodes > 1:
-        raise not_built(f"--num_nodes {max(options.num_nodes, options.node_rank + 1)}: several machines", _SEVERAL)
+    if options.max_elastic_nodes > 1:
+        raise not_built(f"--max_elastic_nodes {options.max_elastic_nodes}", "leave it out.")
+    if options.node_rank >= 0 and not options.no_ssh:
+        raise ConfigError(
+            f"--node_rank {options.node_rank} without --no_ssh.",
+            do="add --no_ssh to start this machine's part alone, or leave --node_rank out.",
+            code="launch-machines",
+        )
 
 
 def _devices(shown: str | None) -> list[int | str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.launch.environment import Environment, read_environment
-from shoal.launch.local import LocalJob, Outcome, run_local
+from shoal.launch.local import LocalJob, Outcome, Place, run_local
+from shoal.launch.remote import RemoteJob, run_remote
 
-__all__ = ["Environment", "LocalJob", "Outcome", "read_environment", "run_local"]
+__all__ = ["Environment", "LocalJob", "Outcome", "Place", "RemoteJob", "read_environment", "run_local", "run_remote"]

@@ -1,4 +1,4 @@
-"""Ranks on this machine: N processes of one program through TorchElastic, ended together.
+"""Ranks on this machine, all of a job's or its part: processes of one program through TorchElastic, ended together.
 
     launcher --TorchElastic--> child.py --exec--> program, rank 0
                           \\--> child.py --exec--> program, rank 1 ...
@@ -20,15 +20,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shoal.errors import UsageError
 from shoal.launch.environment import read_environment
 
 _CHILD = Path(__file__).with_name("child.py")
 _SHUTDOWN_SECONDS = 5  # from the signal that asks a rank to end until the one that it cannot refuse
+_MEETING_SECONDS = 900  # until all machines of a job are there
 _TAIL_LINES = 60
 # A rank that only witnessed another's end says so in one of these ways; it is not the one that failed first.
 _WITNESS_MARKS = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This machine among those of a job.
+
+    Args:
+        node_rank: its number; machine 0 listens at ``address`` and ``port`` for the others, who wait for it.
+        num_nodes: machines in all. They may have different numbers of ranks.
+    """
+
+    node_rank: int
+    num_nodes: int
+    address: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -41,12 +58,14 @@ class LocalJob:
         rank_0_keeps_terminal: rank 0's stdout is the terminal itself (a progress bar needs one), and of the other
             ranks only a failure is shown.
         environment: variables for the ranks, beside those that this process has.
+        place: this machine's part of a job on several; None: there is this one.
     """
 
     program: Sequence[str]
     num_ranks: int
     rank_0_keeps_terminal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -80,14 +99,8 @@ def run_local(job: LocalJob) -> Outcome:
         keep[0] = show[0] = Std.ERR
     log_dir = Path(tempfile.mkdtemp(prefix="shoal-run-"))
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
         nproc_per_node=job.num_ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        rdzv_configs={"is_host": True},
-        local_addr="127.0.0.1",  # a machine's own name need not resolve
+        **_rendezvous(job.place),
         max_restarts=0,
         monitor_interval=0.1,
         shutdown_timeout=_SHUTDOWN_SECONDS,
@@ -105,14 +118,36 @@ def run_local(job: LocalJob) -> Outcome:
             elastic_launch(config, sys.executable)(*arguments)
         return Outcome(0)
     except ChildFailedError as error:
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+        numbers = {failure.local_rank: rank for rank, failure in error.failures.items()}
         first = _first_failed(codes, log_dir)
-        return Outcome(_shell_code(codes[first]), _describe_failure(first, codes[first], log_dir))
+        return Outcome(_shell_code(codes[first]), _describe_failure(first, numbers[first], codes[first], log_dir))
     except SignalException as error:
         report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
         return Outcome(128 + int(error.sigval), report)
     finally:
         shutil.rmtree(log_dir, ignore_errors=True)
+
+
+def _rendezvous(place: Place | None) -> dict[str, Any]:
+    if place is None:
+        return {
+            "min_nodes": 1,
+            "max_nodes": 1,
+            "run_id": uuid.uuid4().hex,
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": "127.0.0.1:0",
+            "rdzv_configs": {"is_host": True},
+            "local_addr": "127.0.0.1",  # a machine's own name need not resolve
+        }
+    return {
+        "min_nodes": place.num_nodes,
+        "max_nodes": place.num_nodes,
+        "run_id": "shoal",
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{place.address}:{place.port}",
+        "rdzv_configs": {"rank": place.node_rank, "timeout": _MEETING_SECONDS},
+    }
 
 
 def _threads(num_ranks: int) -> dict[str, str]:
@@ -157,8 +192,8 @@ def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
     return min(codes, key=key)
 
 
-def _describe_failure(rank: int, code: int, log_dir: Path) -> str:
-    log = _stderr_of(rank, log_dir)
+def _describe_failure(local_rank: int, rank: int, code: int, log_dir: Path) -> str:
+    log = _stderr_of(local_rank, log_dir)
     text = log.read_text(errors="replace") if log is not None else ""
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     lines = _last_traceback(text.splitlines())

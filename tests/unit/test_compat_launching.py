@@ -10,15 +10,30 @@ from pathlib import Path
 import pytest
 
 from shoal.compat import launching
+from shoal.compat.environment import exported
 from shoal.compat.launching import parse_hostfile, parse_inclusion_exclusion, parse_resource_filter
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.launch import LocalJob
+from shoal.launch import LocalJob, Place, RemoteJob
 
 PYTHON = (sys.executable, "-u", "-m", "shoal.compat.deepspeed")
 
 
 def job(*args: str) -> LocalJob:
-    return launching.job_of(launching.parse_args(args))
+    found = launching.job_of(launching.parse_args(args))
+    assert isinstance(found, LocalJob)
+    return found
+
+
+def jobs(*args: str) -> RemoteJob:
+    found = launching.job_of(launching.parse_args(args))
+    assert isinstance(found, RemoteJob)
+    return found
+
+
+@pytest.fixture
+def two_machines(tmp_path: Path) -> list[str]:
+    (tmp_path / "hosts").write_text("worker-0 slots=2\nworker-1 slots=4\n")
+    return ["--hostfile", str(tmp_path / "hosts")]
 
 
 @pytest.fixture
@@ -87,9 +102,6 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
     hosts = tmp_path / "hosts"
     hosts.write_text(f"# mine\n{socket.gethostname()} slots=2\n")
     assert job("--hostfile", str(hosts), "a.py").num_ranks == 2
-    hosts.write_text("worker-0 slots=2\nworker-1 slots=2\n")
-    with pytest.raises(NotBuiltError, match=r"other machines \(worker-0, worker-1\)(.|\n)*torchrun --nnodes"):
-        job("--hostfile", str(hosts), "a.py")
     with pytest.raises(ConfigError, match="there is no such file"):
         job("--hostfile", str(tmp_path / "none"), "a.py")
 
@@ -98,8 +110,7 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--num_nodes", "2"],
-        ["--node_rank", "1"],
+        ["--max_elastic_nodes", "2"],
         ["--autotuning", "run"],
         ["--bind_cores_to_rank"],
         ["--save_pid"],
@@ -111,8 +122,101 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
     ids=lambda flags: flags[0],
 )
 def test_flags_of_what_is_not_there_are_refused_by_name(flags: list[str]) -> None:
-    with pytest.raises(NotBuiltError, match="--num_nodes 2" if "node" in flags[0] else flags[0]):
+    with pytest.raises(NotBuiltError, match=flags[0]):
         job(*flags, "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_each_machine_of_the_hostfile_gets_a_command_of_its_own(two_machines: list[str]) -> None:
+    made = jobs(*two_machines, "--ssh_port", "2222", "--launcher_args=-4 -v", "--module", "my.train", "--deepspeed")
+    assert list(made.commands) == ["worker-0", "worker-1"]
+    assert made.here == frozenset()
+    assert list(made.ssh_options) == ["-p", "2222", "-4", "-v"]
+    for number, command in enumerate(made.commands.values()):
+        assert list(command[:6]) == [sys.executable, "-u", "-m", "shoal", "deepspeed", "--no_ssh"]
+        part = job(*command[5:])
+        assert part.num_ranks == (2, 4)[number]
+        assert part.place == Place(number, 2, "worker-0", 29500)
+        assert part.program == [*PYTHON, "--local-rank", "-m", "my.train", "--deepspeed"]
+        assert part.environment["SHOAL_AS_DEEPSPEED"] == "1"
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_machines_and_slots_are_chosen(two_machines: list[str]) -> None:
+    def ranks(*flags: str) -> dict[str, int]:
+        commands = jobs(*two_machines, *flags, "a.py").commands
+        return {host: job(*command[5:]).num_ranks for host, command in commands.items()}
+
+    assert ranks("--num_gpus", "1") == {"worker-0": 1, "worker-1": 1}
+    assert ranks("--num_nodes", "1") == {"worker-0": 2}
+    assert ranks("--exclude", "worker-0:1@worker-1:0,3") == {"worker-0": 1, "worker-1": 2}
+    assert ranks("--include", "worker-1:2") == {"worker-1": 1}
+    # The same command on each machine.
+    common = ["--no_ssh", "--num_nodes", "3", "--num_gpus", "8", "--master_addr", "10.0.0.1", "--master_port", "4000"]
+    assert job(*common, "--node_rank", "2", "a.py").place == Place(2, 3, "10.0.0.1", 4000)
+    assert job(*common, "--node_rank", "2", "a.py").num_ranks == 8
+
+
+@pytest.mark.usefixtures("four_devices")
+def test_a_machine_of_several_takes_the_devices_of_its_slots(two_machines: list[str]) -> None:
+    def part(*flags: str) -> LocalJob:
+        return job(*two_machines, *flags, "--no_ssh", "--node_rank", "1", "a.py")
+
+    assert "CUDA_VISIBLE_DEVICES" not in part().environment
+    assert part("-i", "worker-0@worker-1:1,3").environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+@pytest.mark.usefixtures("no_devices")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--num_nodes", "3"], "--num_nodes 3, but there are 2 machines: worker-0, worker-1"),
+        (["--num_gpus", "3"], "--num_gpus 3, but worker-0 has 2 slots"),
+        (["--no_ssh", "--node_rank", "2"], "--node_rank 2 of 2 machines"),
+        (["--no_ssh"], "--node_rank -1 of 2 machines"),
+        (["--node_rank", "0"], "--node_rank 0 without --no_ssh"),
+    ],
+)
+def test_machines_that_are_not_there_are_an_error(two_machines: list[str], flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launching.job_of(launching.parse_args([*two_machines, *flags, "a.py"]))
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_a_first_machine_that_the_others_cannot_reach_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=1\nworker-1 slots=1\n")
+    flags = ["--hostfile", str(tmp_path / "hosts")]
+    with pytest.raises(ConfigError, match="cannot reach the first one by the name 'localhost'"):
+        jobs(*flags, "a.py")
+    assert jobs(*flags, "--master_addr", "10.0.0.7", "a.py").here == {"localhost"}
+    with pytest.raises(ConfigError, match="no hostfile says which machines"):
+        jobs("--num_nodes", "2", "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_other_launchers_than_ssh_are_named(two_machines: list[str]) -> None:
+    with pytest.raises(NotBuiltError, match=r"--launcher openmpi(.|\n)*mpirun"):
+        jobs(*two_machines, "--launcher", "openmpi", "a.py")
+
+
+def test_variables_go_along_by_their_beginnings_and_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("PRIVATE", "1")
+    monkeypatch.setenv("DS_ENV_FILE", ".vars")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".vars").write_text("# mine\nA=1\nNCCL_DEBUG=INFO\n")
+    (tmp_path / ".vars").write_text("A=b=2\n")
+    found = exported([tmp_path / "home", tmp_path])
+    assert (found["A"], found["NCCL_DEBUG"]) == ("b=2", "INFO")
+    assert "PRIVATE" not in found
+    monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "home" / ".vars"))
+    assert exported([tmp_path])["A"] == "1"
+    (tmp_path / ".wrong").write_text("A=1\nexport B\n")
+    monkeypatch.setenv("DS_ENV_FILE", ".wrong")
+    with pytest.raises(ConfigError, match=r"line 2: 'export B' is not NAME=VALUE"):
+        exported([tmp_path])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""The `deepspeed` command on several machines: each one's ranks, and the commands that start them there by ssh.
+
+    hosts a slots=2, b slots=4; on the machine where the command is given:
+
+    ssh a  shoal deepspeed --no_ssh --node_rank 0 --master_addr a --master_port 29500 --world ... SCRIPT    ranks 0, 1
+    ssh b  shoal deepspeed --no_ssh --node_rank 1 --master_addr a --master_port 29500 --world ... SCRIPT    ranks 2 to 5
+
+``--world`` is who has which slots, so that no other machine needs the hostfile. With ``--no_ssh`` a user (or a
+scheduler) gives the inner command on each machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from shoal.compat.absent import not_built
+from shoal.compat.environment import exported, for_children
+from shoal.errors import ConfigError
+from shoal.launch import LocalJob, Place, RemoteJob
+
+Slot = int | str
+Pool = dict[str, list[Slot]]  # the slots of each machine, machine 0 first
+
+DEFAULT_PORT = 29500
+BY_SSH = ("pdsh", "ssh")
+
+
+def is_several(options: argparse.Namespace, pool: Mapping[str, Sequence[Slot]]) -> bool:
+    """Does the job take more than this machine?"""
+    return options.num_nodes > 1 or options.node_rank >= 0 or bool(options.world) or len(pool) > 1
+
+
+def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -> Pool:
+    """The machines and slots that ``--num_nodes`` and ``--num_gpus`` leave of those that are wanted.
+
+    Raises: ConfigError: fewer are there, or nobody says which machines they are.
+    """
+    if options.world:
+        return {host: list(slots) for host, slots in json.loads(base64.urlsafe_b64decode(options.world)).items()}
+    pool = {host: list(slots) for host, slots in wanted.items()}
+    if len(pool) <= 1 and options.num_nodes > 1:
+        if not options.no_ssh or options.num_gpus < 1:
+            raise ConfigError(
+                f"--num_nodes {options.num_nodes}, and no hostfile says which machines they are.",
+                do="give --hostfile; or on every machine --no_ssh, --node_rank, --master_addr and --num_gpus.",
+                code="launch-machines",
+            )
+        pool = {f"machine {number}": list(range(options.num_gpus)) for number in range(options.num_nodes)}
+    if options.num_nodes > len(pool):
+        raise ConfigError(
+            f"--num_nodes {options.num_nodes}, but there are {len(pool)} machines: {', '.join(pool)}.",
+            do="name more in the hostfile, or ask for fewer.",
+            code="launch-machines",
+        )
+    if options.num_nodes > 0:
+        pool = dict(list(pool.items())[: options.num_nodes])
+    if options.num_gpus > 0:
+        for host, slots in pool.items():
+            if len(slots) < options.num_gpus:
+                raise ConfigError(
+                    f"--num_gpus {options.num_gpus}, but {host} has {len(slots)} slots.",
+                    do=f"give --num_gpus {min(map(len, pool.values()))} or less.",
+                    code="launch-devices",
+                )
+        pool = {host: slots[: options.num_gpus] for host, slots in pool.items()}
+    return pool
+
+
+def address_of(options: argparse.Namespace, pool: Pool) -> tuple[str, int]:
+    """Where machine 0 listens. Raises: ConfigError: nobody says a name that the others have for it."""
+    first = next(iter(pool))
+    if options.master_addr:
+        address = options.master_addr
+    elif first == "localhost" or first.startswith(("127.", "machine ")):
+        raise ConfigError(
+            f"the other machines cannot reach the first one by the name {first!r}.",
+            do="give --master_addr a name or address that they have for it, or name it so in the hostfile.",
+            code="launch-machines",
+        )
+    else:
+        address = first
+    return address, options.master_port or DEFAULT_PORT
+
+
+def here(
+    options: argparse.Namespace,
+    pool: Pool,
+    address: tuple[str, int],
+    program: Sequence[str],
+    devices: Sequence[Slot],
+) -> LocalJob:
+    """This machine's part (``--no_ssh``).
+
+    Args:
+        devices: the names of this machine's visible devices; slots count them.
+
+    Raises: ConfigError: no such machine, or devices that are not there.
+    """
+    if not 0 <= options.node_rank < len(pool):
+        raise ConfigError(
+            f"--node_rank {options.node_rank} of {len(pool)} machines.",
+            do=f"with --no_ssh give each machine its own of 0 to {len(pool) - 1}.",
+            code="launch-machines",
+        )
+    host = list(pool)[options.node_rank]
+    slots = pool[host]
+    environment = for_children()
+    if devices:
+        named = [devices[slot] if isinstance(slot, int) and slot < len(devices) else slot for slot in slots]
+        missing = [slot for slot in named if slot not in devices]
+        if missing:
+            raise ConfigError(
+                f"{host} is to use slots {', '.join(map(str, slots))}, and has {len(devices)} devices.",
+                do="give it fewer slots in the hostfile.",
+                code="launch-devices",
+            )
+        if named != list(devices[: len(named)]):
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, named))
+    place = Place(options.node_rank, len(pool), *address)
+    return LocalJob(program, len(slots), environment=environment, place=place)
+
+
+def everywhere(
+    options: argparse.Namespace, pool: Pool, address: tuple[str, int], is_here: Callable[[str], bool]
+) -> RemoteJob:
+    """The inner command on every machine. Raises: NotBuiltError: a launcher that is not ssh."""
+    if options.launcher.lower() not in BY_SSH:
+        raise not_built(
+            f"--launcher {options.launcher}",
+            "start `srun` or `mpirun python -m shoal.compat.deepspeed SCRIPT` yourself: Shoal reads their variables.",
+        )
+    world = base64.urlsafe_b64encode(json.dumps(pool).encode()).decode()
+    flags = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(options, name)]
+    commands = {
+        host: [
+            *(sys.executable, "-u", "-m", "shoal", "deepspeed", "--no_ssh", "--node_rank", str(number)),
+            *("--master_addr", address[0], "--master_port", str(address[1]), "--world", world),
+            *(*flags, options.user_script, *options.user_args),
+        ]
+        for number, host in enumerate(pool)
+    }
+    ssh = ["-p", str(options.ssh_port)] if options.ssh_port is not None else []
+    return RemoteJob(
+        commands,
+        here=frozenset(host for host in pool if is_here(host)),
+        folder=os.getcwd(),
+        environment=exported([Path.home(), Path.cwd()]),
+        ssh_options=[*ssh, *shlex.split(options.launcher_args)],
+    )

@@ -114,3 +114,31 @@ def test_the_section_for_bf16_has_two_names(name: str) -> None:
 
     assert get_bfloat16_config({name: {"enabled": True}}).enabled is True
     assert get_bfloat16_config({}).enabled is False
+
+
+@pytest.mark.parametrize(
+    ("given", "solved"),
+    [
+        ((32, 16, 2), (32, 16, 2)),
+        ((32, None, 2), (32, 16, 2)),
+        ((None, 5, None), (5, 5, 1)),
+        ((12, None, None), (12, 12, 1)),
+    ],
+)
+def test_batch_sizes_that_are_set_afterwards_are_solved_again(given: tuple[Any, ...], solved: tuple[int, ...]) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = DeepSpeedConfig({"train_batch_size": 3})
+    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+    assert tuple(getattr(config, name) for name in names) == (3, 3, 1)
+
+    def configure(sizes: tuple[Any, ...]) -> tuple[Any, ...]:
+        for name, size in zip(names, sizes, strict=True):
+            setattr(config, name, size)
+        config._configure_train_batch_size()
+        return tuple(getattr(config, name) for name in names)
+
+    assert configure(given) == solved
+    for wrong in ((33, 16, 2), (None, None, 2), (-4, -2, 2)):
+        with pytest.raises(AssertionError, match=r"\[config-batch\]"):
+            configure(wrong)

@@ -7,6 +7,7 @@ from typing import Any
 from shoal.comm.world import current_world
 from shoal.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig
 from shoal.config import Config, load
+from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.errors import ConfigError as DeepSpeedConfigError
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
@@ -21,6 +22,12 @@ DEEPSPEED_OPTIMIZERS = [
 ]
 
 
+class BatchSizeError(DeepSpeedConfigError, AssertionError):
+    """Batch sizes that do not fit. DeepSpeed asserts that they do, so an AssertionError too."""
+
+    code = "config-batch"
+
+
 class DeepSpeedConfig:
     """A checked configuration: its keys are attributes.
 
@@ -32,8 +39,25 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        ranks = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
-        self.checked: Config = load(config, world_size=ranks)
+        self.world_size: int = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
+        self.checked: Config = load(config, world_size=self.world_size)
+
+    def _configure_train_batch_size(self) -> None:
+        """Fill in what of the three batch sizes is None, after they were set as attributes.
+
+        Raises: BatchSizeError: they do not fit, or neither the global batch nor the micro-batch is given.
+        """
+        given = Batch(*(getattr(self, name) for name in (TRAIN, MICRO, STEPS)))
+        try:
+            if given.train is None and given.micro is None:
+                raise BatchMismatch(f"neither {TRAIN} nor {MICRO} is given.", "give one of them.")
+            if any(size is not None and size < 1 for size in (given.train, given.micro, given.accumulation)):
+                raise BatchMismatch(f"{given} is not of positive sizes.", "give sizes of at least 1.")
+            solved = solve(given, self.world_size)
+        except BatchMismatch as problem:
+            raise BatchSizeError(str(problem), do=problem.do) from None
+        for name, size in zip((TRAIN, MICRO, STEPS), (solved.train, solved.micro, solved.accumulation), strict=True):
+            setattr(self, name, size)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "checked":

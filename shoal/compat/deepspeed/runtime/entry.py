@@ -100,6 +100,7 @@ def initialize(
     except ConfigError:
         engine.destroy()
         raise
+    _round_masters(engine)
     _mark_leaves(engine)
     engine.follows_deepspeed = True
     if optimizer is None and engine.sharded_optimizer is not None:
@@ -112,6 +113,18 @@ def initialize(
         )
     _time_steps(engine)
     return engine, engine.optimizer, loader, schedule
+
+
+def _round_masters(engine: Engine) -> None:
+    """Master weights begin as the 16-bit parameters are, as in DeepSpeed, whose losses they then give.
+
+    Shoal by its own name begins with the model's values.
+    """
+    with torch.no_grad():
+        for state in engine.bucket_states:
+            if state.has_own_master:
+                with state.at_hand(), state.bucket.shard_at_hand():
+                    state.master.copy_(state.owned_parameters)
 
 
 def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:

@@ -1,0 +1,48 @@
+"""Where master weights begin: by Shoal's own name with the model's values, by DeepSpeed's with what 16 bits hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.compat.deepspeed import initialize
+from tests.ranks.models import Plain
+from tests.ranks.training import STAGES, adamw, config, make
+
+
+def masters(start: Any, settings: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+    def begin() -> dict[str, torch.Tensor]:
+        engine, *_ = start(model=make(Plain), optimizer=adamw, config=settings, **options)
+        found = {name: shoal.zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
+        return found
+
+    return run_ranks(2, begin)[0]
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_masters_begin_rounded_under_deepspeeds_name_alone(
+    stage: int, precision: str, offload: str, tmp_path: Any
+) -> None:
+    settings = config(stage, **{precision: {"enabled": True}})
+    if stage and offload != "none":
+        settings["zero_optimization"]["offload_optimizer"] = {"device": offload, "nvme_path": str(tmp_path)}
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    own = masters(shoal.initialize, settings)
+    lent = masters(initialize, settings, dist_init_required=False)
+    for name, value in make(Plain).named_parameters():
+        assert torch.equal(own[name], value.detach()), name
+        assert torch.equal(lent[name], value.detach().to(dtype).float()), name
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_in_fp32_nothing_is_rounded(stage: int) -> None:
+    lent = masters(initialize, config(stage), dist_init_required=False)
+    for name, value in make(Plain).named_parameters():
+        assert torch.equal(lent[name], value.detach()), name

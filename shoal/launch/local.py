@@ -25,7 +25,7 @@ from typing import Any
 from shoal.errors import UsageError
 from shoal.launch.environment import read_environment
 
-_CHILD = Path(__file__).with_name("child.py")
+CHILD = Path(__file__).with_name("child.py")
 _SHUTDOWN_SECONDS = 5  # from the signal that asks a rank to end until the one that it cannot refuse
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _TAIL_LINES = 60
@@ -109,7 +109,7 @@ def run_local(job: LocalJob) -> Outcome:
     )
     assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
     arguments = [
-        *("-I", "-S", str(_CHILD), str(os.getpid())),
+        *("-I", "-S", str(CHILD), str(os.getpid())),
         *(f"{name}={value}" for name, value in assignments.items()),
         *("--", *job.program),
     ]

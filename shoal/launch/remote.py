@@ -3,12 +3,13 @@
     launcher --ssh -tt--> HOST: cd FOLDER && env NAME=VALUE ... COMMAND
              ---------->  COMMAND, on the machine that the launcher is on
 
-Each command's output goes to the terminal as it comes. When one fails, the others are ended: a connection that closes
-hangs its command up, and a command that is hung up ends its ranks.
+Each command's output goes to the terminal as it comes. When one fails, or the launcher is gone, the others are
+ended: a connection that closes hangs its command up, and a command that is hung up ends its ranks.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import signal
@@ -22,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.launch.local import Outcome
+from shoal.launch.local import CHILD, Outcome
 
 _END_SECONDS = 20  # from the signal that asks a command to end until the one that it cannot refuse
 _LOOK_SECONDS = 0.1
@@ -86,12 +87,12 @@ def run_remote(job: RemoteJob) -> Outcome:
 
 def _command_line(job: RemoteJob, host: str, command: Sequence[str], ssh: str) -> list[str]:
     variables = [f"{name}={value}" for name, value in job.environment.items()]
-    whole = ["env", *variables, *command]
+    tied = [sys.executable, "-I", "-S", str(CHILD), str(os.getpid())]  # it ends with the launcher, were it by SIGKILL
     if host in job.here:
-        return whole
-    there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(whole)}"
+        return [*tied, *variables, "--", *command]
+    there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(['env', *variables, *command])}"
     # A terminal, so that the command is hung up when the connection closes; no question that nobody would answer.
-    return [ssh, "-tt", "-o", "BatchMode=yes", *job.ssh_options, host, there]
+    return [*tied, "--", ssh, "-tt", "-o", "BatchMode=yes", *job.ssh_options, host, there]
 
 
 def _end(processes: Sequence[subprocess.Popen[Any]]) -> None:

@@ -31,8 +31,13 @@ def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, 
 
 
 def is_command(script: str) -> bool:
-    """Is it a program of the path (``accelerate``, ``torchrun``), and no file of that name here?"""
-    return os.sep not in script and not Path(script).exists() and shutil.which(script) is not None
+    """Is it a program (``accelerate``, ``torchrun``), and no file of that name here?"""
+    return os.sep not in script and not Path(script).exists() and _program(script) is not None
+
+
+def _program(name: str) -> str | None:
+    """Of the path, or of this environment, which need not be activated."""
+    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def become_command(command: str, arguments: Sequence[str], ranks: int | None) -> None:
@@ -46,7 +51,7 @@ def become_command(command: str, arguments: Sequence[str], ranks: int | None) ->
             do=f"leave --ranks out and tell {command} how many.",
             code="as-deepspeed-ranks",
         )
-    os.execvpe(command, [command, *arguments], whole_for_children())
+    os.execve(_program(command) or command, [command, *arguments], whole_for_children())
 
 
 def as_deepspeed(

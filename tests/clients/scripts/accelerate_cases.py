@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader, Subset
 
-from tests.clients.scripts.common import Sequences, deepspeed_state, gpt2, run_cases, tensors_norm
+from tests.clients.scripts.common import Sequences, deepspeed_state, gpt2, run_cases, tensors_norm, write_json
 
 ROWS, BATCH, LR = 48, 2, 3e-3
 
@@ -150,7 +149,7 @@ def with_dummies(stage: int, precision: str = "no", **zero: Any) -> Any:
 def from_file(folder: Path) -> dict[str, Any]:
     """The configuration is a file; the schedule a callable that the dummy carries."""
     path = folder / "ds.json"
-    path.write_text(json.dumps(without(auto_config(2), "scheduler")))
+    write_json(path, without(auto_config(2), "scheduler"))
     accelerator = accelerator_for(str(path))
 
     def make(optimizer: Any) -> Any:

@@ -20,6 +20,13 @@ VOCABULARY, LENGTH, SEED = 96, 16, 17
 Case = Callable[[Path], dict[str, Any]]
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Every rank writes the file and may read it at once: each puts a whole one in its place."""
+    mine = path.with_name(f"{path.name}.{os.environ.get('RANK', '0')}")
+    mine.write_text(json.dumps(value))
+    os.replace(mine, path)
+
+
 class Sequences(Dataset[dict[str, torch.Tensor]]):
     """Arithmetic rows modulo the vocabulary: something a small model learns within a few steps."""
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
 
-from tests.clients.scripts.common import Sequences, deepspeed_state, gpt2, over_ranks, run_cases
+from tests.clients.scripts.common import Sequences, deepspeed_state, gpt2, over_ranks, run_cases, write_json
 
 RECIPES = Path(__file__).resolve().parents[2] / "fixtures" / "recipes"
 
@@ -56,7 +56,7 @@ def recipe(file: str, make_model: Any, batch: int, *, precision: str, generates:
             config |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
             config["train_micro_batch_size_per_gpu"] = batch
         path = folder / file
-        path.write_text(json.dumps(config))
+        write_json(path, config)
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=str(path)),
             mixed_precision=precision if precision != "fp32" else "no",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.clients.scripts.common import (
     over_ranks,
     run_cases,
     tensors_norm,
+    write_json,
 )
 
 ROWS, LR = 48, 3e-3
@@ -147,7 +147,7 @@ def trained(make_config: Callable[[], dict[str, Any]], model: Callable[[], Any] 
 def path_and_own(folder: Path) -> dict[str, Any]:
     """The configuration as a path; optimizer and schedule are Trainer's."""
     path = folder / "ds.json"
-    path.write_text(json.dumps(bare(2)))
+    write_json(path, bare(2))
     args = arguments(folder, str(path), lr_scheduler_type="cosine", optim="adamw_torch", max_grad_norm=0.5)
     trainer = trainer_of(args, gpt2())
     trainer.train()

@@ -24,7 +24,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
 from shoal.engine.stored import StoredEngine
 from shoal.engine.weights import Weights
-from shoal.errors import AssertedUsageError, NoOptimizerError, OutOfMemoryError, TierError, UsageError
+from shoal.errors import AssertedUsageError, NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
@@ -248,7 +248,7 @@ class Engine(StoredEngine):
         try:
             yield
         except Exception as error:
-            if isinstance(error, TierError):
+            if isinstance(error, ShoalError) and error.code.startswith("tier"):  # a disk that is too full included
                 self._failure = error
             if in_backward():
                 raise  # recomputed activations: the backward pass that asked for them reports it

@@ -195,7 +195,7 @@ class DiskTier:
     def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
         """Fetch bytes at ``offset`` of the extent into a tensor. Arguments, errors and order: see ``write``.
 
-        What was never written, or whose write failed, is an error of the ticket, never zeros.
+        What was never written is an error of the ticket, never zeros; where a write failed, it is that write's.
         """
         return self._submit(extent, tensor, offset, is_write=False)
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from shoal.errors import TierError, UsageError
+from shoal.errors import ShoalError, TierError, UsageError
 from shoal.memory.aligned import PAGE, round_down, round_up
 from shoal.memory.intervals import Intervals
 from shoal.memory.io_threads import Piece
@@ -61,8 +61,9 @@ class Extent:
     identity: tuple[int, int]  # device and inode: a file put in its place is noticed
     written: Intervals = field(default_factory=Intervals, repr=False)
     sums: dict[int, int] = field(default_factory=dict, repr=False)  # block to xxh3
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # guards ``written`` and ``sums``
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # guards ``written``, ``sums``, ``lost``
     is_free: bool = False
+    lost: BaseException | None = field(default=None, repr=False)  # why the last write that failed did
 
     @property
     def file_nbytes(self) -> int:
@@ -154,14 +155,24 @@ class Transfer:
     def begin(self) -> list[Piece]:
         """Open the file and cut the range.
 
-        Raises: TierError: the file is not there, another, or too short. UsageError: what is read was never written.
+        Raises: TierError: the file is not there, another, or too short, or the write of what is read failed.
+            UsageError: what is read was never written.
         """
         extent, nbytes = self._extent, self._stop - self._start
         with extent.lock:
-            is_there = extent.written.covers(self._start, self._stop)
+            is_there, lost = extent.written.covers(self._start, self._stop), extent.lost
         if not self.is_write and not is_there:
+            which = f"bytes {self._start} to {self._stop} of {extent.name!r}"
+            if lost is not None:
+                why = lost.what if isinstance(lost, ShoalError) else f"{type(lost).__name__}: {lost}"
+                raise TierError(
+                    f"{which} are not there, because a write failed: {why}",
+                    where=extent.path,
+                    do=getattr(lost, "do", "") or "go on from the last checkpoint.",
+                    code=getattr(lost, "code", "tier-io"),
+                ) from lost
             raise UsageError(
-                f"bytes {self._start} to {self._stop} of {extent.name!r} were never written, or their write failed.",
+                f"{which} were never written.",
                 where=extent.path,
                 do="write before reading, and wait on the tickets of writes.",
                 code="tier-not-written",
@@ -204,6 +215,7 @@ class Transfer:
             if error is None:
                 self._extent.written.add(self._start, self._stop)
             else:  # what shares a grain with it was rewritten too
+                self._extent.lost = error
                 self._extent.written.remove(self.start, self.stop)
                 for block in range(self.start // self._way.block_nbytes, -(-self.stop // self._way.block_nbytes)):
                     self._extent.sums.pop(block, None)

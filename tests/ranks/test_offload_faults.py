@@ -222,8 +222,8 @@ def test_a_write_that_fails_stops_all_ranks(
     monkeypatch.setattr(os, "pwritev", write)
     is_faulty, barrier = threading.Event(), threading.Barrier(2)
     codes = outcomes(tmp_path, on_disk(tmp_path, places), act)
-    assert set(codes) & {"tier-no-room", "tier-io", "tier-unwritten"}
-    assert set(codes) <= {"tier-no-room", "tier-io", "tier-unwritten", "rank-failed"}
+    assert "tier-no-room" in codes
+    assert set(codes) <= {"tier-no-room", "rank-failed"}
 
 
 # V3: a crash

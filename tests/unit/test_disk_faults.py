@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.errors import OutOfMemoryError, TierError, UsageError
+from shoal.errors import OutOfMemoryError, TierError
 from shoal.memory.aligned import aligned_empty
 from shoal.memory.disk import DiskTier
 
@@ -88,8 +88,11 @@ def test_a_write_that_the_device_fails_cannot_be_read_until_it_was_written_again
     read = tier.read(extent, aligned_empty(40_960))
     with pytest.raises(TierError, match=r"writing for 'a' failed: Input/output error"):
         write.wait()
-    with pytest.raises(UsageError, match=r"were never written, or their write failed"):
+    with pytest.raises(
+        TierError, match=r"'a' are not there, because a write failed: writing for 'a' failed: Input"
+    ) as lost:
         read.wait()
+    assert lost.value.code == "tier-io"
     monkeypatch.undo()
     tier.read(extent, aligned_empty(20_480)).wait()  # what was not touched is as it was
     tier.write(extent, values(4096), 20_480).wait()
@@ -242,7 +245,7 @@ def test_a_failed_write_takes_its_sums_with_it(summing_tier: DiskTier, monkeypat
     with pytest.raises(TierError, match="Input/output error"):
         summing_tier.write(extent, values(100), 100).wait()
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="their write failed"):
+    with pytest.raises(TierError, match="because a write failed"):
         summing_tier.read(extent, torch.empty(10, dtype=torch.uint8), 5000).wait()  # in the same block
     # The block has no sum now: a write of a part of it, which reads the block first, is not refused.
     summing_tier.write(extent, values(5000)).wait()
@@ -301,8 +304,9 @@ def test_a_disk_that_fills_up_while_running_is_an_error_of_the_write(small_disk:
     assert found.value.code == "tier-no-room"
     assert "0 B (0 bytes) are available" in str(found.value)
     assert found.value.where.startswith(f"{extent.path}, ")
-    with pytest.raises(UsageError, match="their write failed"):
+    with pytest.raises(TierError, match="because a write failed") as lost:
         tier.read(extent, aligned_empty(10)).wait()
+    assert lost.value.code == "tier-no-room"
     filler.unlink()
     tier.write(extent, values(2**20)).wait()
     tier.close()

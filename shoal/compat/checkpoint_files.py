@@ -73,15 +73,17 @@ def prepare(
         "ds_version": version,
     }
     is_async = engine._config_object.checkpoint.async_save
-    module = None if stage == 3 or is_async else _module(engine, exclude_frozen=exclude_frozen)
-    taken = _bytes_of(counters) if is_async else b""  # the client state may change before it is written
+    held = (
+        counters if stage == 3 or is_async else {"module": _module(engine, exclude_frozen=exclude_frozen), **counters}
+    )
+    taken = _bytes_of(held) if is_async else None  # the client state may change before it is written
 
     def write() -> None:
         with storage.replacing(f"{tag}/{model_file(stage)}") as sink:
-            if is_async:
+            if taken is not None:
                 sink.write(memoryview(taken))
             else:
-                write_values(sink, counters if module is None else {"module": module, **counters})
+                write_values(sink, held)
         if stage > 0:
             name = optimizer_file(is_bf16=bool(engine._config_object.bf16.enabled))
             storage.replace(f"{tag}/{name}", _bytes_of(optimizer_state))

@@ -4,6 +4,9 @@ rank 0   local_data  [0 1 2]          full()   [0 1 2 3 4 5 6 7] in the first te
 rank 1               [3 4 5]
 rank 2               [6 7]
 to_meta()            number of dimensions, dimensions, ranks, this rank, where each stretch begins, the end
+
+The group is torch's, which a script made and hands in, so torch's own collectives are called: no communicator of
+Shoal's is over its ranks.
 """
 
 from __future__ import annotations

@@ -614,6 +614,8 @@ class Engine(StoredEngine):
             self.sharded.detach(is_failed=self._failure is not None)
         finally:
             self.sharded.disks.close()
+        if self.sharded_optimizer is not None:
+            self.sharded_optimizer.let_go()
         if self._optimizer_step is not None:
             self._optimizer_step.free()
         for state in self._states:

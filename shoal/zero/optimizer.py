@@ -173,6 +173,11 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
 
+    def let_go(self) -> None:
+        """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""
+        for name in ("state_dict", "load_state_dict"):
+            vars(self.optimizer).pop(name, None)
+
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.optimizer
 

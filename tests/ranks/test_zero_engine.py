@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +307,18 @@ def test_another_batch_size_in_mid_run_begins_with_a_whole_step() -> None:
         return counts
 
     assert run() == [2, 3, 4]
+
+
+def test_an_optimizer_that_outlives_its_engine_is_its_own_again() -> None:
+    model = make(Plain)
+    optimizer = adamw(model.parameters())
+    engine, *_ = shoal.initialize(model=model, optimizer=optimizer, config=config(2))
+    engine.backward(engine(*batch(0, 0, 1)))
+    engine.step()
+    alive = weakref.ref(engine)
+    engine.destroy()
+    del engine, _
+    gc.collect()
+    assert alive() is None
+    assert "state_dict" not in vars(optimizer)
+    assert "load_state_dict" not in vars(optimizer)

@@ -63,13 +63,10 @@ def agree(comm: Communicator, problem: Exception | None, value: Any, label: str)
         return [value]
     words = None
     if problem is not None:
-        is_ours = isinstance(problem, CheckpointError)
-        words = [
-            problem.code if is_ours else "checkpoint",  # type: ignore[attr-defined]
-            problem.what if is_ours else f"{type(problem).__name__}: {problem}",  # type: ignore[attr-defined]
-            getattr(problem, "where", ""),
-            getattr(problem, "do", ""),
-        ]
+        code, what = "checkpoint", f"{type(problem).__name__}: {problem}"
+        if isinstance(problem, CheckpointError):
+            code, what = problem.code, problem.what
+        words = [code, what, getattr(problem, "where", ""), getattr(problem, "do", "")]
     theirs = list(comm.gather_objects({"problem": words, "value": value}, label=label))
     failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
     if failed:

@@ -271,10 +271,11 @@ def _build(config: Any, dtype: torch.dtype | None) -> nn.Module:
             do="pass the model, or AutoConfig.from_pretrained(folder).",
             code="load-hf-transformers",
         )
+    build: Callable[[Any], nn.Module] = transformers.AutoModel.from_config
     for name in config.architectures or ():
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            with Init(dtype=dtype):
-                return cls(config)  # type: ignore[no-any-return]
+            build = cls
+            break
     with Init(dtype=dtype):
-        return transformers.AutoModel.from_config(config)  # type: ignore[no-any-return]
+        return build(config)

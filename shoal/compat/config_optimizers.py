@@ -51,4 +51,5 @@ def mark(optimizer: ShardedOptimizer, config: Config) -> None:
     setattr(optimizer.optimizer, _STANDS_FOR, name)
     if name in ("FusedAdam", "DeepSpeedCPUAdam"):
         is_decoupled = isinstance(optimizer.optimizer, torch.optim.AdamW)
+        # Scripts read it; torch's own class has no such attribute.
         optimizer.optimizer.adam_w_mode = is_decoupled  # type: ignore[attr-defined]

@@ -18,6 +18,7 @@ class TypeAndParams(Section):
     type: str | None = key(None, "name, in any case")
     params: dict[str, Any] = Field(default_factory=dict, description="arguments of its constructor")
 
+    # pydantic's own goes over (name, value); a section of two is unpacked as its values.
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return iter((self.type, self.params))
 

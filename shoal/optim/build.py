@@ -227,6 +227,7 @@ def _fused(
         return {}
     try:
         for device in {param.device for param in params}:
+            # The base class, as which the factory is typed, has no such argument; `accepted_names` found it.
             factory([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)  # type: ignore[call-arg]
     except (RuntimeError, TypeError, ValueError):
         return {}

@@ -132,8 +132,8 @@ def refusal(name: str, reason: str) -> OptimizerError:
     )
 
 
-def _needs_closure(kind: type) -> bool:
-    parameters = list(inspect.signature(inspect.unwrap(kind.step)).parameters.values())[1:]  # type: ignore[attr-defined]
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    parameters = list(inspect.signature(inspect.unwrap(kind.step)).parameters.values())[1:]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.kind in positional and p.default is p.empty for p in parameters)
 

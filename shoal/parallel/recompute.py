@@ -126,6 +126,7 @@ def checkpoint_wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, **kwargs)
 
+    # As functools.wraps does, for whoever unwraps it; mypy knows no such attribute of a function.
     recomputed.__wrapped__ = function  # type: ignore[attr-defined]
     recomputed.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
     return recomputed

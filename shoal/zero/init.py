@@ -174,6 +174,7 @@ class _ConstructorPatch:
         with self._lock:
             self._open -= 1
             if self._open == 0:
+                # The patch, taken off: mypy lets nobody assign a method.
                 for cls, original in self._originals.items():
                     cls.__init__ = original  # type: ignore[method-assign]
                 self._originals.clear()
@@ -210,6 +211,7 @@ class _ConstructorPatch:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             patch._wrap(cls)
 
+        # It takes any keyword arguments; object's, which stood here, takes none.
         nn.Module.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
 
     def _wrap_to_empty(self) -> None:
@@ -226,6 +228,7 @@ class _ConstructorPatch:
                     active[-1]._shard(part)
             return made
 
+        # The patch itself, which takes any arguments and passes them on.
         nn.Module.to_empty = to_empty  # type: ignore[method-assign, assignment]
 
     def _wrap(self, cls: type[nn.Module]) -> None:
@@ -243,6 +246,7 @@ class _ConstructorPatch:
                 active[-1].construct(module, lambda: original(module, *args, **kwargs))
 
         self._originals[cls] = original
+        # The patch itself, which takes any arguments and passes them on.
         cls.__init__ = construct  # type: ignore[method-assign, assignment]
 
 

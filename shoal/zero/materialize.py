@@ -154,7 +154,7 @@ class Materializer:
                 made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
             else:
-                module._buffers[key] = torch.empty_like(module._buffers[key], device=self._device)  # type: ignore[arg-type]
+                module._buffers[key] = torch.empty_like(_tensor_of(module, key), device=self._device)
         before = {}
         for key in missing:
             tensor = _tensor_of(module, key)

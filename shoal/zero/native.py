@@ -19,6 +19,7 @@ class NativeGradient(BucketGradient):
 
     is_watched = False
 
+    # The base class says it once and for all; here the accumulator may be widened while the step goes on.
     @property
     def is_native(self) -> bool:  # type: ignore[override]
         return self.dtype == self.bucket.dtype

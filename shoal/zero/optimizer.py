@@ -36,7 +36,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
             for slot, parameter in enumerate(state.bucket.parameters)
         }
 
-    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if id(parameter) not in self._home:
             return self._of_piece(parameter)
         state, slot, _ = self._home[id(parameter)]
@@ -80,7 +80,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __contains__(self, parameter: object) -> bool:
         try:
-            return bool(self[parameter])  # type: ignore[index]
+            return isinstance(parameter, torch.Tensor) and bool(self[parameter])
         except KeyError:
             return False
 
@@ -160,7 +160,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
-        # Its own methods would look for the pieces, which hold its state, among its groups' parameters.
+        # Its own methods would look for the pieces, which hold its state, among its groups' parameters. So
+        # this one object has others until `let_go`; mypy lets nobody assign a method.
         self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
         self.sharded_step = step
@@ -265,6 +266,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
             parts = [self._local_gradient(parameter) for parameter in group["params"]]
             found[index] = [part for part in parts if part is not None]
         return found
+
+    # Attributes of the base class, which here are the wrapped optimizer's own; and a step that takes no closure.
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -197,6 +197,7 @@ class _Archive:
         self._stream = stream
         self._position = 0
         # An object that only writes: zipfile then goes back to nothing, and the stream may stand anywhere in a file.
+        # The annotation asks for a close() too, which zipfile leaves to whoever opened the object.
         self._zip = zipfile.ZipFile(self, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]
 
     def write(self, data: bytes | memoryview) -> int:

@@ -30,6 +30,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark it, or take the mark away. Takes effect in ``initialize``."""
+    # A module's attributes are typed as tensors and modules; clients look for a plain bool.
     model._z3_leaf = flag  # type: ignore[assignment]
 
 

@@ -37,7 +37,7 @@ class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
         super().__init__(
             params,
             lr=lr,
-            betas=tuple(betas),  # type: ignore[arg-type]
+            betas=tuple(betas),  # type: ignore[arg-type]  # JSON gives a list; mypy forgets how many
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,

@@ -15,6 +15,8 @@ from functools import cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from shoal.host_heap import HostHeap, resident_nbytes
+
 logger = logging.getLogger("shoal")
 
 
@@ -58,6 +60,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         self.is_cuda = device.type == "cuda"
+        self.heap: HostHeap | None = None  # where this process keeps what it frees
 
     @property
     def step_block_numel(self) -> int | None:
@@ -74,10 +77,12 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def give_cache_back(self) -> None:
-        """Give the memory that the allocator keeps for later, and nothing uses, back to the driver."""
+        """Give the memory that the allocator keeps for later, and nothing uses, back to the driver or the kernel."""
         if self.is_cuda:
             with torch.cuda.device(self.torch_device):
                 torch.cuda.empty_cache()
+        elif self.heap is not None:
+            self.heap.give_back()
 
     def use(self) -> AbstractContextManager[object]:
         """Make this the current device inside the block."""
@@ -90,8 +95,7 @@ class Device:
                 torch.cuda.max_memory_allocated(self.torch_device),
                 "CUDA caching allocator",
             )
-        with open("/proc/self/statm", encoding="ascii") as statm:
-            resident = int(statm.read().split()[1]) * resource.getpagesize()
+        resident = resident_nbytes()
         peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         return MemoryReading(resident, peak, "resident set of the process")
 

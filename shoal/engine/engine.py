@@ -625,6 +625,8 @@ class Engine(StoredEngine):
             OWNERS.pop(parameter)
         self._states.clear()
         self.on_step.clear()
+        if not self._device.is_cuda:
+            self._device.give_cache_back()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -23,6 +23,8 @@ from shoal.engine.offload import Offload
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError
+from shoal.host_heap import HostHeap
+from shoal.launch.environment import heap_is_set
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.optim.build import build as build_optimizer
@@ -44,6 +46,11 @@ from shoal.zero.registry import OWNERS
 from shoal.zero.step import ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]
+
+_HEAP_NOTE = (
+    "host memory that a step frees stays with the process for the next one, so that the kernel need not clear it again;"
+    " to have it given back at once, set MALLOC_TRIM_THRESHOLD_ (bytes) in the environment."
+)
 
 
 def initialize(
@@ -149,6 +156,8 @@ def _initialize(
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
     wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
     device = Device(world.device)
+    if not device.is_cuda and not heap_is_set():
+        device.heap = HostHeap.keep()
     engine_box: list[Engine] = []
     offload = Offload(settings, plan, model, axes.all, device, world.rank)
     with device.use():
@@ -204,6 +213,9 @@ def _initialize(
         )
     if settings.offload_activation.device == "cpu":
         engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
+    if device.heap is not None:
+        notes.append(_HEAP_NOTE)
+        engine.on_step.append(device.heap.after_step)
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

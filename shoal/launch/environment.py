@@ -85,6 +85,17 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
+    """Has somebody said already how glibc's heap is to keep what is freed?
+
+    >>> heap_is_set({"MALLOC_TRIM_THRESHOLD_": "0"}), heap_is_set({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"})
+    (True, False)
+    """
+    env = os.environ if variables is None else variables
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
+    return any(name in env for name in names) or "glibc.malloc." in env.get("GLIBC_TUNABLES", "")
+
+
 _KEYS: dict[Launcher, tuple[str, str, str, str]] = {
     "torchelastic": ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", ""),

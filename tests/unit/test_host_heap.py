@@ -1,0 +1,91 @@
+"""What a step frees stays with the process for the next step, and goes back to the kernel where it piles up."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import shoal
+from shoal import host_heap
+from shoal.host_heap import HostHeap
+from shoal.launch.environment import heap_is_set
+
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+
+# A process of its own: how a heap behaves depends on all that was in it before.
+FAULTS = """
+import resource, sys, torch
+from shoal.host_heap import HostHeap, resident_nbytes
+heap = HostHeap.keep() if sys.argv[1] == "keep" else None
+MIB = 2**20
+def use():
+    torch.ones(48 * MIB, dtype=torch.uint8)
+    torch.ones(20 * MIB, dtype=torch.uint8)
+for _ in range(8):  # until places are found that fit with their alignment
+    use()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    use()
+faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+kept = resident_nbytes()
+if heap:
+    heap.give_back()
+print(faults, (kept - resident_nbytes()) // MIB)
+"""
+
+
+def faults_and_given_mib(mode: str) -> tuple[int, int]:
+    done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True, timeout=60)
+    faults, given = done.stdout.split()
+    return int(faults), int(given)
+
+
+def test_blocks_that_are_taken_again_are_not_cleared_again_and_go_back_when_asked() -> None:
+    faults, given = faults_and_given_mib("keep")
+    assert faults < 200  # of the 52,000 pages that were touched
+    assert given >= 45
+    assert faults_and_given_mib("as it is")[0] > 10_000
+
+
+def test_the_heap_goes_back_where_the_process_has_grown_by_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    sizes = iter([1000, 1250, 1251, 900, 1125, 1126])
+
+    def resident() -> int:
+        size = next(sizes)
+        given.append(0)
+        return size
+
+    class Library:
+        def malloc_trim(self, padding: int) -> None:
+            given[-1] = 1
+
+    monkeypatch.setattr(host_heap, "resident_nbytes", resident)
+    monkeypatch.setattr(host_heap, "_library", Library)
+    heap = HostHeap()
+    for _ in range(6):
+        heap.after_step()
+    assert given == [0, 0, 1, 0, 0, 1]
+
+
+def test_what_the_user_said_about_the_heap_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not heap_is_set({"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.rtld.nns=2"})
+    assert heap_is_set({"GLIBC_TUNABLES": "glibc.rtld.nns=2:glibc.malloc.trim_threshold=0"})
+    for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_"):
+        assert heap_is_set({name: "1"})
+
+    def heap() -> HostHeap | None:
+        model = torch.nn.Linear(2, 2)
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        engine = shoal.initialize(model=model, config=config)[0]
+        engine.destroy()
+        return engine._device.heap
+
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    assert heap() is not None
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert heap() is None

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shoal.comm.world import World
     from shoal.config import Config
     from shoal.engine.checkpoints import Checkpoints
+    from shoal.engine.losses import Losses
     from shoal.engine.progress import Progress
     from shoal.engine.weights import Weights
     from shoal.zero.build import Axes
@@ -62,8 +63,7 @@ class DeepSpeedFace(nn.Module):
         world: World
         progress: Progress | None
         _config_object: Config
-        _mean_loss: float | None
-        _forced_boundary: bool | None
+        _losses: Losses
 
         def _check_alive(self) -> None: ...
         def no_sync(self) -> AbstractContextManager[None]: ...
@@ -212,7 +212,7 @@ class DeepSpeedFace(nn.Module):
     @property
     def losses(self) -> float:
         """The mean of this rank's losses in the last step; 0 before the first."""
-        return self._mean_loss or 0.0
+        return self._losses.mean or 0.0
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:

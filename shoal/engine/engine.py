@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -13,19 +12,21 @@ from torch import nn
 
 from shoal.comm.world import World
 from shoal.config import Config
-from shoal.device import Device, in_backward, read_scalar
+from shoal.device import Device, in_backward
 from shoal.engine.batch import Batch
+from shoal.engine.boundary import Boundary
 from shoal.engine.checkpoints import Checkpoints
+from shoal.engine.facts import EngineFacts
 from shoal.engine.guard import ModelGuard
+from shoal.engine.inputs import cast
 from shoal.engine.log import say_on_rank_0
+from shoal.engine.losses import Losses, check_for_backward, check_for_scale
 from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
 from shoal.engine.settings import Plan
-from shoal.engine.stored import StoredEngine
 from shoal.engine.weights import Weights
-from shoal.errors import AssertedUsageError, NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
-from shoal.observe.ledger import Ledger, account
+from shoal.errors import NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.parallel.activations import HostActivations
@@ -41,12 +42,11 @@ from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import BucketState, ShardedStep
 
 
-class Engine(StoredEngine):
+class Engine(EngineFacts):
     """A model that trains under one plan.
 
     Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
-    ``loss.backward()`` and
-    ``engine.step()``. Attributes that are not the engine's own are the model's.
+    ``loss.backward()`` and ``engine.step()``. Attributes that are not the engine's own are the model's.
     """
 
     def __init__(
@@ -81,13 +81,10 @@ class Engine(StoredEngine):
             num_micro=config.gradient_accumulation_steps,
             num_ranks=axes.all.size,
         )
-        self._forced_boundary: bool | None = None
-        self._is_managed = config.managed_gradient_accumulation
-        self._styles: set[str] = set()  # how this step's losses were scaled: "engine" or "scaled"
+        self._boundary = Boundary(self._batch, is_managed=config.managed_gradient_accumulation)
+        self._losses = Losses(self._batch, loss_scale, is_managed=config.managed_gradient_accumulation)
         self._has_backward = False
-        self._losses: list[torch.Tensor] = []
         self._norm: float | None = None
-        self._mean_loss: float | None = None  # of this rank's micro-batches in the last step
         self._nonfinite = NonFinite(plan, self._states, axes, loss_scale)
         self._is_destroyed = False
         self._failure: Exception | None = None  # after which its state is of no use
@@ -95,7 +92,6 @@ class Engine(StoredEngine):
         self.global_steps = 0
         self.global_samples = 0
         self.micro_steps = 0
-        self._micro_in_step = 0  # micro-batches since the last boundary
         self.skipped_steps = 0
         self.sharded_optimizer: ShardedOptimizer | None = (
             ShardedOptimizer(
@@ -103,16 +99,12 @@ class Engine(StoredEngine):
                 self._step_now,
                 self.zero_grad,
                 sharded.offload if plan.zero.stage == 3 else None,
-                is_scaled=loss_scale is not None,
+                loss_scale=loss_scale,
                 local_gradient=self._local_gradient,
             )
             if optimizer_step is not None
             else None
         )
-        if self.sharded_optimizer is not None and loss_scale is not None:
-            self.sharded_optimizer.loss_scale = loss_scale.scale
-            self.sharded_optimizer._status.is_dynamic = loss_scale.settings.is_dynamic
-            self.sharded_optimizer._status.scaler = loss_scale
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.client_optimizer: Any = None
@@ -127,96 +119,9 @@ class Engine(StoredEngine):
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.moving = Moving(self)
-        self.access = Access(sharded, self._states, optimizer_step, self._unscale)
+        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
-
-    # what it is
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration as it was given."""
-        return self._config_object.raw
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number on its node."""
-        return self.world.local_rank
-
-    @property
-    def global_rank(self) -> int:
-        """This rank's number among all."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in all."""
-        return self.world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.axes.all.size
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes: inputs go there."""
-        return self._device.torch_device
-
-    def train_batch_size(self) -> int:
-        """Samples of one step, over all ranks."""
-        return self._batch.total
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Samples of one micro-batch of one rank."""
-        return self._batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one step."""
-        return self._batch.num_micro
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the global batch by changing the accumulation steps.
-
-        Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a
-        step.
-        """
-        if self._has_backward:
-            raise UsageError(
-                "set_train_batch_size() was called between backward() and step().",
-                do="call it right after a step.",
-                code="batch-size-mid-step",
-            )
-        self._batch.set_total(train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch; the accumulation steps stay."""
-        self._batch.micro = micro_batch_size
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3."""
-        return self.plan.zero.stage
-
-    def gradient_clipping(self) -> float:
-        """The largest norm that gradients keep; 0: any."""
-        return self.plan.clip_norm
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return [] if self.sharded_optimizer is None else [group["lr"] for group in self.sharded_optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm over all axes of the last step's gradients, before clipping; None before the first step."""
-        return self._norm
-
-    def was_step_applied(self) -> bool:
-        """Did the last ``step()`` change the parameters?"""
-        return self._was_step_applied
-
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by under fp16; 1 otherwise."""
-        return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     # forward
 
@@ -230,7 +135,7 @@ class Engine(StoredEngine):
         self.moving.require("forward()")
         self._guard.check()
         if self.plan.input_dtype is not None:
-            args, kwargs = _cast(args, self.plan.input_dtype), _cast(kwargs, self.plan.input_dtype)
+            args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
             torch.autocast(self.device.type, dtype=self.plan.autocast_dtype)
             if self.plan.autocast_dtype is not None
@@ -262,7 +167,6 @@ class Engine(StoredEngine):
             with suppress(Exception):  # the first error counts; an update that failed fails the next step too
                 self._optimizer_step.forget()
         self.sharded.recover()
-        self._has_backward = False
         self._forget_losses()
 
     def _out_of_memory(self, error: BaseException, phase: str) -> OutOfMemoryError:
@@ -281,24 +185,8 @@ class Engine(StoredEngine):
 
         Raises: AssertedUsageError: it is not one number with a graph behind it.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise AssertedUsageError(
-                f"scale() takes a loss that is a scalar tensor with a graph behind it, got {shape}.",
-                do="reduce it first, e.g. loss.mean(); for other tensors call tensor.backward(gradient).",
-                code="loss-shape",
-            )
-        self._styles.add("scaled")
-        return self._scaled(loss, by_accumulation=True)
-
-    def _scaled(self, loss: torch.Tensor, *, by_accumulation: bool) -> torch.Tensor:
-        self._losses.append(loss.detach())
-        scaled = loss
-        if by_accumulation and self._batch.num_micro > 1:
-            scaled = scaled / self._batch.num_micro
-        if self._loss_scale is not None:
-            scaled = scaled.float() * self._loss_scale.scale
-        return scaled
+        check_for_scale(loss)
+        return self._losses.scaled(loss, "scaled")
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
@@ -319,20 +207,9 @@ class Engine(StoredEngine):
         self.moving.require("backward()")
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(
-                f"the loss must be one number, got {shape}.", do="reduce it, e.g. loss.mean().", code="loss-shape"
-            )
-        if not loss.requires_grad:
-            raise UsageError(
-                "the loss does not depend on any parameter that is trained.",
-                do="check torch.no_grad(), detach(), and requires_grad of the parameters.",
-                code="loss-detached",
-            )
+        check_for_backward(loss)
         with self._failing("backward"), self.timers.phase("backward"):
-            scaled = self._scaled(loss, by_accumulation=scale_wrt_gas)
-            self._styles.add("engine")
+            scaled = self._losses.scaled(loss, "engine", by_accumulation=scale_wrt_gas)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()
@@ -344,12 +221,12 @@ class Engine(StoredEngine):
         """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``."""
         self.moving.require("backward()")
         self._has_backward = True
-        self.sharded.reducer.at_step = self._is_managed and self.is_gradient_accumulation_boundary()
+        self.sharded.reducer.at_step = self._boundary.is_managed and self.is_gradient_accumulation_boundary()
 
     def _on_reduced(self, entry: UnitGradient) -> None:
         """A unit's gradient was reduced: what is updated on the host goes there while backward goes on."""
         if self._optimizer_step is not None:
-            self._optimizer_step.reduced(entry.unit, self._unscale(), at_step=self.sharded.reducer.at_step)
+            self._optimizer_step.reduced(entry.unit, self._losses.unscale(), at_step=self.sharded.reducer.at_step)
 
     def _settle(self) -> None:
         """Have everything as the last step leaves it, also where updates on the host are still under way."""
@@ -357,21 +234,17 @@ class Engine(StoredEngine):
             self._optimizer_step.settle()
 
     def _forget_losses(self) -> None:
-        self._losses.clear()
-        self._styles.clear()
+        self._has_backward = False
+        self._losses.forget()
         self.sharded.num_plain_passes = 0
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Does the optimizer step after the micro-batch that is under way?"""
-        if self._forced_boundary is not None:
-            return self._forced_boundary
-        if not self._is_managed:
-            return True
-        return self._micro_in_step + 1 >= self._batch.num_micro
+        return self._boundary.is_here()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
-        self._forced_boundary = is_boundary
+        self._boundary.said = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -404,26 +277,18 @@ class Engine(StoredEngine):
             self._refuse_step_in_no_sync()
         self.sharded.finish_backward()
         is_boundary = self.is_gradient_accumulation_boundary()
-        is_forced, num_losses = self._forced_boundary is not None, len(self._losses)
+        num_micro = self._boundary.num_passed(len(self._losses.values))
         if is_boundary:
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.micro_steps += 1
-        self._micro_in_step = 0 if is_boundary else self._micro_in_step + 1
-        # Told from outside where a step ends, a client calls once for all the micro-batches of it.
-        num_micro = max(1, num_losses) if is_forced else 1
+        self._boundary.pass_by(is_end=is_boundary)
         self.global_samples += self._batch.samples_of(num_micro)
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step whatever the count says."""
-        if self._forced_boundary is None and not self.is_gradient_accumulation_boundary():
-            self._forced_boundary = True
-            try:
-                self.step()
-            finally:
-                self._forced_boundary = None
-            return
-        self.step()
+        with self._boundary.at_once():
+            self.step()
 
     def _step_boundary(self, lr_kwargs: dict[str, Any] | None) -> None:
         step = self._optimizer_step
@@ -436,26 +301,20 @@ class Engine(StoredEngine):
                 do="call engine.backward(loss) first.",
                 code="step-without-backward",
             )
-        if self.sharded.num_plain_passes and self._styles == {"engine"}:
-            raise UsageError(
-                "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
-                do="use one of them, or loss.backward() on engine.scale(loss).",
-                code="mixed-backward",
-            )
+        self._losses.refuse_mixed(self.sharded.num_plain_passes)
         for entry in reversed(self.sharded.reducer.entries):
             for gradient in entry.gradients:
                 if gradient.state is not GradientState.REDUCED:
                     gradient.complete()
-        view = agree(
-            self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=self._are_losses_finite()
-        )
-        unscale = self._unscale()
+        are_finite = self._losses.are_finite()
+        view = agree(self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite)
+        unscale = self._losses.unscale()
         self._norm = view.norm * unscale
         if not self.plan.ignores_unused:
             refuse_unused(self._states, view, self.global_steps)
         is_applied = False
         try:
-            is_applied = self._nonfinite.judge(view, self.global_steps, is_loss_known=bool(self._losses))
+            is_applied = self._nonfinite.judge(view, self.global_steps, is_loss_known=bool(self._losses.values))
         finally:
             self._was_step_applied = is_applied
             self.skipped_steps += not is_applied
@@ -463,14 +322,12 @@ class Engine(StoredEngine):
                 self.sharded_optimizer.overflow = not is_applied
         if is_applied:
             self._update(view, unscale)
-        if self._loss_scale is not None and not view.bad_loss_ranks:  # a bad loss is no overflow
-            self._nonfinite.report_scale(self._loss_scale.update(not view.is_finite), self.global_steps)
-            if self.sharded_optimizer is not None:
-                self.sharded_optimizer.loss_scale = self._loss_scale.scale
+        self._nonfinite.adapt_scale(view, self.global_steps)
+        if self.sharded_optimizer is not None and self._loss_scale is not None:
+            self.sharded_optimizer.loss_scale = self._loss_scale.scale
         if is_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
-        loss = self._mean_loss
         self._finish_step()
         self.checkpoints.poll()
         if self.recompute is not None and self.global_steps == 1:
@@ -480,16 +337,7 @@ class Engine(StoredEngine):
         for callback in self.on_step:
             callback(self)
         if self.progress is not None:
-            self.progress.after_step(self, loss)
-
-    def _unscale(self) -> float:
-        """What the gradients in memory must be multiplied by to be the step's gradients."""
-        factor = 1.0
-        if not self._styles:  # loss.backward()
-            factor /= self._batch.num_micro if self._is_managed else 1
-        elif self._loss_scale is not None:
-            factor /= self._loss_scale.scale
-        return factor
+            self.progress.after_step(self, self._losses.mean)
 
     def _update(self, view: Agreement, unscale: float) -> None:
         step = self._optimizer_step
@@ -519,54 +367,22 @@ class Engine(StoredEngine):
         for work in works:
             work.drain()  # from here on the script may change parameters in place
 
-    def _are_losses_finite(self) -> bool:
-        """Are this step's losses finite? On an accelerator the answer waits for the gradients anyway."""
-        if not self._losses:
-            self._mean_loss = None
-            return True
-        mean = torch.stack([loss.reshape(()).float() for loss in self._losses]).mean()
-        self._mean_loss = read_scalar(mean, when_fake=0.0)
-        return math.isfinite(self._mean_loss)
-
-    def _forget_gradients(self) -> None:
+    def _finish_step(self) -> None:
         if self._optimizer_step is not None:
             self._optimizer_step.forget()
         for state in self._states:
             state.gradient.reset()
-
-    def _finish_step(self) -> None:
-        self._forget_gradients()
         self._forget_losses()
-        self._has_backward = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the step under way. After ``step()`` there are none."""
         if self.sharded.in_pass:
             return
-        self._forget_gradients()
+        self._finish_step()
         for parameter in self.module.parameters():
             parameter.grad = None
-        self._forget_losses()
-        self._has_backward = False
 
-    # the rest
-
-    @property
-    def is_watched(self) -> bool:
-        """Are changes an error that ``GatheredParameters`` would lose?"""
-        return bool(self._config_object.zero_optimization.enable_sanity_checks)
-
-    @property
-    def bucket_states(self) -> list[BucketState]:
-        """Every trainable bucket, in unit order."""
-        return self._states
-
-    def memory_report(self) -> Ledger:
-        """Bytes by kind, tier and unit, beside what the allocator says."""
-        saved = Counter({} if self.recompute is None else self.recompute.saved_bytes_by_tier())
-        saved.update({} if self.activations is None else self.activations.saved_bytes_by_tier())
-        moved = self.moving.ledger_kinds
-        return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)
+    # its end
 
     def _check_alive(self) -> None:
         if self._is_destroyed:
@@ -627,15 +443,3 @@ class Engine(StoredEngine):
         self.on_step.clear()
         if not self._device.is_cuda:
             self._device.give_cache_back()
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(item, dtype) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    return value

@@ -75,9 +75,11 @@ class NonFinite:
             return is_loss_bad or not is_loss_known
         return self._num_bad_losses >= MAX_SKIPPED_LOSSES
 
-    def report_scale(self, event: Event, step: int) -> None:
-        """Say what an overflow did to the loss scale."""
-        assert self._loss_scale is not None
+    def adapt_scale(self, view: Agreement, step: int) -> None:
+        """Have the loss scale, if there is one, learn how the step went, and say what an overflow did to it."""
+        if self._loss_scale is None or view.bad_loss_ranks:  # a bad loss is no overflow
+            return
+        event = self._loss_scale.update(not view.is_finite)
         if event is Event.HALVED:
             logger.info("step %d: overflow, loss scale halved to %g", step, self._loss_scale.scale)
         elif event is Event.AT_FLOOR:

@@ -32,7 +32,7 @@ def shared(engine: Engine, *, exclude_frozen: bool) -> dict[str, Any]:
     is_stateful = engine._config_object.data.stateful and hasattr(loader, "state_dict")
     return {
         "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "micro_in_step": engine._micro_in_step,
+        "micro_in_step": engine._boundary.micro_in_step,
         "accumulation_steps": engine.gradient_accumulation_steps(),
         "micro_batch": engine.train_micro_batch_size_per_gpu(),
         "schedule": _schedule_state(engine.lr_scheduler),
@@ -51,8 +51,8 @@ def own(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
         "generators": _generators(engine),
         "buffers": _differing(engine, buffers),
         "gradients": open_gradients.take(engine.bucket_states),
-        "losses": [float(loss) for loss in engine._losses],
-        "styles": sorted(engine._styles),
+        "losses": [float(loss) for loss in engine._losses.values],
+        "styles": sorted(engine._losses.styles),
     }
 
 
@@ -124,8 +124,7 @@ def restore(
     if saved.get("data") is not None and hasattr(engine.training_dataloader, "load_state_dict"):
         engine.training_dataloader.load_state_dict(saved["data"])
     engine._forget_losses()
-    engine._has_backward = False
-    engine._micro_in_step = int(saved.get("micro_in_step", 0))
+    engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
     if mine is None:
         rank = engine.axes.all.rank
         logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
@@ -141,8 +140,8 @@ def restore(
     open_gradients.put(engine.bucket_states, mine["gradients"], saved.get("layout"))
     if mine["gradients"]:
         engine._has_backward = True
-        engine._losses = [torch.tensor(loss, device=engine.device) for loss in mine["losses"]]
-        engine._styles = set(mine["styles"])
+        engine._losses.values = [torch.tensor(loss, device=engine.device) for loss in mine["losses"]]
+        engine._losses.styles = set(mine["styles"])
 
 
 def _schedule_class(schedule: Any) -> str | None:

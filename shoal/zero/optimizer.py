@@ -92,11 +92,11 @@ class DeepSpeedOptimizer:
 class StepStatus:
     """What the last step did. One object, so that whoever copies the optimizer's attributes sees the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, scaler: LossScale | None) -> None:
         self.overflow = False
-        self.loss_scale = 1.0
-        self.is_dynamic = False
-        self.scaler: LossScale | None = None  # fp16's
+        self.loss_scale = 1.0 if scaler is None else scaler.scale
+        self.is_dynamic = scaler is not None and scaler.settings.is_dynamic
+        self.scaler = scaler  # fp16's
 
 
 class LossScaler:
@@ -155,7 +155,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         zero_grad: Callable[[], None],
         offload: ParameterOffload | None = None,
         *,
-        is_scaled: bool = False,
+        loss_scale: LossScale | None = None,
         local_gradient: Callable[[nn.Parameter], torch.Tensor | None] = lambda _: None,
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
@@ -168,8 +168,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._engine_step = engine_step
         self._zero_grad = zero_grad
         self._state = StateByParameter(step)
-        self._status = StepStatus()
-        self._is_scaled = is_scaled
+        self._status = StepStatus(loss_scale)
         self._local_gradient = local_gradient
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
@@ -210,7 +209,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     def needs_scaler(self) -> bool:
         """Is the loss to be scaled before it goes back? (``engine.backward`` and ``engine.scale`` do so.)"""
-        return self._is_scaled
+        return self._status.scaler is not None
 
     @property
     def loss_scaler(self) -> LossScaler:

@@ -239,7 +239,7 @@ class _Player:
             self.note("norm", self.engine.get_global_grad_norm())
             self.note("applied", self.engine.was_step_applied())
             self.note("scale", self.engine.loss_scale)
-        while self.engine._micro_in_step:  # to the end of the step
+        while self.engine._boundary.micro_in_step:  # to the end of the step
             self.micro()
             self.engine.step()
         self.all_values("end")

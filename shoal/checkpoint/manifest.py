@@ -26,6 +26,7 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from itertools import pairwise
 from typing import Annotated, Any
@@ -139,6 +140,7 @@ class Manifest(_Model):
         return sum(file.nbytes for file in self.files)
 
 
+@cache
 def versions() -> dict[str, str]:
     """Of Shoal, torch and Python."""
     try:

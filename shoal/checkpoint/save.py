@@ -35,7 +35,9 @@ class State:
     """What is saved beside the holdings.
 
     Args:
-        parameters: as the model has them; the same on every rank.
+        parameters: gives them as the model has them. Rank 0's is called, before the manifest is written: an
+            asynchronous save does not hold training for it.
+        config: gives the effective settings, likewise.
         engine, client_state: nested values; rank 0's are saved.
         tensors: whole tensors that this rank alone writes: by (kind, name).
         own: nested values that only this rank has (its generators).
@@ -43,11 +45,11 @@ class State:
     """
 
     step: int
-    parameters: list[ParameterRecord]
+    parameters: Callable[[], list[ParameterRecord]]
     versions: dict[str, str]
     world: dict[str, Any]
     table: list[dict[str, str]]
-    config: dict[str, Any]
+    config: Callable[[], dict[str, Any]]
     groups: Sequence[Mapping[str, Any]] = ()
     optimizer: str | None = None
     engine: dict[str, Any] = field(default_factory=dict)
@@ -367,6 +369,7 @@ def _manifest(tag: str, state: State, records: Sequence[dict[str, Any]], options
         for name, values in record["scalars"].items():
             scalars.setdefault(name, {}).update(values)
     trees = records[0]["trees"]
+    parameters = state.parameters()
     return Manifest(
         tag=tag,
         step=state.step,
@@ -375,11 +378,11 @@ def _manifest(tag: str, state: State, records: Sequence[dict[str, Any]], options
         versions=state.versions,
         world=state.world,
         table=state.table,
-        config=state.config,
+        config=state.config(),
         groups=trees["groups"],
         optimizer=state.optimizer,
         parameters=[
-            parameter.model_copy(update={"scalars": scalars.get(parameter.name, {})}) for parameter in state.parameters
+            parameter.model_copy(update={"scalars": scalars.get(parameter.name, {})}) for parameter in parameters
         ],
         tensors=[TensorRecord(**entry) for entry in tensors.values()],
         files=[FileRecord(**record["file"]) for record in records],

@@ -170,7 +170,7 @@ class Checkpoints:
 
     def _state(self, holdings: Holdings, client_state: Any, *, exclude_frozen: bool) -> State:
         engine = self._engine
-        records = self._parameters()
+        settings = engine._config_object
         buffers = buffers_of(engine.module)
         tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.all.rank == 0 else {}
         optimizer = engine.sharded_optimizer
@@ -179,11 +179,11 @@ class Checkpoints:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return State(
             step=engine.global_steps,
-            parameters=records,
+            parameters=self._parameters(),
             versions=versions(),
             world={"size": engine.axes.all.size, "dp_shard": engine.axes.inner.size, "stage": engine.plan.zero.stage},
             table=engine.sharded.table.as_dict(),
-            config=_plain(engine._config_object.effective()),
+            config=lambda: _plain(settings.effective()),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
             engine=own_state.shared(engine, exclude_frozen=exclude_frozen),
@@ -193,22 +193,27 @@ class Checkpoints:
             scalars=holdings.scalars(),
         )
 
-    def _parameters(self) -> list[ParameterRecord]:
+    def _parameters(self) -> Callable[[], list[ParameterRecord]]:
         engine = self._engine
         names, aliases = names_of(engine.module)
+        parameters = list(engine.module.parameters())
         group_of = {}
         if engine.sharded_optimizer is not None:
             group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
-        return [
-            ParameterRecord(
-                name=names[id(parameter)],
-                aliases=list(aliases.get(names[id(parameter)], ())),
-                dtype=tree.name_of(parameter.dtype),
-                shape=tuple(parameter.shape),
-                group=group_of.get(id(parameter)),
-            )
-            for parameter in engine.module.parameters()
-        ]
+
+        def describe() -> list[ParameterRecord]:
+            return [
+                ParameterRecord(
+                    name=names[id(parameter)],
+                    aliases=list(aliases.get(names[id(parameter)], ())),
+                    dtype=tree.name_of(parameter.dtype),
+                    shape=tuple(parameter.shape),
+                    group=group_of.get(id(parameter)),
+                )
+                for parameter in parameters
+            ]
+
+        return describe
 
     # an asynchronous save that is under way
 

@@ -21,8 +21,6 @@ from typing import Any, Protocol
 from shoal.errors import CheckpointError
 
 _TEXT_PIECE_NBYTES = 1 << 20
-
-
 _EARLY_NBYTES = 64 << 20  # written bytes that are sent to the disk without waiting for the end
 
 
@@ -47,7 +45,7 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """A place that holds checkpoints."""
+    """A place that holds checkpoints. Small files go the way of large ones at each of them."""
 
     url: str
     can_rename: bool
@@ -76,11 +74,13 @@ class Storage(Protocol):
 
     def read(self, path: str, most: int) -> bytes:
         """A whole small text file. Raises: OSError: it has more than ``most`` bytes, or is no text."""
-        ...
+        with self.open(path) as file:
+            return _read_text(file, path, most)
 
     def replace(self, path: str, data: bytes) -> None:
         """Write a small file so that a reader sees the old one or the new one."""
-        ...
+        with self.replacing(path) as sink:
+            sink.write(memoryview(data))
 
     def replacing(self, path: str) -> Any:
         """The same for a large one: a context manager that gives a ``Sink``. An exception leaves the old one."""
@@ -119,7 +119,7 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     return ObjectStorage(text)
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A folder of a file system."""
 
     can_rename = True
@@ -176,14 +176,6 @@ class LocalStorage:
             yield _LocalReader(fd, found.st_size)
         finally:
             os.close(fd)
-
-    def read(self, path: str, most: int) -> bytes:
-        with self.open(path) as file:
-            return _read_text(file, path, most)
-
-    def replace(self, path: str, data: bytes) -> None:
-        with self.replacing(path) as sink:
-            sink.write(memoryview(data))
 
     @contextmanager
     def replacing(self, path: str) -> Iterator[Sink]:
@@ -288,7 +280,7 @@ class _LocalReader:
             target, offset = target[got:], offset + got
 
 
-class ObjectStorage:
+class ObjectStorage(Storage):
     """What an fsspec file system can do."""
 
     can_rename = False
@@ -341,14 +333,6 @@ class ObjectStorage:
     def open(self, path: str) -> Iterator[Reader]:
         with self._fs.open(self._at(path), "rb") as file:
             yield _ObjectReader(file, self.size(path))
-
-    def read(self, path: str, most: int) -> bytes:
-        with self.open(path) as file:
-            return _read_text(file, path, most)
-
-    def replace(self, path: str, data: bytes) -> None:
-        with self.replacing(path) as sink:
-            sink.write(memoryview(data))
 
     @contextmanager
     def replacing(self, path: str) -> Iterator[Sink]:

@@ -64,7 +64,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             _number(values, "SLURM_PROCID"),
             _number(values, "SLURM_STEP_NUM_TASKS"),
             _number(values, "SLURM_LOCALID"),
-            address or _first_host(nodes),
+            address or first_node(nodes) or None,
             port,
             "slurm",
         )
@@ -92,7 +92,16 @@ def _number(values: Mapping[str, str], name: str) -> int:
         ) from None
 
 
-def _first_host(nodes: str) -> str | None:
-    """The first host of Slurm's list: ``node[03-07,9],other`` starts with ``node03``."""
-    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    return None if match is None else "".join(part or "" for part in match.groups())
+def first_node(node_list: str) -> str:
+    """The first host of Slurm's compressed form.
+
+    >>> first_node("gpu[003-007,009],login1"), first_node("n1,n2"), first_node("rack[2-3]n[04,05]")
+    ('gpu003', 'n1', 'rack2n04')
+    """
+    depth, end = 0, len(node_list)
+    for index, letter in enumerate(node_list):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and not depth:
+            end = index
+            break
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", node_list[:end])

@@ -64,6 +64,13 @@ def visible_devices() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
+def showing(chosen: Sequence[int | str], devices: Sequence[int | str]) -> dict[str, str]:
+    """What shows ranks the ``chosen`` of this machine's visible devices; nothing where these come first as it is."""
+    if list(chosen) == list(devices[: len(chosen)]):
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, chosen))}
+
+
 def local_rank() -> str | None:
     """What a launcher says of this process's number on its machine."""
     return os.environ.get("LOCAL_RANK")

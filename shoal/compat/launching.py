@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shoal.compat import machines
 from shoal.compat.absent import not_built
-from shoal.compat.environment import for_children, visible_devices
+from shoal.compat.environment import for_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
 
@@ -133,12 +133,12 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
             code="launch-devices",
         )
     environment = for_children()
-    if devices and slots[:count] != devices[:count]:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, slots[:count]))
+    if devices:
+        environment |= showing(slots[:count], devices)
     if options.master_port is not None or options.master_addr:
         environment |= {
             "MASTER_ADDR": options.master_addr or "127.0.0.1",
-            "MASTER_PORT": str(options.master_port or 29500),
+            "MASTER_PORT": str(options.master_port or machines.DEFAULT_PORT),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
         }
     return LocalJob(_program(options), count, environment=environment)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from shoal.compat.absent import not_built
-from shoal.compat.environment import exported, for_children
+from shoal.compat.environment import exported, for_children, showing
 from shoal.errors import ConfigError
 from shoal.launch import LocalJob, Place, RemoteJob
 
@@ -121,8 +121,7 @@ def here(
                 do="give it fewer slots in the hostfile.",
                 code="launch-devices",
             )
-        if named != list(devices[: len(named)]):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, named))
+        environment |= showing(named, devices)
     place = Place(options.node_rank, len(pool), *address)
     return LocalJob(program, len(slots), environment=environment, place=place)
 

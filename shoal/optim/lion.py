@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal.errors import OptimizerError
-from shoal.optim.options import check_options
+from shoal.optim.options import check_options, refuse_sparse
 
 
 class Lion(torch.optim.Optimizer):
@@ -44,12 +43,7 @@ class Lion(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                if param.grad.is_sparse:
-                    raise OptimizerError(
-                        f"Lion does not take the sparse gradient of a parameter of shape {tuple(param.shape)}.",
-                        do="use sparse=False for the embedding.",
-                        code="optimizer-sparse",
-                    )
+                refuse_sparse("Lion", param)
                 state = self.state[param]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -1,4 +1,4 @@
-"""Refuses an optimizer's numbers that are outside their range: all of them in one error."""
+"""Refuses what an optimizer cannot work with: numbers outside their range, all in one error, and sparse gradients."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def check_options(
     wrong += [text for text, is_wrong in (others or {}).items() if is_wrong]
     if wrong:
         raise OptimizerError("; ".join(wrong) + ".", where=kind, code="optimizer-params")
+
+
+def refuse_sparse(kind: str, parameter: torch.Tensor) -> None:
+    """Raises: OptimizerError: the parameter's gradient is sparse."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise OptimizerError(
+            f"{kind} takes no sparse gradients (parameter of shape {tuple(parameter.shape)}).",
+            do="use sparse=False for the embedding.",
+            code="optimizer-sparse",
+        )
 
 
 def _are_betas(betas: Sequence[float]) -> bool:

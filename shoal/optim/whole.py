@@ -22,6 +22,7 @@ import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
+from shoal.optim.options import refuse_sparse
 
 CPU_CHUNK_NUMEL = 1 << 16
 GPU_CHUNK_NUMEL = 1 << 24
@@ -160,12 +161,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                if param.grad.is_sparse:
-                    raise OptimizerError(
-                        f"{type(self).__name__} takes no sparse gradients (parameter of shape {tuple(param.shape)}).",
-                        do="use sparse=False for the embedding.",
-                        code="optimizer-sparse",
-                    )
+                refuse_sparse(type(self).__name__, param)
                 weight = param.detach().reshape(-1)
                 if not param.is_contiguous():
                     copies.append((param, weight))

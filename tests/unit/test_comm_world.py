@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.comm.environment import Launch, read_launch
+from shoal.comm.environment import Launch, first_node, read_launch
 from shoal.comm.failure import ExceptHook, clip
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.world import World, current_world, fake_world, init_distributed
@@ -182,3 +182,18 @@ def test_of_a_long_traceback_the_end_is_kept() -> None:
     assert clip("short") == "short"
     assert clip("a" * 20_000 + "ValueError: why").endswith("ValueError: why")
     assert len(clip("a" * 20_000)) < 16_100
+
+
+@pytest.mark.parametrize(
+    ("node_list", "expected"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("gpu[003-007,009],login1", "gpu003"),
+        ("gpu[9,11]", "gpu9"),
+        ("rack[2-3]n[04,05]", "rack2n04"),
+        ("", ""),
+    ],
+)
+def test_the_first_node_of_a_compressed_list(node_list: str, expected: str) -> None:
+    assert first_node(node_list) == expected

@@ -73,7 +73,7 @@ class Engine(EngineFacts):
         self._states = list(states)
         self._optimizer_step = optimizer_step
         self._loss_scale = loss_scale
-        self._guard = ModelGuard(module, sharded)
+        self._guard = ModelGuard(module, sharded, self._states)
         if optimizer_step is not None and optimizer_step.lane is not None:
             sharded.reducer.on_reduced = self._on_reduced
         self._batch = Batch(
@@ -142,7 +142,9 @@ class Engine(EngineFacts):
             else nullcontext()
         )
         with self._failing("forward"), self.timers.phase("forward"), autocast, self.sharded.searching():
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        self._guard.after_forward()
+        return output
 
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:
@@ -232,6 +234,8 @@ class Engine(EngineFacts):
         """Have everything as the last step leaves it, also where updates on the host are still under way."""
         if self._optimizer_step is not None:
             self._optimizer_step.settle()
+            if self._failure is None:
+                self._guard.follow()
 
     def _forget_losses(self) -> None:
         self._has_backward = False
@@ -302,6 +306,7 @@ class Engine(EngineFacts):
                 code="step-without-backward",
             )
         self._losses.refuse_mixed(self.sharded.num_plain_passes)
+        self._guard.follow()  # before the update overwrites what the script has changed
         for entry in reversed(self.sharded.reducer.entries):
             for gradient in entry.gradients:
                 if gradient.state is not GradientState.REDUCED:
@@ -439,6 +444,7 @@ class Engine(EngineFacts):
             state.pieces = []
         for parameter in self.module.parameters():
             OWNERS.pop(parameter)
+        self._guard.forget()
         self._states.clear()
         self.on_step.clear()
         if not self._device.is_cuda:

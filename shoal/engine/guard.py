@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+
+import torch
 from torch import nn
 
+from shoal.errors import ModelError
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import BucketState
+
+logger = logging.getLogger("shoal")
 
 _FULL_CHECK_EVERY = 64
+_SLICE = 64  # parameters that are looked at in each forward, in turn
+
+_version = attrgetter("_version")
+_is_same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 class ModelGuard:
-    """Counts modules and parameters before each forward, and compares every parameter now and then."""
+    """Compares the model with what was sharded, and lets master weights follow parameters that a script changes.
 
-    def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
+    Args:
+        states: the trained buckets.
+
+    Each forward counts modules and parameters, looks at some parameters in turn (is each still there, in its bucket's
+    memory?), and at the version counters of those whose master weights are apart from them. Now and then all are
+    compared. Changes through ``parameter.data`` leave no trace in a version counter.
+    """
+
+    def __init__(self, model: nn.Module, sharded: ShardedModel, states: Sequence[BucketState]) -> None:
         self._model = model
         self._sharded = sharded
-        self._modules = list(model.modules())
-        self._count = self._counted()
+        self._home = {
+            id(parameter): (bucket, slot)
+            for unit in sharded.units
+            for bucket in unit.buckets
+            for slot, parameter in enumerate(bucket.parameters)
+        }
+        self._next = 0
         self._forwards = 0
+        self._look()
+        self._followed = [
+            (state, slot)
+            for state in states
+            if state.has_own_master and not state.bucket.is_sharded
+            for slot in range(len(state.bucket.parameters))
+        ]
+        self._followed_parameters = [state.bucket.parameters[slot] for state, slot in self._followed]
+        self._versions = list(map(_version, self._followed_parameters))
+        self._before: list[int] | None = None  # versions of all parameters, in a forward that is looked at
+        self._has_warned = False
+
+    def _look(self) -> None:
+        self._modules = list(self._model.modules())
+        self._members = [
+            (module._parameters, name, parameter)
+            for module in self._modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        self._count = self._counted()
 
     def _counted(self) -> tuple[int, int]:
         return (
@@ -27,10 +74,87 @@ class ModelGuard:
         )
 
     def check(self) -> None:
-        """Raises: ModelError: naming what was added or removed."""
+        """Before a forward. Raises: ModelError: naming what was added, removed, or moved to other memory."""
         is_due = self._forwards % _FULL_CHECK_EVERY < 2
         self._forwards += 1
         if is_due or self._counted() != self._count:
             check_unchanged(self._model, self._sharded)
-            self._modules = list(self._model.modules())
-            self._count = self._counted()
+            self._look()
+        begin = 0 if is_due else self._next
+        end = len(self._members) if is_due else begin + _SLICE
+        self._next = end if end < len(self._members) else 0
+        for parameters, name, parameter in self._members[begin:end]:
+            if parameters.get(name) is not parameter:
+                check_unchanged(self._model, self._sharded)
+            self._check_memory(parameter)
+        self.follow()
+        self._before = [p._version for _, _, p in self._members] if is_due and not self._has_warned else None
+
+    def _check_memory(self, parameter: nn.Parameter) -> None:
+        bucket, slot = self._home[id(parameter)]
+        if _is_same_memory(parameter, bucket.full):
+            return
+        if bucket.is_sharded and _is_same_memory(parameter, bucket.stand_ins[slot]):
+            return
+        self._refuse_moved()
+
+    def _refuse_moved(self) -> None:
+        moved = []
+        for bucket, slot in self._home.values():
+            parameter, at_rest = bucket.parameters[slot], bucket.stand_ins[slot] if bucket.is_sharded else bucket.full
+            if not any(_is_same_memory(parameter, home) for home in (bucket.full, at_rest)):
+                moved.append((bucket, slot))
+        names = [bucket.layout.slots[slot].name for bucket, slot in moved]
+        dtypes = {bucket.parameters[slot].dtype for bucket, slot in moved} - {bucket.dtype for bucket, _ in moved}
+        cast = f" as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}" if dtypes else ""
+        raise ModelError(
+            f"the model was changed after initialize(): {len(names)} parameters were given other memory{cast} and would"
+            f" no longer be trained: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}.",
+            do="leave out .to(), .half(), .float() and parameter.data = ... after initialize() (fp16 and bf16 in the"
+            " config choose the dtype); set values in place under torch.no_grad(), at stage 3 inside"
+            " shoal.zero.GatheredParameters.",
+            code="model-changed",
+        )
+
+    def follow(self) -> None:
+        """Let master weights follow parameters that were changed in place since the last look. Communicates nothing.
+
+        Each rank looks at its own copy: the ranks have to change them alike, as in plain data parallelism.
+        """
+        now = list(map(_version, self._followed_parameters))
+        if now == self._versions:
+            return
+        for index, (state, slot) in enumerate(self._followed):
+            if now[index] != self._versions[index]:
+                bucket = state.bucket
+                place = bucket.layout.slots[slot]
+                low, high = max(place.offset, bucket.begin), min(place.offset + place.numel, bucket.end)
+                if low < high:
+                    state.follow(low - bucket.begin, high - bucket.begin, bucket.full[low:high])
+        self._versions = now
+
+    def forget(self) -> None:
+        """Hold neither parameters nor master weights any more."""
+        self._home.clear()
+        self._members, self._modules = [], []
+        self._followed, self._followed_parameters, self._versions = [], [], []
+
+    def after_forward(self) -> None:
+        """Warn once of parameters that the model's own forward changes: no rank's change is everybody's."""
+        before, self._before = self._before, None
+        if before is None or self._sharded.comm.size == 1:
+            return
+        changed = [p for (_, _, p), version in zip(self._members, before, strict=True) if p._version != version]
+        if not changed:
+            return
+        self._has_warned = True
+        homes = [self._home[id(parameter)] for parameter in changed]
+        names = ", ".join(dict.fromkeys(bucket.layout.slots[slot].name for bucket, slot in homes))
+        fate = "is lost" if any(bucket.is_sharded for bucket, _ in homes) else "differs between ranks until the step"
+        logger.warning(
+            "rank %d: the forward changes parameters in place (%s), as nn.Embedding does with max_norm. What each rank"
+            " changes %s; do it on every rank alike, after the step, inside shoal.zero.GatheredParameters.",
+            self._sharded.comm.rank,
+            names,
+            fate,
+        )

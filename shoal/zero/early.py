@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
 from shoal.memory.bucket import stand_in
 
 _MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
@@ -131,12 +133,47 @@ class _Registry:
         key = id(parameter)
         shard.number = next(self._numbers)
         self._by_id[key] = (weakref.ref(parameter, lambda _: self._by_id.pop(key, None)), shard)
+        vars(parameter)["__deepcopy__"] = _WholeCopy(parameter)
 
     def pop(self, parameter: torch.Tensor) -> None:
-        self._by_id.pop(id(parameter), None)
+        if self._by_id.pop(id(parameter), None) is not None:
+            vars(parameter).pop("__deepcopy__", None)
 
 
 EARLY = _Registry()
+
+
+class _WholeCopy:
+    """``copy.deepcopy()`` of an early shard's parameter: whole, nobody's shard. A copy of the stand-in would be NaN.
+
+    PEFT copies modules as it wraps them (``modules_to_save``), and gathers only parameters that show no elements.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self._parameter = weakref.ref(parameter)
+
+    def __call__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """The copy. Communicates: one all_gather, on every rank, unless the parameter is whole now."""
+        parameter = self._parameter()
+        assert parameter is not None
+        early = EARLY.get(parameter)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if early is None or early.holders or early.is_touched:
+                value = parameter.detach().clone()
+            else:
+                value = early.whole().clone()
+        copied = nn.Parameter(value, parameter.requires_grad)
+        memo[id(parameter)] = copied
+        return copied
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        """Raises: UsageError: the parameter is pickled, of which the stand-in's NaN would be kept."""
+        raise UsageError(
+            "a parameter that zero.Init has sharded cannot be pickled: it would be NaN where it is read.",
+            do="pickle tensors: those of engine.module_state_dict(), or copies made inside"
+            " `with shoal.zero.GatheredParameters(model.parameters()):`, on every rank.",
+            code="copy-at-rest",
+        )
 
 
 class EarlyShards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -371,3 +372,50 @@ def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_a
         " is lost."
     )
     assert run_ranks(2, change) == [[words] if is_asked_for else []] * 2
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_copy_of_a_sharded_module_is_whole_and_its_own(is_held: bool) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 3, bias=False)
+            self.second = nn.Linear(2, 3, bias=False)
+            self.second.weight = self.first.weight
+            self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    expected = nn.Linear(2, 3, bias=False)
+
+    def build() -> list[Any]:
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            model = Tied()
+        with GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+            model.first.weight.copy_(expected.weight)
+        with GatheredParameters(list(model.parameters()), enabled=is_held):
+            copied = copy.deepcopy(model)
+        with pytest.raises(UsageError, match=r"\[copy-at-rest\]"):
+            pickle.dumps(model.first.weight)
+        again = copy.deepcopy(copied)
+        with torch.no_grad():
+            copied.first.weight.zero_()
+        with GatheredParameters([model.first.weight]):
+            kept = model.first.weight.detach().clone()
+        assert again.second.weight is again.first.weight and EARLY.get(again.first.weight) is None
+        assert again.first.weight.requires_grad and not again.scale.requires_grad
+        return [again.first.weight.detach(), kept, again.scale.item()]
+
+    for copied, kept, scale in on_two(build):
+        assert torch.equal(copied, expected.weight) and torch.equal(kept, expected.weight)
+        assert scale == 2.0
+
+
+def test_an_engine_that_takes_a_sharded_module_leaves_nothing_on_its_parameters() -> None:
+    def build() -> list[bool]:
+        with Init(config_dict_or_path={"train_batch_size": 2}):
+            model = Plain()
+        engine = start_with(model, config(3), sgd)
+        is_plain = ["__deepcopy__" not in vars(parameter) for parameter in model.parameters()]
+        engine.destroy()
+        return is_plain
+
+    assert all(all(each) for each in on_two(build))

@@ -15,12 +15,22 @@ OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), {})
 
 @dataclass(frozen=True)
 class Judged:
-    """A key that the file sets, with its verdict, and whether it asks for something."""
+    """A key that the file sets, with its verdict.
+
+    Args:
+        asks: it asks for something.
+        schema_path: its path in the schema, where it is set to something else than its default; else empty.
+        off_switch: a key above it that the file does not set, so that the section is off; ``is_off``: it, or one that
+            the file sets, is off.
+    """
 
     path: str
     value: Any
     verdict: Verdict
     asks: bool
+    schema_path: str = ""
+    off_switch: str = ""
+    is_off: bool = False
 
 
 def judge(found: Cleaned) -> list[Judged]:
@@ -36,8 +46,27 @@ def judge(found: Cleaned) -> list[Judged]:
         if given.schema_path == "optimizer.type" and part is not None:
             judged.append(Judged(path, given.value, Verdict("not built", part), asks=True))
             continue
-        judged.append(Judged(path, given.value, verdict, _asks(path, given, verdict, found.given)))
+        is_changed = given.key.model is None and given.value is not None and given.value != given.key.default
+        off = [
+            switch for switch, default in given.switches if switch != path and _is_switch_off(switch, default, found)
+        ]
+        judged.append(
+            Judged(
+                path,
+                given.value,
+                verdict,
+                _asks(path, given, verdict, found.given),
+                given.schema_path if is_changed else "",
+                off[0] if off and not any(name in found.given for name in off) else "",
+                bool(off),
+            )
+        )
     return judged
+
+
+def _is_switch_off(switch: str, default: Any, found: Cleaned) -> bool:
+    given = found.given.get(switch)
+    return not _is_on(given.value if given is not None else default)
 
 
 def unmet(judged: list[Judged], found: Cleaned, kinds: tuple[Kind, ...]) -> Iterator[Problem]:

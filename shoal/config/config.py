@@ -13,6 +13,7 @@ from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.built import Judged, judge, unmet
 from shoal.config.checks import check_together
 from shoal.config.clean import Cleaned, Origin, clean
+from shoal.config.idle import why_idle
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
 from shoal.config.resolve import put_old_defaults, resolve_types, wrong_values
 from shoal.config.schema import Schema
@@ -69,6 +70,11 @@ class Config(Schema):
             if each.verdict.kind == "no effect"
             and ".params." not in each.path  # the optimizer's builder tells of these
         ]
+        lines += [
+            f"{each.path} = {shown(each.value)}: no effect here: {why}."
+            for each in self._judged
+            if (why := self._idle(each))
+        ]
         zero = self.zero_optimization
         if zero.offload_param.device != "none" and zero.stage != 3:
             lines.append(
@@ -84,6 +90,15 @@ class Config(Schema):
                 f"global batch {self.train_batch_size}."
             )
         return lines
+
+    def _idle(self, key: Judged) -> str:
+        """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
+        if key.verdict.kind != "obeyed" or not key.schema_path:
+            return ""
+        is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
+        if is_on:
+            return why_idle(self, key.schema_path)
+        return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
 
     def params_of(self, section: str) -> dict[str, Any]:
         """The arguments of ``optimizer`` or ``scheduler``, ready for the constructor.

@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.engine.weights import holdings_of
+from shoal.errors import CheckpointError
 from tests.ranks.models import Late, Plain
-from tests.ranks.training import Factory, batch, make
+from tests.ranks.training import Factory, adamw, batch, config, make
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,28 @@ def engine_of(run: Run, **extra: Any) -> shoal.Engine:
     model = make(run.factory, run.seed)
     made = run.optimizer([p for p in model.parameters() if p.requires_grad]) if run.optimizer is not None else None
     return shoal.initialize(model=model, optimizer=made, lr_scheduler=run.schedule, config=run.settings, **extra)[0]
+
+
+def two_blocks() -> Plain:
+    return Plain(2)
+
+
+def run_at_stage(stage: int = 3, world: int = 2, **sections: Any) -> Run:
+    """Two blocks under AdamW."""
+    return Run(config(stage, **sections), world, two_blocks, adamw)
+
+
+def on_ranks(run: Run, use: Callable[[shoal.Engine], Any]) -> list[Any]:
+    """``use(engine)`` on each rank, with a new engine of other values."""
+
+    def rank() -> Any:
+        engine = engine_of(replace(run, seed=1))
+        try:
+            return use(engine)
+        finally:
+            engine.destroy()
+
+    return run_ranks(run.world, rank)
 
 
 def micro_steps(engine: shoal.Engine, run: Run, first: int, count: int) -> list[float]:
@@ -116,6 +140,19 @@ def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
         loss_scale=engine.loss_scale,
         groups=[{k: v for k, v in g.items() if k != "params"} for g in (engine.optimizer.param_groups if step else [])],
     )
+
+
+class Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    """0 to ``num_samples - 1``."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
 
 
 def stop(
@@ -224,3 +261,18 @@ def assert_goes_on(run: Run, folder: str | os.PathLike[str], *, at: int, until: 
     assert [state.counters for state in resumed] == [state.counters for state in straight]
     assert differences(straight, resumed) == []
     return resumed
+
+
+def refusals(run: Run, folder: str | os.PathLike[str], **load: Any) -> list[CheckpointError]:
+    """Every rank's error; each finds its own state as it was, and trains on."""
+
+    def use(engine: shoal.Engine) -> CheckpointError:
+        micro_steps(engine, run, 0, 1)
+        before = state_of(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(folder, **load)
+        assert differences([before], [state_of(engine)]) == []
+        micro_steps(engine, run, 1, 1)
+        return caught.value
+
+    return on_ranks(run, use)

@@ -22,7 +22,7 @@ from shoal.errors import CheckpointError
 from tests.gloo_pool import GlooPool
 from tests.ranks import models
 from tests.ranks.models import Plain
-from tests.ranks.resuming import Run, assert_goes_on, differences, engine_of, micro_steps, state_of, stop
+from tests.ranks.resuming import Run, assert_goes_on, differences, engine_of, micro_steps, state_of, stop, two_blocks
 from tests.ranks.training import adamw, batch, config, make
 
 Row = tuple[int, int, dict[str, Any]]  # ranks, stage, zero's keys
@@ -65,10 +65,6 @@ CLIENT_OPTIMIZERS: dict[str, dict[str, Any]] = {
 def run_of(row: str, **sections: Any) -> Run:
     world, stage, zero = ROWS[row]
     return Run(config(stage, zero_optimization=zero, **sections), world, two_blocks, adamw)
-
-
-def two_blocks() -> Plain:
-    return Plain(2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

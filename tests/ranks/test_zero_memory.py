@@ -25,9 +25,7 @@ from shoal.device import MemoryReading
 from shoal.observe.ledger import Entry, Ledger
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.models import VOCABULARY, Plain, cross_entropy
-from tests.ranks.training import STAGES, config, run_steps, sgd, start, start_with
-
-BF16 = {"bf16": {"enabled": True}}
+from tests.ranks.training import BF16, STAGES, config, run_steps, sgd, start, start_with
 
 
 class Middling(nn.Module):

@@ -21,6 +21,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 ROWS = 2  # of one rank's micro-batch
 STAGES = (0, 1, 2, 3)
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 _RANDOM = threading.Lock()  # threads share torch's generator
 
@@ -70,6 +71,10 @@ def start_with(model: nn.Module, settings: dict[str, Any], optimizer: OptimizerF
     """An engine of this very model."""
     made = optimizer([p for p in model.parameters() if p.requires_grad]) if optimizer is not None else None
     return shoal.initialize(model=model, optimizer=made, config=settings)[0]
+
+
+def named(engine: shoal.Engine) -> dict[str, nn.Parameter]:
+    return dict(engine.module.named_parameters())
 
 
 def masters(engine: shoal.Engine) -> dict[str, torch.Tensor]:

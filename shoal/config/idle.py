@@ -113,6 +113,7 @@ _IDLE: dict[str, Reason] = dict(
         (f"{_OPT}.super_offload", _is_away("offload_optimizer", "cpu")),
         (f"{_OPT}.cpuadam_cores_perc", _is_away("offload_optimizer", "cpu", "nvme")),
         *((f"aio.{name}", _has_a_disk) for name in ("block_size", "queue_depth", "intra_op_parallelism")),
+        ("debug.disk_sums", _has_a_disk),
         *(
             (f"fp16.{name}", _is_dynamic)
             for name in (

@@ -42,6 +42,9 @@ class Debug(Section):
     collective_check: bool = key(False, "compare the collectives of all ranks before each runs")
     verify_every: int = key(0, "steps between two comparisons with an unsharded step; 0 never", ge=0)
     nan_trace: bool = key(False, "name the first module that makes a NaN")
+    disk_sums: bool = key(
+        False, "keep a sum of each block that is offloaded to a disk, and compare it whenever the block is read"
+    )
     sync_errors: bool = key(False, "wait for the device after each operation, so that errors show where they arise")
 
 

@@ -248,6 +248,7 @@ VERDICTS: dict[str, Verdict] = {
     "units.**": OBEYED,
     "offload": OBEYED,
     "debug.**": later("debugging checks"),
+    "debug.disk_sums": OBEYED,
     "data.stateful": OBEYED,
     "data.**": later("the seed of the data's order"),
     "data.seed": OBEYED,

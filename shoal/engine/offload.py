@@ -196,6 +196,7 @@ class Offload:
             num_threads=threads,
             block_nbytes=int(aio.block_size),
             queue_depth=max(threads, int(aio.queue_depth)),
+            checks_sums=self._config.debug.disk_sums,
         )
 
 

@@ -69,6 +69,47 @@ def outcomes(folder: Path, settings: dict[str, Any], act: Callable[[shoal.Engine
     return [found[rank] for rank in range(size)]
 
 
+# V1, V2: what is on the disk is no longer what was written
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_a_bit_that_turns_on_the_disk_stops_all_ranks_where_the_config_keeps_sums(
+    places: tuple[str, ...], tmp_path: Path
+) -> None:
+    def act(engine: shoal.Engine) -> None:
+        one_step(engine)
+        one_step(engine)
+        rank = current_world().rank
+        if rank == 1:
+            files = [path for path in tmp_path.rglob("extent-*.bin") if path.parent.name.endswith(f"rank{rank}")]
+            assert files
+            for path in files:
+                with open(path, "r+b") as file:
+                    first = file.read(1)[0]
+                    file.seek(0)
+                    file.write(bytes([first ^ 4]))
+        for _ in range(3):
+            one_step(engine)
+
+    settings = {**on_disk(tmp_path, places), "debug": {"disk_sums": True}}
+    assert outcomes(tmp_path, settings, act) == ["rank-failed", "tier-damaged"]
+
+
+@pytest.mark.parametrize("places", PLACES)
+def test_sums_change_no_bit(places: tuple[str, ...], tmp_path: Path) -> None:
+    def job(has_sums: bool) -> list[torch.Tensor]:
+        settings = {**on_disk(tmp_path, places), "debug": {"disk_sums": has_sums}}
+        engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+        for _ in range(3):
+            one_step(engine)
+        model = engine.module
+        engine.destroy()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    for plain, summed in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(plain, summed, strict=True))
+
+
 # V2: before the run
 
 

@@ -179,7 +179,7 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
         raise _damaged(where, f"its checksum is {actual}, and {expected} was written")
     if (problem := _size_problem(data, tensor_bytes)) is not None:
         raise _unsafe(where, problem)
-    with _collecting_nothing():
+    with collecting_nothing():
         return _parse(rest, where)
 
 
@@ -207,7 +207,7 @@ def most_bytes(tensor_bytes: int) -> int:
 
 
 @contextmanager
-def _collecting_nothing() -> Iterator[None]:
+def collecting_nothing() -> Iterator[None]:
     """Many new lists make the garbage collector walk all that a process holds, again and again, and find nothing."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -15,7 +15,7 @@ from shoal.checkpoint import catalogue, open_gradients, tree
 from shoal.checkpoint.commit import Retention
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
 from shoal.checkpoint.load import Chosen, Load, Wanted, agree, candidates
-from shoal.checkpoint.manifest import MODEL, ParameterRecord, versions
+from shoal.checkpoint.manifest import MODEL, ParameterRecord, collecting_nothing, versions
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
@@ -74,8 +74,20 @@ class Checkpoints:
         exclude_frozen: bool,
     ) -> bool:
         """Save. Returns: was it? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
-        engine = self._engine
         self.finish()
+        with collecting_nothing():
+            return self._save(folder, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
+
+    def _save(
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> bool:
+        engine = self._engine
         engine.sharded.finish_backward()
         storage = open_storage(folder)
         settings = self._settings

@@ -5,13 +5,11 @@ and contiguous; ``shard numel = full numel / size``; rank ``r`` owns ``full[r * 
 issues the same calls in the same order.
 
 A collective is *issued* by the call (which does not block) and *completed* by ``Work.wait()``. Between the two the
-source
-must not be written. After ``wait()`` the result is there, but peers may still be reading this rank's source: call
-``Work.drain()``, or ``Communicator.drain()`` for all of them, before overwriting it.
+source must not be written. After ``wait()`` the result is there, but peers may still be reading this rank's source:
+call ``Work.drain()``, or ``Communicator.drain()`` for all of them, before overwriting it.
 
-Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in fp32 and rounded once to the dtype of
-the result, so
-that reduce_scatter and all_reduce give the same bits.
+Sums run in rank order in fp32 (fp64 for fp64), are multiplied by ``scale`` in fp32 and rounded once to the dtype of the
+result, so that reduce_scatter and all_reduce give the same bits.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> torch.Tensor:
-        """Block until the result is there (on CUDA:
-
-        until the current stream waits for it) and return it. Idempotent.
-        """
+        """Block until the result is there (on CUDA: until the current stream waits for it); return it. Idempotent."""
         ...
 
     def drain(self) -> None:

@@ -1,5 +1,6 @@
-"""``deepspeed.utils.zero_to_fp32`` and ``zero_to_torch`` for Shoal's checkpoints and DeepSpeed's: whole weights, in one
-process.
+"""``deepspeed.utils.zero_to_fp32`` and ``zero_to_torch``: whole weights in one process.
+
+They read Shoal's checkpoints and DeepSpeed's.
 """
 
 from __future__ import annotations

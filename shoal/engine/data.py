@@ -28,8 +28,7 @@ def make_loader(
     Args:
         route: "train" shuffles; anything else keeps the order.
         data_sampler: decides what this rank reads; None: the samples are dealt out over the data-parallel ranks, at a
-            position that
-            resumes at any number of them.
+            position that resumes at any number of them.
     """
     if data_sampler is not None:
         return DataLoader(

@@ -405,10 +405,9 @@ class Engine(EngineFacts):
 
         A checkpoint that is being written is waited for.
 
-        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as
-        they were
-        then. Every rank calls. After a failed step, or a disk that failed, nothing is gathered: what was sharded reads
-        as NaN.
+        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as they
+        were then. Every rank calls. After a failed step, or a disk that failed, nothing is gathered: what was sharded
+        reads as NaN.
 
         Idempotent.
         """

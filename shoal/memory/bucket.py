@@ -1,11 +1,9 @@
 """A unit's parameters of one dtype in one flat tensor, of which each parameter is a view.
 
-At rest a sharded bucket holds this rank's range only. Gathering fills ``full`` in place; releasing empties its
-storage but keeps every
-tensor object alive, so a view that autograd saved is valid again after the next gather. Reading a view of an emptied
-storage would crash
-the process, so at rest a parameter's data is a stand-in: one NaN expanded to the true shape (4 bytes, reads as NaN,
-refuses writes).
+At rest a sharded bucket holds this rank's range only. Gathering fills ``full`` in place; releasing empties its storage
+but keeps every tensor object alive, so a view that autograd saved is valid again after the next gather. Reading a view
+of an emptied storage would crash the process, so at rest a parameter's data is a stand-in: one NaN expanded to the true
+shape (4 bytes, reads as NaN, refuses writes).
 """
 
 from __future__ import annotations

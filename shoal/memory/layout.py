@@ -4,8 +4,7 @@
     ranks    |<---- rank 0: 0..128 ---->|<---- rank 1: 128..256 ---->|
 
 Every parameter begins at a multiple of ``alignment`` elements (kernels want aligned matrices) and every rank's range
-too. The
-parameters of one optimizer group lie side by side, so that a rank's part of a group is one contiguous range.
+too. The parameters of one optimizer group lie side by side, so that a rank's part of a group is one contiguous range.
 
 >>> layout = lay_out([("w", (2, 3), 0), ("b", (3,), 0)], num_shards=2, alignment=64)
 >>> [(slot.name, slot.offset, slot.numel) for slot in layout.slots]

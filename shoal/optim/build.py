@@ -196,9 +196,7 @@ def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups with their parameters in lists. A caller's group dicts are kept, so that it sees later changes of the
-    rate.
-    """
+    """Groups with their parameters in lists. A caller's dicts are kept, so that it sees later changes of the rate."""
     entries = list(param_groups)
     if not entries:
         raise OptimizerError(
@@ -215,9 +213,7 @@ def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
 def _fused(
     factory: type[torch.optim.Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """``fused=True`` where this class has it for the parameters' device, unless the configuration chose an
-    implementation.
-    """
+    """``fused=True`` where this class has it for the parameters' device, and the configuration chose no other way."""
     if "fused" not in accepted_names(factory):
         return {}
     if any(settings.get(key) for key in ("fused", "foreach", "capturable", "differentiable")) or "fused" in settings:

@@ -1,7 +1,4 @@
-"""What all ranks agree on before a step:
-
-the norm, overflow, late gradients, and which parameters got a gradient at all.
-"""
+"""What all ranks agree on before a step: norm, overflow, late gradients, and which parameters got a gradient at all."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Finds parameters that are read outside their own unit's forward, in the first passes.
 
 A tied head that computes ``x @ embedding.weight.T`` reads another unit's parameter. At rest that parameter is a
-stand-in: it
-is seen as it enters a torch function, its unit is gathered, and whoever runs then remembers it, so later passes
-gather both.
+stand-in: it is seen as it enters a torch function, its unit is gathered, and whoever runs then remembers it, so later
+passes gather both.
 Source: the same need is met by ``register_external_parameter`` in DeepSpeed.
 """
 

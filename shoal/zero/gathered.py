@@ -1,7 +1,4 @@
-"""``GatheredParameters``:
-
-sharded parameters, whole, inside a block. And parameters that another module's forward reads.
-"""
+"""``GatheredParameters``: sharded parameters, whole inside a block; and those that another module's forward reads."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """From a parameter's gradient to the reduced gradient of a unit.
 
 A unit is reduced when each of its parameters has its gradient; what is still open when backward ends is reduced then,
-with zeros where a
-parameter got none. Reductions are issued in one order, the same on every rank, so ranks whose branches differ neither
-hang nor mix.
-A gradient that comes after its unit was reduced stays in ``parameter.grad`` and joins the unit's next reduction, at
-the latest at the step.
+with zeros where a parameter got none. Reductions are issued in one order, the same on every rank, so ranks whose
+branches differ neither hang nor mix. A gradient that comes after its unit was reduced stays in ``parameter.grad`` and
+joins the unit's next reduction, at the latest at the step.
 """
 
 from __future__ import annotations
@@ -72,9 +70,9 @@ class BucketGradient:
         sum_dtype: what the accumulator is widened to when a second micro-batch is added; None: it stays as it is.
 
     Memory: an accumulator of the whole bucket where the row says Partial, else of this rank's range; from the first
-    backward pass on.
-    While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole. Between passes
-    without communication a whole-sized tensor of the sum's dtype holds their sum, until the next reduction.
+    backward pass on. While a unit whose accumulator is sharded is being reduced, a slab of the pool holds the whole.
+    Between passes without communication a whole-sized tensor of the sum's dtype holds their sum, until the next
+    reduction.
     """
 
     is_native = False  # does the optimizer read ``parameter.grad`` itself?
@@ -362,9 +360,9 @@ class BucketGradient:
         self.state = GradientState.REDUCED if is_sum else GradientState.ACCUMULATING
 
     def complete(self) -> None:
-        """At the step:
+        """At the step: sum over the ranks what no pass has summed yet.
 
-        sum over the ranks what no pass has summed yet (accumulation that the engine was not told the end of).
+        That is accumulation whose end the engine was not told.
         """
         if self._is_whole_between:
             self.start_reduce(at_step=True)

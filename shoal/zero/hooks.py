@@ -1,6 +1,6 @@
-"""The hooks on modules and on autograd:
+"""The hooks on modules and on autograd: each calls a verb of the runtime.
 
-each calls a verb of the runtime. All handles are kept; ``detach`` gives the model back as it was.
+All handles are kept; ``detach`` gives the model back as it was.
 """
 
 from __future__ import annotations

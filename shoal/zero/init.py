@@ -1,10 +1,9 @@
 """``zero.Init``: a model that fits no single rank is built sharded, module by module.
 
 Inside the context each parameter is made, initialised, and cut down to this rank's range when the constructor of its
-module returns, so
-peak memory is the shards and one module. Code that touches a parameter later in a constructor
-(``nn.init.normal_(self.head.weight)``,
-``self.apply(init)``) finds it whole again: it is gathered at the first touch, and rank 0's value is kept.
+module returns, so peak memory is the shards and one module. Code that touches a parameter later in a constructor
+(``nn.init.normal_(self.head.weight)``, ``self.apply(init)``) finds it whole again: it is gathered at the first touch,
+and rank 0's value is kept.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Brings parameters into being as their unit is built:
+"""Brings parameters into being as their unit is built.
 
-from ordinary tensors, from the meta device, or from the shards that ``zero.Init`` made.
+They come from ordinary tensors, from the meta device, or from the shards that ``zero.Init`` made.
 """
 
 from __future__ import annotations

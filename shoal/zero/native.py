@@ -11,10 +11,10 @@ from shoal.zero.gradient import BucketGradient
 
 
 class NativeGradient(BucketGradient):
-    """On one rank there is nothing to reduce:
+    """On one rank there is nothing to reduce, and nothing is copied.
 
-    autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Nothing is copied. Once several
-    micro-batches are to be added up in a wider dtype, it is a gradient like any other.
+    Autograd accumulates into ``parameter.grad`` and the optimizer reads it there. Once several micro-batches are to be
+    added up in a wider dtype, it is a gradient like any other.
     """
 
     is_watched = False

@@ -1,7 +1,4 @@
-"""The optimizer that users see:
-
-their own optimizer's groups and hyperparameters, with state by parameter, over sharded master weights.
-"""
+"""The optimizer that users see: their own groups and hyperparameters, state by parameter, over sharded masters."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     The pieces of master weights that ``single_partition_of_fp32_groups`` lists are keys too; iterating leaves them out.
 
     A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's
-    shape where this rank
-    owns all of it, else 1-D. Other values (``step``) are given as they are.
+    shape where this rank owns all of it, else 1-D. Other values (``step``) are given as they are.
     """
 
     def __init__(self, step: ShardedStep) -> None:
@@ -142,10 +138,9 @@ class LossScaler:
 class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer.
 
-    ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's
-    changes) and list the
-    model's parameters. ``step()`` does what ``engine.step()`` does. It stands for the wrapped optimizer: the two are
-    equal.
+    ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's changes)
+    and list the model's parameters. ``step()`` does what ``engine.step()`` does. It stands for the wrapped optimizer:
+    the two are equal.
     """
 
     def __init__(

@@ -1,11 +1,9 @@
 """Cuts a model into units: groups of parameters that are needed together.
 
-The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found
-as repeated siblings),
-each large module outside the blocks (an embedding, a head), and the root, which takes what is left. A parameter that
-several of
-these share belongs to the root. A container of experts is never cut: which expert runs depends on the data, and ranks
-must agree on what to gather.
+The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found as
+repeated siblings), each large module outside the blocks (an embedding, a head), and the root, which takes what is left.
+A parameter that several of these share belongs to the root. A container of experts is never cut: which expert runs
+depends on the data, and ranks must agree on what to gather.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The order in which units are used, recorded in one pass and used to gather ahead in the next.
 
 When a pass departs from the recorded order it goes on without prefetch, the departure is counted and the order is
-recorded anew: nothing is
-wrong, only slower.
+recorded anew: nothing is wrong, only slower.
 """
 
 from __future__ import annotations

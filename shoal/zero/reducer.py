@@ -1,6 +1,4 @@
-"""Issues the reductions of all units in one order, the same on every rank, each as soon as its predecessors are
-issued.
-"""
+"""Issues the reductions of all units in one order, the same on every rank, each right after its predecessors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finds the engine that holds a parameter:
-
-what ``GatheredParameters`` and the safe accessors are given is a bare parameter.
-"""
+"""Finds the engine that holds a parameter: all that ``GatheredParameters`` and the safe accessors are given."""
 
 from __future__ import annotations
 

@@ -343,8 +343,7 @@ class ShardedModel:
 
         A trained weight is read for the last time before its gradient is accumulated, so a unit of trained weights is
         done when all of them have theirs. A frozen weight is read until the gradients of its calls' inputs are there;
-        where no input is
-        differentiable, or another unit reads it, only the end of backward is sure.
+        where no input is differentiable, or another unit reads it, only the end of backward is sure.
         """
         if not self.in_pass or self._is_kept or unit in self._interrupted:
             return
@@ -439,9 +438,9 @@ class ShardedModel:
         return num_left
 
     def recover(self) -> None:
-        """After an exception:
+        """After an exception: every unit at rest unless a caller holds it, no gradient, no pass.
 
-        every unit at rest unless a caller holds it, no gradient, no pass. Raises nothing about peers that are gone.
+        Raises nothing about peers that are gone.
         """
         self.in_pass = self._is_kept = False
         self._running.clear()

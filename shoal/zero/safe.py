@@ -1,6 +1,6 @@
-"""DeepSpeed's safe accessors:
+"""DeepSpeed's safe accessors: values of a sharded parameter by the bare parameter.
 
-values of a sharded parameter by the bare parameter. See ``Access`` for what each returns and communicates.
+See ``Access`` for what each returns and communicates.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """ZeRO as a table: for each unit and each kind of state, where it rests.
 
 A stage is a way to fill in the table; the engine executes rows and knows no stage. The sources are ZeRO
-(arXiv:1910.02054, sections 5
-and 7), MiCS (arXiv:2205.00119) and ZeRO++ hpZ (arXiv:2306.10209).
+(arXiv:1910.02054, sections 5 and 7), MiCS (arXiv:2205.00119) and ZeRO++ hpZ (arXiv:2306.10209).
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
 | FULL      | the shard and the full bucket                 | the full bucket                       |
 
 A unit whose parameters rest as Replicate is FULL for ever. ``gather`` and ``release`` may be called by a hook, by a
-pipeline schedule or by the user
-(``GatheredParameters``): holds are counted, and a unit is released when nobody holds it.
+pipeline schedule or by the user (``GatheredParameters``): holds are counted, and the last release counts.
 """
 
 from __future__ import annotations

@@ -28,6 +28,16 @@ _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk ti
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training goes on."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
+_LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
+_MUON = "name Muon as optimizer.type in the config."
+_STAGES = "pipeline parallelism is not built yet: train the same layers as one nn.Sequential under ZeRO stage 3."
+_EXPERTS = (
+    "expert parallelism is not built yet: hold all experts on each rank as plain modules, sharded by ZeRO stage 3."
+)
+_SEQUENCE = "sequence parallelism is not built yet: shorten the sequence, or recompute activations."
+_BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
+_LAUNCHER = "start ranks by `shoal deepspeed`, `shoal run` or torchrun."
+_SWAPPING = "set zero_optimization.offload_param or offload_optimizer in the config: Shoal moves state by itself."
 _CHECKPOINTS = "use `shoal convert`: DeepSpeed's checkpoints are read, and any layout loads in any other."
 
 # Name below ``deepspeed``: what to do instead, and the names in it. Capitals begin classes.
@@ -137,6 +147,56 @@ ABSENT: dict[str, tuple[str, str]] = {
     "io": (_DISK, ""),
     "nvme": (_DISK, ""),
     "compile": ("use engine.compile(), torch's own compiler.", ""),
+    "checkpoint.reshape_utils": (_CHECKPOINTS, "get_files_with_prefix get_zero_files merge_state partition_data"),
+    "checkpoint.reshape_meg_2d": (_CHECKPOINTS, "reshape_meg_2d_parallel meg_2d_parallel_map"),
+    "checkpoint.reshape_3d_utils": (_CHECKPOINTS, "model_3d_desc get_model_3d_descriptor"),
+    "comm.torch": (_BACKENDS, "TorchBackend"),
+    "comm.backend": (_BACKENDS, "Backend"),
+    "comm.ccl": (_BACKENDS, "CCLBackend"),
+    "launcher.launch": (_LAUNCHER, "main parse_args terminate_process_tree"),
+    "launcher.multinode_runner": (
+        _LAUNCHER,
+        "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner",
+    ),
+    "linear.optimized_linear": (_LINEAR, "OptimizedLinear LoRAOptimizedLinear"),
+    "linear.config": (_LINEAR, "LoRAConfig QuantizationConfig"),
+    "linear.quantization": (_LINEAR, "QuantizedParameter QuantizedLinear"),
+    "linear.context_manager": (_LINEAR, "Init init_lora"),
+    "moe.ep_router": (_EXPERTS, "TokenChoiceTopKRouter"),
+    "moe.ep_experts": (_EXPERTS, "ExpertActivation GroupedExperts"),
+    "monitor.comet": ("use tensorboard, wandb or csv_monitor.", "CometMonitor"),
+    "profiling.config": ("use torch.profiler around the steps.", "DeepSpeedFlopsProfilerConfig"),
+    "runtime.activation_checkpointing.config": (
+        "write the section activation_checkpointing in the config.",
+        "DeepSpeedActivationCheckpointingConfig",
+    ),
+    "runtime.chunked_cross_entropy": (
+        "compute the loss in pieces under torch.utils.checkpoint.",
+        "chunked_cross_entropy ChunkedCausalLMLoss install_chunked_causal_lm_loss",
+    ),
+    "runtime.pipe.p2p": (_STAGES, "can_send_recv init_process_groups send recv wait send_obj recv_obj"),
+    "runtime.pipe.dualpipev": (_STAGES, "DualPipeVModule DualPipeVEngine"),
+    "runtime.swap_tensor.partitioned_param_swapper": (
+        _SWAPPING,
+        "AsyncPartitionedParameterSwapper PartitionedParamStatus",
+    ),
+    "runtime.swap_tensor.partitioned_optimizer_swapper": (_SWAPPING, "PartitionedOptimizerSwapper"),
+    "runtime.swap_tensor.async_swapper": (_SWAPPING, "AsyncTensorSwapper"),
+    "runtime.zero.muon": (_MUON, ""),
+    "runtime.zero.muon.original_muon": (
+        _MUON,
+        "Muon SingleDeviceMuon MuonWithAuxAdam SingleDeviceMuonWithAuxAdam muon_update zeropower_via_newtonschulz5",
+    ),
+    "runtime.zero.muon.muon_optimizer": (_MUON, "MuonWithAuxAdam"),
+    "runtime.zero.partitioned_param_coordinator": (
+        "read engine.memory_report(): units are gathered and released by their hooks.",
+        "PartitionedParameterCoordinator ZeRoTraceMode",
+    ),
+    "sequence.linear_cross_entropy": (_SEQUENCE, "vocab_parallel_linear_cross_entropy"),
+    "sequence.vocab_parallel_ops": (
+        _SEQUENCE,
+        "vocab_parallel_logprobs vocab_parallel_entropy vocab_parallel_kl_div",
+    ),
     "checkpoint.ds_to_universal": (_CHECKPOINTS, "main"),
     "checkpoint.universal_checkpoint": (_CHECKPOINTS, "enable_universal_checkpoint load_hp_checkpoint_state"),
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),

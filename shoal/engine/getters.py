@@ -152,6 +152,7 @@ _CURRICULUM = "curriculum learning and the data pipeline are not built yet; feed
 _SPARSE = "sparse gradients are not built yet; make the embedding with sparse=False"
 _DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
 _EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
+_DATASETS = "engine.deepspeed_io() takes either kind of dataset"
 _MEASURED = "take engine.timers (with wall_clock_breakdown) or engine.memory_report()"
 NOT_HERE = {
     "allreduce_bucket": _GRADIENTS,
@@ -170,6 +171,11 @@ NOT_HERE = {
     "random_ltd_initialize": _CURRICULUM,
     "random_ltd_scheduler": _CURRICULUM,
     "get_pld_theta": "progressive layer drop is not built; drop layers in the model",
+    "collect_python_gc": "call gc.collect()",
+    "is_map_style_dataset": _DATASETS,
+    "is_iterable_style_dataset": _DATASETS,
+    "zero_parameter_alignment": "parameters lie in buckets at offsets of Shoal's own",
+    "zero_compute_grad_norm": "get_global_grad_norm() has the norm of each step",
     "load_moe_state_dict": _EXPERTS,
     "expert_parallel_group": _EXPERTS,
     "expert_data_parallel_group": _EXPERTS,

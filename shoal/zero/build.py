@@ -28,6 +28,7 @@ from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.shelf import Disks
+from shoal.zero.sparse import check_dense
 from shoal.zero.step import BucketState
 from shoal.zero.table import Row, Table, row_of_stage
 from shoal.zero.tiers import Decide, Tiers, UnitSize, as_asked
@@ -162,9 +163,11 @@ def build(
         open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what rests there. The disks that were opened are closed.
+        ModelError: the model cannot be cut into units, or an embedding asks for sparse gradients.
     Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
         sharded already are all-gathered in place of that.
     """
+    check_dense(model)
     group_of = group_index(model, groups)
     specs = cut(model, settings.rules)
     parameters = dict(model.named_parameters())

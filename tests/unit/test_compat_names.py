@@ -188,6 +188,9 @@ def test_what_is_not_built_is_importable_and_says_what_to_do_when_it_is_used(mod
 def test_a_listed_module_without_counterpart_is_imported_with_its_names(name: str) -> None:
     found = importlib.import_module(f"deepspeed.{name}")
     assert sorted(ABSENT[name][1].split()) == sorted(found.__all__)
+    for each in found.__all__:
+        with pytest.raises(NotBuiltError, match=rf"\[deepspeed-part\] deepspeed\.{name}\.{each} is not (.|\n)*do: "):
+            getattr(found, each)()
 
 
 def test_a_module_below_a_listed_one_cannot_be_imported_and_says_what_to_do() -> None:

@@ -1,0 +1,65 @@
+"""A configuration that asks for a part of DeepSpeed's that is not there is refused by that part's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.compat import finder
+from shoal.errors import ConfigError
+
+ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4], "min_gpus": 1, "max_gpus": 8}
+CURRICULUM = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+}  # fmt: skip
+QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"pipeline": {"stages": 2}}, r"pipeline\.stages: 2 .*: pipeline"),
+    ({"sparse_gradients": True}, r"sparse_gradients: true .*: sparse gradients"),
+    ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}}, r": progressive layer drop"),
+    ({"elasticity": ELASTIC}, r"elasticity\.enabled: true .*: elasticity"),
+    ({"curriculum_learning": CURRICULUM}, r": data efficiency \(curriculum\)"),
+    ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
+    ({"autotuning": {"enabled": True}}, r": autotuning"),
+    ({"tensor_parallel": {"autotp_size": 2}}, r": tensor parallel"),
+    ({"sequence_parallel_size": 2}, r"sequence_parallel_size: 2 .*: sequence parallel"),
+    ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
+    ({"compile": {"deepcompile": True}}, r": compile \(DeepCompile\)"),
+    ({"flops_profiler": {"enabled": True}}, r": profiler"),
+    ({"comms_logger": {"enabled": True}}, r": times of collectives"),
+    ({"compression_training": QUANTIZED}, r": compression"),
+    ({"graph_harvesting": True}, r": CUDA graphs"),
+    ({"checkpoint": {"use_node_local_storage": True}}, r": checkpoints on disks that nodes do not share"),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, r": quantized communication"),
+    ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, r": offload \(ZenFlow\)"),
+    ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"\"OneBitAdam\" .*: 1-bit optimizers"),
+    ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, r"\"ZeroOneAdam\" .*: 1-bit optimizers"),
+    ({"optimizer": {"type": "MuAdam", "params": {"lr": 1e-3}}}, r"\"MuAdam\" .*: mu-parametrization"),
+    ({"amp": {"enabled": True, "opt_level": "O1"}}, r"amp\.enabled: true is not supported(.|\n)*torch_autocast"),
+    ({"nebula": {"enabled": True}}, r"nebula\.enabled: true is not supported(.|\n)*`checkpoint`"),
+    ({"sparse_attention": {"mode": "fixed"}}, r"sparse_attention: .* is not supported(.|\n)*flex_attention"),
+    ({"quantize_training": {"enabled": True}}, r"quantize_training: .* is not supported"),
+    ({"eigenvalue": {"enabled": True}}, r"eigenvalue\.enabled: true is not supported"),
+    ({"moe": {"enabled": True}}, r"moe: no such key"),
+]
+
+
+@pytest.fixture(autouse=True)
+def lent() -> Iterator[None]:
+    finder.install(children=False)
+    yield
+    finder.uninstall()
+
+
+@pytest.mark.parametrize(("sections", "said"), REFUSED, ids=lambda value: next(iter(value), "") if value else "")
+def test_a_part_that_is_not_there_is_refused_by_name(sections: dict[str, Any], said: str) -> None:
+    import deepspeed
+
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **sections}
+    with pytest.raises(ConfigError, match=said):
+        deepspeed.initialize(model=torch.nn.Linear(2, 2), config=config, dist_init_required=False)

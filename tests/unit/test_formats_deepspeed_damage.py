@@ -1,0 +1,249 @@
+"""DeepSpeed's checkpoints that are damaged, mixed up, hostile or of a part that is not built: all are named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.formats.deepspeed_files import open_file
+from shoal.checkpoint.manifest import MODEL
+from shoal.errors import CheckpointError, NotBuiltError
+from tests.unit.deepspeed_made import MADE, everything
+
+
+def test_missing_optimizer_files_are_named(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage2-bf16")
+    (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"1 of 2 ranks are missing: bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    ):
+        DeepSpeedSource(folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_missing_model_files_of_stage_3_are_named(rank: int, deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage3-fp32")
+    (folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"):
+        DeepSpeedSource(folder)
+
+
+def test_a_rank_of_any_number_takes_no_time(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage3-fp32")
+    file = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    file.rename(folder / "zero_pp_rank_99999999999999_mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"99999999999998 model files are missing: zero_pp_rank_1_.* and others"):
+        DeepSpeedSource(folder)
+
+
+FILES = [
+    ("stage2-fp32", "mp_rank_00_model_states.pt"),
+    ("stage2-fp32", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("stage3-fp32", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    ("stage3-fp32", "zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+]
+
+
+@pytest.mark.parametrize(("case", "name"), FILES)
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
+def test_a_file_that_is_cut_short_is_named(case: str, name: str, kept: float, deepspeed_copy: Any) -> None:
+    file = deepspeed_copy(case) / name
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(CheckpointError, match=name) as caught:
+        DeepSpeedSource(file.parent)
+    assert caught.value.code == "checkpoint-damaged"
+
+
+@pytest.mark.parametrize(("case", "name"), FILES)
+def test_a_flipped_bit_in_a_tensor_is_found_by_its_checksum(case: str, name: str, deepspeed_copy: Any) -> None:
+    import zipfile
+
+    file = deepspeed_copy(case) / name
+    with zipfile.ZipFile(file) as archive:
+        entry = max((e for e in archive.infolist() if "/data/" in e.filename), key=lambda e: e.file_size)
+    data = bytearray(file.read_bytes())
+    start = entry.header_offset + 30 + len(entry.filename)
+    start += int.from_bytes(data[entry.header_offset + 28 : entry.header_offset + 30], "little")
+    data[start + entry.file_size // 2] ^= 4
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match="CRC") as caught:
+        DeepSpeedSource(file.parent)
+    assert caught.value.code == "checkpoint-damaged" and name in str(caught.value)
+    DeepSpeedSource(file.parent, verify=False)
+
+
+def test_files_without_checksums_are_read(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage2-fp32")
+    model = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(model, weights_only=True)
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, model)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert DeepSpeedSource(folder).about.counters["global_steps"] == 3
+
+
+@pytest.mark.parametrize("case", ["stage2-fp32", "stage3-fp32"])
+def test_files_of_an_older_save_with_more_ranks_are_left_out(case: str, deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy(case)
+    for file in list(folder.glob("zero_pp_rank_1_*")):
+        shutil.copy(file, folder / file.name.replace("rank_1", "rank_2", 1))
+    source = DeepSpeedSource(folder)
+    assert any("1 optimizer files of ranks beyond 1" in note for note in source.about.notes)
+    held = load_file(MADE / case / "held.safetensors")
+    assert torch.equal(source.read(MODEL, "norm.bias"), held["model/norm.bias"])
+
+
+def test_two_saves_mixed_under_one_tag_are_an_error(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage2-bf16")
+    prefixed = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shutil.copy(prefixed, folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match="are both of rank 1"):
+        DeepSpeedSource(folder)
+
+
+def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage3-fp32")
+    other = MADE / "stage3-bf16-sub-groups" / "checkpoint" / "global_step3"
+    shutil.copy(
+        other / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    )
+    with pytest.raises(CheckpointError, match="4 flat groups, and the model file speaks of 2"):
+        DeepSpeedSource(folder)
+
+
+# What is not built, or asks for too much
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts layers"),
+        ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
+        ("mp_rank_01_model_states.pt", "tensor parallelism"),
+        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
+        ("zero", "DeepSpeed's universal format"),
+        ("offloaded_tensors", "state offloaded to NVMe"),
+    ],
+)
+def test_what_is_not_built_yet_is_called_by_its_name(name: str, what: str, deepspeed_copy: Any) -> None:
+    folder = deepspeed_copy("stage2-fp32")
+    (folder / name).touch()
+    with pytest.raises(NotBuiltError, match=f"with {what}.* is not read yet") as caught:
+        DeepSpeedSource(folder)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [
+        ("mp_world_size", 2, "tensor parallelism"),
+        ("module", None, "pipeline parallelism"),
+        ("num_experts", [4], "mixture-of-experts layers"),
+    ],
+)
+def test_a_model_file_that_tells_of_what_is_not_built_is_refused(
+    key: str, value: Any, what: str, deepspeed_copy: Any
+) -> None:
+    model = deepspeed_copy("stage2-fp32") / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(model, weights_only=True) | {key: value}, model)
+    with pytest.raises(NotBuiltError, match=what):
+        DeepSpeedSource(model.parent)
+
+
+def test_a_few_bytes_that_claim_to_be_a_large_tensor_are_refused(deepspeed_copy: Any) -> None:
+    model = deepspeed_copy("stage2-fp32") / "mp_rank_00_model_states.pt"
+    state = torch.load(model, weights_only=True)
+    state["module"]["gain"] = torch.ones(1).expand(1 << 40)
+    torch.save(state, model)
+    with pytest.raises(CheckpointError, match="gain is 4398046511104 bytes, of which the file holds 4"):
+        DeepSpeedSource(model.parent)
+
+
+JUNK: list[Any] = [None, "x", -1, 10**30, 1.5, [], {}, [None], {"a": 1}, torch.tensor(0.0), torch.ones(2, 2), True]
+
+
+def spoil(value: Any, random: Any, depth: int = 0) -> Any:
+    """A copy in which one entry is another value, or gone."""
+    if isinstance(value, dict | list) and value and (depth == 0 or random.random() < 0.8):
+        changed = dict(value) if isinstance(value, dict) else list(value)
+        key = random.choice(list(value)) if isinstance(value, dict) else random.randrange(len(value))
+        if isinstance(changed, dict) and random.random() < 0.15:
+            del changed[key]
+        else:
+            changed[key] = spoil(value[key], random, depth + 1)
+        return changed
+    return random.choice(JUNK)
+
+
+@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups"])
+def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: Any) -> None:
+    import random
+
+    folder = deepspeed_copy(case)
+    generator = random.Random(0)
+    refused = 0
+    for _ in range(60):
+        file = generator.choice(sorted(folder.glob("*.pt")))
+        before = file.read_bytes()
+        state = open_file(file, verify=False)
+        inner = state.get("optimizer_state_dict")
+        if inner is not None:  # the stand-ins cannot be saved
+            plain = {"loss_scaler": None, "param_slice_mappings": None, "zero_stage": int(inner.get("zero_stage", 0))}
+            state = {"optimizer_state_dict": inner | plain}
+        spoiled = spoil(state, generator)
+        file.unlink()  # it is mapped
+        torch.save(spoiled, file)
+        try:
+            everything(DeepSpeedSource(folder))
+        except (CheckpointError, NotBuiltError):
+            refused += 1
+        file.unlink()
+        file.write_bytes(before)
+    assert 5 < refused < 60
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = str(canary)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.canary,)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_a_file_that_asks_for_a_function_is_refused_with_its_name_and_not_run(
+    name: str, deepspeed_copy: Any, tmp_path: Path
+) -> None:
+    canary = tmp_path / "canary"
+    file = deepspeed_copy("stage2-fp32") / name
+    torch.save({"module": {}, "optimizer_state_dict": {}, "extra": Payload(canary)}, file)
+    with pytest.raises(CheckpointError, match=rf"{os.mkdir.__module__}\.mkdir") as caught:
+        DeepSpeedSource(file.parent)
+    assert caught.value.code == "checkpoint-unsafe"
+    assert not canary.exists()
+    torch.load(file, weights_only=False)
+    assert canary.exists()  # the payload does what it should not
+
+
+def test_the_stand_ins_are_granted_while_a_file_is_opened_and_not_after() -> None:
+    file = MADE / "stage2-fp32/checkpoint/global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    before = set(torch.serialization.get_safe_globals())
+    state = open_file(file, verify=True)["optimizer_state_dict"]
+    assert state["zero_stage"] == 2
+    assert state["loss_scaler"].values == {"cur_scale": 1.0, "dynamic": False}
+    assert set(torch.serialization.get_safe_globals()) == before
+    with pytest.raises(Exception, match=r"LossScaler|fragment_address|ZeroStageEnum"):
+        torch.load(file, weights_only=True)
+    assert not any(module.partition(".")[0] == "deepspeed" for module in sys.modules)

@@ -180,14 +180,21 @@ def _quiet_torchelastic() -> Iterator[None]:
 
 
 def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
-    """The rank whose failure is the cause: neither a witness nor ended by the launcher, and the earliest to go."""
+    """The rank whose failure is the cause: neither a witness nor ended by the launcher, and the earliest to go.
+
+    Args:
+        codes: in the order in which the ranks were found to have ended.
+    """
+
+    order = list(codes)  # those that had ended before the launcher ended the others come first
 
     def key(rank: int) -> tuple[bool, bool, float, int]:
         log = _stderr_of(rank, log_dir)
         text = log.read_text(errors="replace") if log is not None else ""
         ended_by_launcher = codes[rank] == -signal.SIGTERM and "Traceback" not in text
         is_witness = any(mark in text for mark in _WITNESS_MARKS)
-        return ended_by_launcher, is_witness, log.stat().st_mtime if log is not None else float("inf"), rank
+        last_word = log.stat().st_mtime if log is not None and not ended_by_launcher else float("inf")
+        return ended_by_launcher, is_witness, last_word, order.index(rank)
 
     return min(codes, key=key)
 

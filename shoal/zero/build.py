@@ -143,6 +143,20 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
     return found
 
 
+def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
+    """Raises: ModelError: a parameter that is to be trained is complex."""
+    numbers = [
+        name for name, p in model.named_parameters() if id(p) in group_of and p.requires_grad and p.dtype.is_complex
+    ]
+    if numbers:
+        raise ModelError(
+            f"{len(numbers)} parameters that are to be trained are complex: {', '.join(numbers[:4])}"
+            f"{' ...' if len(numbers) > 4 else ''}.",
+            do="keep them real, with one more dimension of 2, and take torch.view_as_complex() in the forward.",
+            code="model-complex",
+        )
+
+
 def build(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
@@ -163,12 +177,14 @@ def build(
         open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what rests there. The disks that were opened are closed.
-        ModelError: the model cannot be cut into units, or an embedding asks for sparse gradients.
+        ModelError: the model cannot be cut into units, an embedding asks for sparse gradients, or a trained
+        parameter is complex.
     Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
         sharded already are all-gathered in place of that.
     """
     check_dense(model)
     group_of = group_index(model, groups)
+    _check_real(model, group_of)
     specs = cut(model, settings.rules)
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())

@@ -110,6 +110,20 @@ def test_a_rank_ended_by_a_signal_gives_128_and_its_number(tmp_path: Path) -> No
     assert "it was ended by SIGABRT" in err
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_somebody_terminates_is_told_from_those_that_the_launcher_ends(victim: int, tmp_path: Path) -> None:
+    text = f"""
+if rank == {victim}:
+    time.sleep(0.5)
+    os.kill(os.getpid(), 15)
+time.sleep(30)
+"""
+    job = start(2, write(tmp_path, text))
+    _, err = job.communicate(timeout=50)
+    assert job.returncode == 128 + signal.SIGTERM
+    assert f"shoal: rank {victim} failed first: it was ended by SIGTERM." in err
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(tmp_path: Path, signal_number: signal.Signals) -> None:
     text = f"""

@@ -55,6 +55,34 @@ def test_an_embedding_with_sparse_gradients_is_an_error_that_names_it_unless_it_
     engine.destroy()
 
 
+class Rotated(nn.Module):
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=trains)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * self.turn).abs().mean()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_complex_parameter_that_is_to_be_trained_is_an_error_and_a_frozen_one_is_none(stage: int) -> None:
+    settings = {**config(stage), "optimizer": ADAM["optimizer"], "units": {}}
+    with pytest.raises(ModelError, match=r"1 parameters that are to be trained are complex: turn\."):
+        alone(lambda: initialize(Rotated(trains=True), settings))
+
+    def job() -> torch.Tensor:
+        engine, *_ = initialize(make(lambda: Rotated(trains=False)), settings)
+        engine.backward(engine(torch.ones(2, 3)))
+        engine.step()
+        found = engine.module_state_dict()["turn"]
+        engine.destroy()
+        return found
+
+    for found in run_ranks(2, job):
+        assert torch.equal(found, torch.ones(3, dtype=torch.complex64))
+
+
 def test_what_is_no_model_is_an_error() -> None:
     with pytest.raises(ModelError, match=r"must be a torch\.nn\.Module, got int"):
         alone(lambda: initialize(3))

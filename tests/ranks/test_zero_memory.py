@@ -11,6 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -324,6 +325,64 @@ def test_twenty_engines_made_and_destroyed_leave_nothing_behind(world: int, stag
     assert [reference for reference in dead if reference() is not None] == []
     assert len(dead) == 20 * world * 3
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("kind", ["ahead", "nvme"])
+def test_engines_whose_states_rest_elsewhere_leave_nothing_behind_either(kind: str, tmp_path: Path) -> None:
+    if kind == "ahead":
+        away = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
+    else:
+        away = {
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0},
+        }
+    dead: list[weakref.ref[Any]] = []
+
+    def job() -> list[int]:
+        counts = []
+        for index in range(8):
+            engine = start(Plain, config(3, **BF16, zero_optimization=away), adam)
+            run_steps(engine, 2)
+            engine.destroy()
+            dead.extend((weakref.ref(engine), weakref.ref(engine.sharded)))
+            if index in (3, 7) and current_world().rank == 0:
+                counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    before, threads = live_tensor_bytes(), threading.active_count()
+    descriptors = run_ranks(1, job)[0]
+    assert descriptors[0] == descriptors[1]
+    assert live_tensor_bytes() <= before + 256
+    assert [reference for reference in dead if reference() is not None] == []
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_does_not_grow_with_the_number_of_checkpoints(stage: int, is_async: bool, tmp_path: Path) -> None:
+    """8 MiB of state: one tenth of it lost at each save or load would show."""
+    settings = config(stage, checkpoint={"async_save": is_async, "keep_last": 1}, units={"names": []})
+
+    def job() -> list[tuple[int, int, int]]:
+        model = torch.nn.Sequential(*[torch.nn.Linear(512, 512, bias=False) for _ in range(4)])
+        engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config=settings)
+        found = []
+        for index in range(31):
+            engine.backward(engine(torch.ones(1, 512)).square().mean())
+            engine.step()
+            engine.save_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path)
+            if index in (5, 30):
+                resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+                found.append((resident, live_tensor_bytes(), len(os.listdir("/proc/self/fd"))))
+        engine.destroy()
+        return found
+
+    early, late = run_ranks(1, job)[0]
+    assert late[0] - early[0] < 8 << 20
+    assert late[1] == early[1]
+    assert late[2] == early[2]
 
 
 def test_several_engines_in_one_process_train_side_by_side() -> None:

@@ -145,10 +145,10 @@ def verify(
     return problems
 
 
-def hint(storage: Storage) -> str | None:
+def hint(storage: Storage, file: str = LATEST) -> str | None:
     """What ``latest`` names, if it can be read."""
     try:
-        return storage.read(LATEST, _MAX_HINT_BYTES).decode().strip() or None
+        return storage.read(file, _MAX_HINT_BYTES).decode().strip() or None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -167,6 +167,7 @@ def find_tag(storage: Storage, tag: str) -> str:
             return found.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
         raise _missing_manifest(storage, tag)
+    check_not_deepspeeds(storage, tag)
     whole = [found.folder for found in others if found.manifest is not None]
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {storage.url}.",
@@ -174,6 +175,30 @@ def find_tag(storage: Storage, tag: str) -> str:
         if whole
         else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
         code="checkpoint-missing",
+    )
+
+
+def check_not_deepspeeds(storage: Storage, tag: str | None) -> None:
+    """Raises: CheckpointError: what is asked for was saved by DeepSpeed.
+
+    Args:
+        tag: its name; None: the one that ``latest``, or DeepSpeed's ``latest_universal``, names.
+    """
+    folder = tag or hint(storage) or hint(storage, "latest_universal")
+    if folder is None or not storage.is_folder(folder):
+        return
+    names = storage.names(folder)
+    if not any(map(_BESIDE.fullmatch, names)) or any(map(is_our_file, names)):
+        return
+    is_universal = storage.is_folder(f"{folder}/zero")
+    raise CheckpointError(
+        f"{folder!r} was saved by DeepSpeed" + (", in its universal format." if is_universal else "."),
+        where=storage.url,
+        do="convert the checkpoint that ds_to_universal was given: `shoal convert FOLDER NEW --to shoal`; then load"
+        " NEW, on any number of ranks."
+        if is_universal
+        else f"`shoal convert {storage.url} NEW --to shoal --tag {folder}`; then load NEW, on any number of ranks.",
+        code="checkpoint-of-deepspeed",
     )
 
 

@@ -102,6 +102,7 @@ def _resumable(storage: Storage) -> list[str]:
     whole = [entry for entry in found if entry.manifest is not None]
     meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
     if not meant:
+        catalogue.check_not_deepspeeds(storage, None)
         damaged = [entry.folder for entry in found]
         raise CheckpointError(
             f"no whole checkpoint in {storage.url}"

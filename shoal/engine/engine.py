@@ -24,6 +24,7 @@ from shoal.engine.losses import Losses, check_for_backward, check_for_scale
 from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.progress import Progress
+from shoal.engine.schedule_watch import ScheduleWatch
 from shoal.engine.settings import Plan
 from shoal.engine.weights import Weights
 from shoal.errors import NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
@@ -106,6 +107,7 @@ class Engine(EngineFacts):
             else None
         )
         self.lr_scheduler: Any = None
+        self._schedule_watch = ScheduleWatch()
         self.training_dataloader: Any = None
         self.client_optimizer: Any = None
         self.follows_deepspeed = False  # where DeepSpeed answers otherwise than Shoal would by itself, as DeepSpeed
@@ -331,7 +333,7 @@ class Engine(EngineFacts):
         if self.sharded_optimizer is not None and self._loss_scale is not None:
             self.sharded_optimizer.loss_scale = self._loss_scale.scale
         if is_applied and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
         self.global_steps += 1
         self._finish_step()
         self.checkpoints.poll()

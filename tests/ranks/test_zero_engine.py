@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import weakref
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,36 @@ def test_the_schedule_steps_once_a_step_and_not_for_skipped_ones() -> None:
         return rates
 
     assert run_ranks(2, job) == [[1.0, 0.5, 0.5, 0.5, 0.5, 0.25]] * 2
+
+
+@pytest.mark.parametrize("kind", ["torch", "config"])
+def test_a_script_that_steps_the_engines_schedule_too_is_told_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+
+    def job(is_wrong: bool) -> None:
+        model = make(Plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5) if kind == "torch" else None
+        settings = config(1, **({} if kind == "torch" else {"scheduler": warmup}))
+        engine, *_, found = shoal.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=settings)
+        state = None
+        for index in range(6):
+            engine.backward(engine(*batch(index, current_world().rank, 2)))
+            engine.step()
+            state = state or found.state_dict()
+            if is_wrong:
+                found.step()
+            elif index == 3:
+                found.load_state_dict(state)  # once: what a loaded checkpoint does
+        engine.destroy()
+
+    with caplog.at_level(logging.WARNING, "shoal"):
+        run_ranks(2, job, False)
+        assert [record for record in caplog.records if "schedule" in record.getMessage()] == []
+        run_ranks(2, job, True)
+    told = [record.getMessage() for record in caplog.records if "it runs twice as fast" in record.getMessage()]
+    assert len(told) == 1
+    assert ("ExponentialLR" if kind == "torch" else "WarmupLR") in told[0]
 
 
 def test_the_loader_deals_each_sample_to_one_rank() -> None:

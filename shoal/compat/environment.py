@@ -25,6 +25,12 @@ def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:
     return (os.environ if variables is None else variables).get(SWITCH) == "1"
 
 
+def launched_ranks() -> int:
+    """How many ranks the launcher says that it started; 0 where it does not say."""
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else 0
+
+
 def for_children(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The variables that make child processes lend the name too."""
     now = (os.environ if variables is None else variables).get("PYTHONPATH", "")

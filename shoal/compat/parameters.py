@@ -2,7 +2,7 @@
 
     parameter.ds_id, ds_shape, ds_numel      of one that zero.Init or a stage-3 engine holds; else AttributeError
     parameter.ds_status, ds_tensor           asked of Shoal's own records each time: nothing lies on a parameter
-    parameter.all_gather(), all_gather_coalesced(), partition()
+    parameter.all_gather(), all_gather_coalesced(), partition(), convert_to_zero_parameters()
     module.ds_external_parameters()
 
 ``lend`` puts them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``take_back`` removes them.
@@ -20,7 +20,8 @@ from torch import nn
 
 from shoal.comm.world import process_group
 from shoal.engine.engine import Engine
-from shoal.zero.early import EARLY, EarlyShard
+from shoal.errors import UsageError
+from shoal.zero.early import EARLY, EarlyShard, EarlyShards
 from shoal.zero.gathered import GatheredParameters
 from shoal.zero.registry import OWNERS
 from shoal.zero.unit import Unit, UnitState
@@ -210,6 +211,28 @@ def _partition(parameter: torch.Tensor) -> Callable[..., None]:
     return partition
 
 
+def _convert(parameter: torch.Tensor) -> Callable[[Iterable[nn.Parameter]], None]:
+    held = _held(parameter, "convert_to_zero_parameters")
+
+    def convert_to_zero_parameters(param_list: Iterable[nn.Parameter]) -> None:
+        """Shard parameters that were made after ``zero.Init``, each in its own format. Every rank calls.
+
+        Communicates: one broadcast of each (rank 0's values count).
+        Raises: UsageError: an engine holds this one, and so the model, already.
+        """
+        if not isinstance(held, EarlyShard):
+            raise UsageError(
+                "convert_to_zero_parameters(): the model's engine is made already.",
+                do="add the parameters to the model before initialize().",
+                code="zero-init-late",
+            )
+        shards = EarlyShards(held.comm, held.device, home=held.home)
+        for each in param_list:
+            shards.shard(each)
+
+    return convert_to_zero_parameters
+
+
 def _partition_numel(parameter: torch.Tensor) -> Callable[[], int]:
     held = _held(parameter, "partition_numel")
     size = held._comm.size if isinstance(held, EarlyShard) else held[0].axes.inner.size
@@ -234,6 +257,7 @@ _METHODS: dict[str, Callable[[Any], Any]] = {
     "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
     "partition_numel": _partition_numel,
+    "convert_to_zero_parameters": _convert,
 }
 
 

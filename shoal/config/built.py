@@ -87,7 +87,8 @@ def _asks(path: str, given: Given, verdict: Verdict, all_given: Mapping[str, Giv
     if given.is_inside or any(value == same and type(value) is type(same) for same in verdict.harmless):
         return False
     if key.model is not None:
-        return bool(value) and _is_on(value.get("enabled", True))
+        is_there = bool(value) or key.default is None  # {} switches a section on that is off when it is left out
+        return is_there and value is not None and _is_on(value.get("enabled", True))
     switches = [(switch, default) for switch, default in given.switches if switch != path]
     if verdict.switch:
         switches = [(verdict.switch, None)]

@@ -10,6 +10,7 @@ class Compile(Section):
 
     deepcompile: bool = key(False, "ZeRO as passes over the compiled graph")
     passes: tuple[str, ...] | None = key(None, "which passes: z1, z3, autosp, autotp")
+    autoep_non_moe: bool = key(False, "compile what is around a mixture's layers, which stay as they are")
     free_activation: bool = key(False, "free large activations early")
     free_activation_threshold: int = key(10 * 1024**2, "bytes from which an activation is large", ge=0)
     offload_activation: bool = key(False, "move saved tensors to host memory")

@@ -41,6 +41,8 @@ class TensorParallel(Section):
 
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
     preset_model: str | None = key(None, "rules of a model family: llama, mixtral, qwen2, phi3 ...")
+    vocab_parallel_lm_head: bool | None = key(None, "split the output layer by vocabulary; null: by the model's plan")
+    vocab_parallel_ce_backend: str = key("torch", "kernel of the cross entropy over a split vocabulary: torch or liger")
     tp_overlap_comm: bool = key(False, "sum over ranks while computing")
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     dtype: str | None = key(None, "the model's format; left over from inference")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shoal.config.base import Dtype, OpenSection, Section, key
+from shoal.config.base import Auto, Dtype, OpenSection, Section, key
 
 
 class Fp16(Section):
@@ -12,12 +12,12 @@ class Fp16(Section):
 
     enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 master weights, scaled loss")
     auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
-    loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0)
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0, allow_inf_nan=False)
     initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power", ge=0)
     loss_scale_window: int = key(1000, "steps without overflow before the scale doubles", gt=0)
     hysteresis: int = key(2, "overflows tolerated before the scale is halved", ge=0)
     consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
-    min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0)
+    min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0, allow_inf_nan=False)
     fp16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on fp16")
 
 
@@ -58,7 +58,12 @@ class DataTypes(Section):
     )
     param_dtype: Dtype | None = key(None, "format of the parameters; must agree with fp16 or bf16")
     buffer_dtype: Dtype | None = key(
-        None, "format of floating-point buffers of the model; null: that of the parameters"
+        None, "format of floating-point buffers of the model; null: their own (a batch norm's: that of the parameters)"
+    )
+    keep_in_fp32_modules: tuple[str, ...] | Auto = key(
+        "auto",
+        "names of buffers that stay in fp32 beside 16-bit parameters, `*` for any text; auto: those that the model"
+        " names in `_keep_in_fp32_modules_strict` (under fp16 also in `_keep_in_fp32_modules`)",
     )
 
 

@@ -36,6 +36,7 @@ class Schema(Section):
     wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
     memory_breakdown: bool = key(False, "print memory at each phase")
     dump_state: bool = key(False, "print the engine's state at start-up")
+    disable_python_gc: bool = key(False, "switch Python's cyclic garbage collector off")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")

@@ -66,6 +66,7 @@ VERDICTS: dict[str, Verdict] = {
     "wall_clock_breakdown": OBEYED,
     "memory_breakdown": OBEYED,
     "dump_state": OBEYED,
+    "disable_python_gc": unused("Python's collector is the script's: it may call gc.disable()"),
     "log_level": OBEYED,
     "dataloader_drop_last": OBEYED,
     "zero_allow_untested_optimizer": OBEYED,
@@ -101,6 +102,10 @@ VERDICTS: dict[str, Verdict] = {
     "zero_optimization.elastic_checkpoint": unused("it names an old file format of DeepSpeed's"),
     "zero_optimization.grad_hooks": unused("gradients are always reduced from hooks"),
     "zero_optimization.round_robin_gradients": unused("every rank owns an equal part of each unit"),
+    "zero_optimization.parameter_alignment": unused("every parameter begins at a multiple of 64 elements"),
+    "zero_optimization.compute_grad_norm": unused(
+        "the norm shows a gradient that is not finite, and is one number of each rank on the wire"
+    ),
     "zero_optimization.ignore_unused_parameters": OBEYED,
     "zero_optimization.legacy_stage1": refused("stage 1 has one implementation; leave it out"),
     "zero_optimization.sub_group_size": OBEYED,

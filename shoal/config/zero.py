@@ -57,6 +57,7 @@ class ZenFlow(Section):
     offload: bool = key(False, "keep the selected columns' state on the host too")
     auto_ratio: float = key(0.99, "share of the gradient's weight below which auto mode updates", ge=0, le=1)
     full_warm_up_rounds: int = key(0, "steps at the start that update everything", ge=0)
+    steps_per_epoch: int | None = key(None, "steps of an epoch; null: counted")
     pt_reserved_cores_perc: float = key(0.5, "share of the cores left to PyTorch", ge=0, le=1)
 
 
@@ -86,6 +87,8 @@ class ZeroOptimization(Section):
     elastic_checkpoint: bool = key(False, "old checkpoint format that may be read by another number of ranks")
     grad_hooks: bool | None = key(None, "documented by DeepSpeed but refused by its code")
     round_robin_gradients: bool = key(False, "spread the copies of gradients to the host over the ranks in turn")
+    parameter_alignment: bool = key(False, "let each parameter begin at an address that kernels like")
+    compute_grad_norm: bool = key(True, "compute the norm of all gradients in each step")
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )

@@ -113,6 +113,7 @@ def plan_of(config: Config, dp_size: int) -> Plan:
             parameter=compute,
             master=None if has_no_master else torch.float32,
             buffer=dtype_of(config.data_types.buffer_dtype, "data_types.buffer_dtype"),
+            wide_buffers=wide_buffers_of(config),
             gradient=GradientPolicy(accumulate, wire, pre, post),
         ),
         clip_norm=float(config.gradient_clipping),
@@ -124,6 +125,12 @@ def plan_of(config: Config, dp_size: int) -> Plan:
         shard_size=shard_size,
         secondary_size=secondary_size,
     )
+
+
+def wide_buffers_of(config: Config) -> tuple[str, ...] | None:
+    """Names of buffers that stay in fp32; None: those that the model names."""
+    names = config.data_types.keep_in_fp32_modules
+    return None if isinstance(names, str) else tuple(names)
 
 
 def _state_tier(config: Config) -> Tier:

@@ -18,6 +18,7 @@ import torch
 from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.optim.wide_states import WideStates
 
 Kind = Literal["elementwise", "whole-tensor"]
 
@@ -148,8 +149,10 @@ def _is_known(kind: type) -> bool:
             is_constructor = name.startswith(("__", "_patch"))
             if is_constructor or not callable(value) or not hasattr(known, name):
                 continue
-            # torch wraps step() of the class in place, for its profiler
-            if inspect.unwrap(value) is not inspect.unwrap(getattr(known, name)):
+            # torch wraps step() of the class in place, for its profiler. That of WideStates is the known class's,
+            # around which numbers are cast.
+            originals = [inspect.unwrap(getattr(cls, name)) for cls in (known, WideStates) if hasattr(cls, name)]
+            if not any(inspect.unwrap(value) is original for original in originals):
                 return False
     return True
 

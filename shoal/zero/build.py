@@ -20,6 +20,7 @@ from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import BucketLayout, lay_out
 from shoal.memory.placement import Kind, Tier
 from shoal.memory.pool import Pool
+from shoal.zero.buffer_formats import buffer_formats
 from shoal.zero.gradient import BucketGradient, GradientPolicy
 from shoal.zero.materialize import Materializer
 from shoal.zero.native import NativeGradient
@@ -43,13 +44,15 @@ class Precision:
         parameter: floating-point parameters are cast to it; None: kept.
         master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters
             themselves.
-        buffer: floating-point buffers of the model are cast to it; None: kept.
+        buffer: floating-point buffers of the model are cast to it; None: kept, as ``buffer_formats`` has it.
+        wide_buffers: names of buffers that stay in fp32; None: those that the model names.
         wires: by name, parameters whose gradients are sent in this dtype, not in ``gradient.wire_dtype``.
     """
 
     parameter: torch.dtype | None = None
     master: torch.dtype | None = torch.float32
     buffer: torch.dtype | None = None
+    wide_buffers: tuple[str, ...] | None = None
     gradient: GradientPolicy = field(default_factory=GradientPolicy)
     wires: Mapping[str, torch.dtype] = field(default_factory=dict)
 
@@ -210,7 +213,7 @@ def build(
     except BaseException:
         disks.close()
         raise
-    materializer.finish(precision.buffer or precision.parameter)
+    materializer.finish(buffer_formats(model, precision.parameter, precision.buffer, precision.wide_buffers))
     units = [built[spec.name][0] for spec in specs]
     states = [state for spec in specs for state in built[spec.name][1]]
     entries = [

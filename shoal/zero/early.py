@@ -35,7 +35,7 @@ class EarlyShard:
         dtype: torch.dtype | None,
         home: torch.device | None = None,
     ) -> None:
-        self._comm, self._device, self._home = comm, device, home
+        self._comm, self.device, self.home = comm, device, home
         self.number = 0  # parameters are gathered in its order, the same on every rank
         self.holders: list[int | None] = []  # of the blocks that hold it whole: which rank's changes count in each
         self.is_touched = False  # whole, because code used it
@@ -47,18 +47,18 @@ class EarlyShard:
         dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
         self.shape, self.numel, self.dtype = value.shape, value.numel(), dtype
         self._keep(value, source)
-        parameter.data = stand_in(tuple(self.shape), dtype, self._device)
+        parameter.data = stand_in(tuple(self.shape), dtype, self.device)
 
     def _keep(self, value: torch.Tensor, source: int) -> None:
         """Keep this rank's range of rank ``source``'s value."""
         size, rank = self._comm.size, self._comm.rank
         length = -(-self.numel // size)
-        full = torch.zeros(length * size, dtype=self.dtype, device=self._device)
+        full = torch.zeros(length * size, dtype=self.dtype, device=self.device)
         full[: self.numel].copy_(value.reshape(-1))
         if size > 1 and full.numel():
             self._comm.broadcast(full, source, label="zero.Init").drain()
         own = full[rank * length : (rank + 1) * length]
-        self.shard = own.clone() if self._home is None else own.to(self._home, copy=True)
+        self.shard = own.clone() if self.home is None else own.to(self.home, copy=True)
 
     @property
     def comm(self) -> Communicator:
@@ -67,9 +67,9 @@ class EarlyShard:
 
     def whole(self) -> torch.Tensor:
         """The parameter's value. Communicates: one all_gather."""
-        full = torch.empty(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self._device)
+        full = torch.empty(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self.device)
         if full.numel():
-            self._comm.all_gather(full, self.shard.to(self._device), label="zero.Init").drain()
+            self._comm.all_gather(full, self.shard.to(self.device), label="zero.Init").drain()
         return full[: self.numel].view(self.shape)
 
     def gather(self, parameter: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class EarlyShard:
         """Keep this rank's range of the parameter, as rank ``source`` has it (None: as it was)."""
         if source is not None:
             self.write(parameter, source)
-        parameter.data = stand_in(tuple(self.shape), self.dtype, self._device)
+        parameter.data = stand_in(tuple(self.shape), self.dtype, self.device)
 
     # blocks that hold it whole
 

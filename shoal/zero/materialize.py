@@ -6,7 +6,7 @@ They come from ordinary tensors, from the meta device, or from the shards that `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -179,16 +179,19 @@ class Materializer:
                 code="model-meta",
             )
 
-    def finish(self, buffer_dtype: torch.dtype | None) -> None:
-        """Materialize what no parameter asked for, move buffers to the device, cast and broadcast them."""
+    def finish(self, formats: Mapping[str, torch.dtype]) -> None:
+        """Materialize what no parameter asked for, move buffers to the device, cast and broadcast them.
+
+        Args:
+            formats: of the buffers that are cast, by full name.
+        """
         if any(t.is_meta for t in itertools.chain(self._model.parameters(), self._model.buffers())):
             self._materialize_up_to(len(self._modules) - 1)
-        for module in self._model.modules():
+        for name, module in self._model.named_modules():
             for key, buffer in module._buffers.items():
                 if buffer is None:
                     continue
-                dtype = buffer_dtype if buffer_dtype is not None and buffer.is_floating_point() else buffer.dtype
-                moved = buffer.to(self._device, dtype)
+                moved = buffer.to(self._device, formats.get(f"{name}.{key}" if name else key, buffer.dtype))
                 if moved.numel() and self._comm.size > 1:
                     flat = moved.detach().reshape(-1).clone()
                     sent = flat.view(torch.uint8) if flat.dtype == torch.bool else flat

@@ -15,6 +15,7 @@ from shoal.compat.deepspeed import initialize
 from shoal.compat.deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from shoal.compat.deepspeed.runtime.zero.utils import is_zero_param
 from shoal.compat.parameters import lend, take_back
+from shoal.errors import UsageError
 from tests.ranks.models import Plain
 from tests.ranks.training import config, make, sgd, start
 
@@ -117,3 +118,34 @@ def test_without_an_optimizer_stage_3_returns_what_gathers_and_releases() -> Non
         hook.remove()
     offload._register_deepspeed_module(offload.module)
     engine.destroy()
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(3, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.low.T @ self.high.T
+
+
+def test_parameters_made_after_zero_init_are_sharded_like_those_made_in_it_each_in_its_own_format() -> None:
+    def look() -> tuple[list[float], torch.dtype, int]:
+        rank = current_world().rank
+        with Init(config_dict_or_path={"train_batch_size": 2, "bf16": {"enabled": True}}):
+            model = Adapted()
+        model.low, model.high = nn.Parameter(torch.full((2, 3), rank + 1.0)), nn.Parameter(torch.ones(5, 2))
+        assert not hasattr(model.low, "convert_to_zero_parameters")
+        model.base.weight.convert_to_zero_parameters([model.low, model.high])
+        assert model.low.ds_status is AWAY
+        assert model.low.ds_tensor.numel() == 3
+        with shoal.zero.GatheredParameters([model.low]):
+            values = model.low.flatten().tolist()
+        dtype = model.low.dtype
+        engine, *_ = initialize(model=model, config=config(3, units={"names": []}), dist_init_required=False)
+        with pytest.raises(UsageError, match="the model's engine is made already"):
+            model.base.weight.convert_to_zero_parameters([nn.Parameter(torch.ones(2))])
+        engine.destroy()
+        return values, dtype, rank
+
+    assert run_ranks(2, look) == [([1.0] * 6, torch.float32, rank) for rank in range(2)]

@@ -1,4 +1,4 @@
-"""``PartitionedTensor``: what the ranks hold together is the tensor."""
+"""``PartitionedTensor`` and ``reduce_scatter_coalesced``, over a process group that a script made."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.compat.deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
 from shoal.compat.partitioned_tensor import PartitionedTensor
 from shoal.errors import UsageError
 
@@ -37,4 +38,24 @@ def test_the_stretches_are_the_tensor(gloo: Callable[..., list[Any]], rows: int)
     assert found == [
         [expected[1], 1, expected],
         [expected[2] - expected[1], rows * 3 - 1, expected],
+    ]
+
+
+def means(rank: int, size: int) -> list[list[float]]:
+    tensors = [
+        torch.full((2, 3), float(rank)),
+        torch.arange(5.0) * (rank + 1),
+        torch.full((1,), 4.0 + rank, dtype=torch.float32),
+        torch.zeros(0),
+    ]
+    kept = [tensor.clone() for tensor in tensors]
+    found = reduce_scatter_coalesced(tensors, torch.distributed.group.WORLD)
+    assert all(torch.equal(now, before) for now, before in zip(tensors, kept, strict=True))
+    return [part.tolist() for part in found]
+
+
+def test_several_tensors_are_averaged_and_each_rank_gets_its_stretch(gloo: Callable[..., list[Any]]) -> None:
+    assert gloo(2, means) == [
+        [[0.5, 0.5, 0.5], [0.0, 1.5, 3.0], [4.5], []],
+        [[0.5, 0.5, 0.5], [4.5, 6.0], [], []],
     ]

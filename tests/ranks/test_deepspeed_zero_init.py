@@ -61,6 +61,57 @@ def test_the_configs_dtype_is_that_of_parameters_and_of_tensors() -> None:
     assert torch.zeros(1).dtype == torch.float32
 
 
+class Routed(nn.Module):
+    """Names a buffer, as transformers' mixtures do."""
+
+    _keep_in_fp32_modules_strict = ("bias_of_*",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+        self.inner = nn.Module()
+        self.inner.register_buffer("bias_of_experts", torch.zeros(4))
+        self.inner.register_buffer("noise", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gate(x).float().sum()
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [(None, [torch.float32, torch.bfloat16]), (["noise"], [torch.bfloat16, torch.float32])],
+    ids=["the model's", "the config's"],
+)
+def test_buffers_that_are_named_stay_in_fp32_in_the_context_and_in_the_engine(named: Any, expected: list[Any]) -> None:
+    sections: dict[str, Any] = {"bf16": {"enabled": True}}
+    if named is not None:
+        sections["data_types"] = {"keep_in_fp32_modules": named}
+
+    def build() -> list[list[torch.dtype]]:
+        with Init(config_dict_or_path={"train_batch_size": 2, **sections}):
+            model = Routed()
+        before = [buffer.dtype for buffer in model.buffers()]
+        engine, *_ = initialize(
+            model=model, config=config(3, units={"names": []}, **sections), dist_init_required=False
+        )
+        after = [buffer.dtype for buffer in engine.module.buffers()]
+        engine.destroy()
+        return [before, after]
+
+    assert on_two(build) == [[expected, expected]] * 2
+
+
+def test_one_rank_where_the_launcher_started_several_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+    def build() -> None:
+        Init(enabled=False)
+        with pytest.raises(UsageError, match=r"WORLD_SIZE=8[\s\S]*init_distributed"):
+            Init()
+
+    run_ranks(1, build)
+
+
 @pytest.mark.parametrize(
     ("sections", "expected"),
     [({"fp16": {"enabled": True}}, torch.float16), ({}, torch.float32), ({"fp16": {"enabled": "auto"}}, torch.float32)],

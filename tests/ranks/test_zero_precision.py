@@ -95,6 +95,47 @@ def test_under_torch_autocast_gradients_of_linear_modules_travel_in_its_dtype() 
         sent(["torch.nn.Nothing", "Linear", "torch.nn.functional.relu"])
 
 
+class Rotated(nn.Module):
+    """Frequencies as rotary embeddings keep them: the seventh of them is another number in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("frequencies", 10_000 ** -(torch.arange(8) / 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.cos(1000 * self.frequencies).to(x.dtype)
+        return self.norm(self.layer(x * turned)).float().square().mean()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_buffers_keep_their_format_beside_16_bit_parameters_but_for_a_norms_statistics(stage: int) -> None:
+    def formats(**sections: Any) -> dict[str, torch.dtype]:
+        def rank() -> dict[str, torch.dtype]:
+            model = Rotated()
+            frequencies = model.frequencies.clone()
+            engine, *_ = shoal.initialize(
+                model=model,
+                config=config(stage, units={"names": []}, bf16={"enabled": True}, **sections),
+                optimizer=sgd(model.parameters()),
+            )
+            loss = engine(torch.ones(4, 8, dtype=torch.bfloat16))
+            engine.backward(loss)
+            engine.step()
+            found = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+            assert torch.equal(model.frequencies, frequencies.to(found["frequencies"]))
+            engine.destroy()
+            return found
+
+        return run_ranks(2, rank)[0]
+
+    counted = {"norm.num_batches_tracked": torch.int64}
+    statistics = dict.fromkeys(["norm.running_mean", "norm.running_var"], torch.bfloat16)
+    assert formats() == {"frequencies": torch.float32, **statistics, **counted}
+    everything = formats(data_types={"buffer_dtype": "bf16"})
+    assert everything == {"frequencies": torch.bfloat16, **statistics, **counted}
+
+
 @WORLDS
 def test_bf16_without_master_weights_is_an_optimizer_on_bf16_parameters(world: int) -> None:
     model = make(Plain).to(torch.bfloat16)

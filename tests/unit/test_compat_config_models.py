@@ -75,6 +75,19 @@ def test_the_fp16_section_refuses_what_cannot_be() -> None:
             DeepSpeedFP16Config(loss_scale=scale)
 
 
+@pytest.mark.parametrize("name", ["loss_scale", "loss_scale_window", "min_loss_scale"])
+def test_numbers_of_the_fp16_section_may_be_text_but_must_be_numbers(name: str) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    assert getattr(DeepSpeedFP16Config(**{name: "3"}), name) == 3
+    for wrong in ([], {}, True, "three", None):
+        with pytest.raises(pydantic.ValidationError, match=rf"fp16\.{name} must be a number"):
+            DeepSpeedFP16Config(**{name: wrong})
+    for wrong in ("inf", float("inf"), float("nan")):
+        with pytest.raises(pydantic.ValidationError):
+            DeepSpeedFP16Config(**{name: wrong})
+
+
 def test_lists_of_cores_are_ranges_that_ascend() -> None:
     from deepspeed.utils.numa import parse_range_list
 

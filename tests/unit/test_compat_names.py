@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal.compat import finder
-from shoal.compat.absent_modules import ABSENT, AbsentModuleError
+from shoal.compat.absent_modules import ABSENT, NAMED, AbsentModuleError
 from shoal.errors import NotBuiltError
 
 # What is done: module -> names. Left out: everything below.
@@ -198,6 +198,14 @@ def test_a_module_below_a_listed_one_cannot_be_imported_and_says_what_to_do() ->
         importlib.import_module("deepspeed.inference.v2.kernels.ragged_ops")
     with pytest.raises(ModuleNotFoundError):  # what code that tries an import catches
         importlib.import_module("deepspeed.ops.sparse_attention.matmul")
+
+
+@pytest.mark.parametrize("name", sorted(name for names in NAMED.values() for name in names.split()))
+def test_a_module_that_nothing_can_stand_in_for_says_what_to_do(name: str) -> None:
+    with pytest.raises(AbsentModuleError, match=rf"deepspeed\.{name} is not a part of Shoal") as found:
+        importlib.import_module(f"deepspeed.{name}")
+    assert isinstance(found.value, ModuleNotFoundError)
+    assert "do: " in str(found.value)
 
 
 def test_a_module_that_nobody_knows_is_not_found() -> None:

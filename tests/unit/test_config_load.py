@@ -324,3 +324,9 @@ def test_a_missing_part_that_is_switched_off_passes(source: dict[str, Any]) -> N
 def test_a_schedule_over_no_steps_loads_because_trainer_writes_it_where_it_only_evaluates() -> None:
     config = load({"train_batch_size": 2, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}})
     assert config.params_of("scheduler") == {"total_num_steps": 0}
+
+
+def test_an_empty_section_asks_for_a_part_that_is_off_when_it_is_left_out() -> None:
+    with pytest.raises(ConfigError, match=r"zero_optimization\.zenflow: \{\} asks for a part that is not built yet"):
+        load({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": {}}})
+    load({"train_batch_size": 1, "zero_optimization": {"stage": 2, "zenflow": None, "offload_param": {}}})

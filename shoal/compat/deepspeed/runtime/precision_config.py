@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import ValidationInfo, field_validator
 
 from shoal.config.precision import Bf16 as DeepSpeedBF16Config
 from shoal.config.precision import Fp16
@@ -19,7 +19,17 @@ class DeepSpeedFP16Config(Fp16):
     Raises: pydantic.ValidationError: unknown keys, and values that cannot be.
     """
 
-    loss_scale: float = Field(0.0, ge=0, allow_inf_nan=False)
+    @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
+    @classmethod
+    def _as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Text is read as a number, as in a file."""
+        try:
+            number = None if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = None
+        if number is None:
+            raise ValueError(f"fp16.{info.field_name} must be a number, got {value!r}")
+        return int(number) if number.is_integer() and info.field_name == "loss_scale_window" else number
 
     def initial_dynamic_scale(self) -> int:
         """Where the adaptive scale starts."""

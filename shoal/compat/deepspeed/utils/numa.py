@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from shoal.compat.absent import absent_function
 from shoal.errors import ConfigError
+
+_DO = "set OMP_NUM_THREADS, or start the command under numactl."
+
+get_numactl_cmd = absent_function("deepspeed.utils.numa.get_numactl_cmd", _DO)
+get_numa_cores = absent_function("deepspeed.utils.numa.get_numa_cores", _DO)
 
 
 def parse_range(rng: str) -> range:
@@ -34,4 +40,4 @@ def parse_range_list(range_str: str) -> list[int]:
     return numbers
 
 
-__all__ = ["parse_range", "parse_range_list"]
+__all__ = ["get_numa_cores", "get_numactl_cmd", "parse_range", "parse_range_list"]

@@ -8,13 +8,15 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import only_false
+from shoal.optim.wide_states import WideStates
 
 
-class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdagrad(WideStates, torch.optim.Adagrad, metaclass=CountsOptimizers):
     """Adagrad.
 
     Args:
-        fp32_optimizer_states: no effect: states have the format of the master weights.
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
 
     Raises: OptimizerError: ``amsgrad`` is True.
     """
@@ -30,6 +32,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=CountsOptimizers):
     ) -> None:
         only_false("DeepSpeedCPUAdagrad", "amsgrad", amsgrad)
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 __all__ = ["DeepSpeedCPUAdagrad"]

@@ -8,14 +8,16 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import fused_where_possible, only_true
+from shoal.optim.wide_states import WideStates
 
 
-class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdam(WideStates, torch.optim.Adam, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW.
 
     Args:
         bias_correction: True: torch's Adam always corrects.
-        fp32_optimizer_states: no effect: states have the format of the master weights.
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
 
     Raises: OptimizerError: ``bias_correction`` is False.
     """
@@ -45,6 +47,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=CountsOptimizers):
             decoupled_weight_decay=adamw_mode,
         )
         self.adam_w_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 __all__ = ["DeepSpeedCPUAdam"]

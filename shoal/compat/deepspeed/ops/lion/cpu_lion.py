@@ -6,13 +6,15 @@ from typing import Any
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.optim.lion import Lion
+from shoal.optim.wide_states import WideStates
 
 
-class DeepSpeedCPULion(Lion, metaclass=CountsOptimizers):
+class DeepSpeedCPULion(WideStates, Lion, metaclass=CountsOptimizers):
     """Lion.
 
     Args:
-        fp32_optimizer_states: no effect: states have the format of the master weights.
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class DeepSpeedCPULion(Lion, metaclass=CountsOptimizers):
         fp32_optimizer_states: bool = True,
     ) -> None:
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
 
 
 __all__ = ["DeepSpeedCPULion"]

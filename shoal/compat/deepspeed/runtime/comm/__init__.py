@@ -1,0 +1,1 @@
+"""``deepspeed.runtime.comm``: collectives that DeepSpeed's optimizers are made of."""

@@ -203,22 +203,15 @@ ABSENT: dict[str, tuple[str, str]] = {
 
 # Modules that cannot be imported, by what to do instead: nothing can stand in for what is in them.
 NAMED: dict[str, str] = {
-    _CHECKPOINTS: "checkpoint.constants checkpoint.reshape_3d_utils checkpoint.reshape_meg_2d checkpoint.reshape_utils",
-    "use the functions of deepspeed.comm, or torch.distributed.": (
-        "comm.backend comm.ccl comm.config comm.constants comm.mori comm.pg_utils comm.torch comm.utils"
+    _CHECKPOINTS: "checkpoint.constants",
+    _BACKENDS: "comm.config comm.constants comm.mori comm.pg_utils comm.utils",
+    _LAUNCHER: "launcher.launcher_helper",
+    _EXPERTS: (
+        "moe.ep_count moe.ep_kernels moe.ep_repack moe.ep_tp_dispatch moe.fused_expert_layout checkpoint.affine"
+        " checkpoint.affine_transfer checkpoint.autoep_affine checkpoint.autoep_universal"
+        " checkpoint.autoep_zero3_metadata"
     ),
-    "start ranks with `shoal deepspeed`, `shoal run` or torchrun.": (
-        "launcher.launch launcher.launcher_helper launcher.multinode_runner"
-    ),
-    "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage.": (
-        "linear.config linear.context_manager linear.optimized_linear linear.quantization"
-    ),
-    "hold all experts on each rank as plain modules, sharded by ZeRO stage 3.": (
-        "moe.ep_count moe.ep_experts moe.ep_kernels moe.ep_repack moe.ep_router moe.ep_tp_dispatch"
-        " moe.fused_expert_layout checkpoint.affine checkpoint.affine_transfer checkpoint.autoep_affine"
-        " checkpoint.autoep_universal checkpoint.autoep_zero3_metadata"
-    ),
-    "use the monitors that the config names: tensorboard, wandb or csv_monitor.": "monitor.comet monitor.utils",
+    "use tensorboard, wandb or csv_monitor.": "monitor.utils",
     _KERNELS: "ops.compile ops.triton_ops ops.adam.multi_tensor_apply ops.lion.multi_tensor_apply",
     "call get_accelerator().pin_memory(tensor).": "ops.pin_memory utils.pin_memory utils.pin_memory_tracker",
     "call get_accelerator(): it answers for the device there is.": (
@@ -227,32 +220,20 @@ NAMED: dict[str, str] = {
         " accelerator.npu_accelerator accelerator.sdaa_accelerator accelerator.supa_accelerator"
         " accelerator.xpu_accelerator"
     ),
-    "pass a dict, or the path of a file, to initialize(config=...).": (
-        "profiling.config profiling.constants runtime.activation_checkpointing.config runtime.swap_tensor.constants"
-    ),
+    "write the keys in the config.": "profiling.constants runtime.swap_tensor.constants runtime.swap_tensor.aio_config",
     "set activation_checkpointing.cpu_checkpointing or offload_activation in the config.": (
         "runtime.activation_checkpointing.offload_activations"
     ),
-    "compute the loss in the model, by torch.nn.functional.cross_entropy().": (
-        "runtime.chunked_cross_entropy sequence.linear_cross_entropy sequence.vocab_parallel_ops"
-    ),
     "set data_types.keep_in_fp32_modules in the config.": "runtime.keep_in_fp32",
     "set torch_autocast in the config.": "runtime.torch_autocast",
-    'set "optimizer": {"type": "Muon"} in the config; a parameter\'s use_muon attribute counts.': "runtime.zero.muon",
-    _DISK: (
-        "runtime.swap_tensor.aio_config runtime.swap_tensor.async_swapper runtime.swap_tensor.optimizer_utils"
-        " runtime.swap_tensor.partitioned_optimizer_swapper runtime.swap_tensor.partitioned_param_swapper"
-        " runtime.swap_tensor.pipelined_optimizer_swapper runtime.swap_tensor.utils"
+    _SWAPPING: (
+        "runtime.swap_tensor.optimizer_utils runtime.swap_tensor.pipelined_optimizer_swapper runtime.swap_tensor.utils"
     ),
     "leave it to the engine, which gathers and prefetches by itself.": (
-        "runtime.zero.contiguous_memory_allocator runtime.zero.partitioned_param_coordinator"
-        " runtime.zero.partitioned_param_profiler utils.mixed_precision_linkage"
+        "runtime.zero.contiguous_memory_allocator runtime.zero.partitioned_param_profiler utils.mixed_precision_linkage"
     ),
     _SERVING: "runtime.hybrid_engine_graph utils.static_cache",
-    "use activation checkpointing for long sequences, or a smaller micro-batch.": (
-        "sequence.autosp_detector sequence.autosp_fusion sequence.autosp_vit"
-    ),
-    "train with ZeRO stage 3: pipelines are not built yet.": "runtime.pipe.dualpipev runtime.pipe.p2p",
+    _SEQUENCE: "sequence.autosp_detector sequence.autosp_fusion sequence.autosp_vit",
 }
 _NAMED = {name: do for do, names in NAMED.items() for name in names.split()}
 

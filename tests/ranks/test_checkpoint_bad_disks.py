@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, broken or slow, and writers that die: training goes on, and what was saved stays."""
+"""Disks that are full, read-only or broken: training goes on, and what was saved stays."""
 
 from __future__ import annotations
 
@@ -7,36 +7,19 @@ import logging
 import os
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import shoal
-from shoal.checkpoint import catalogue
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
-from shoal.engine.weights import holdings_of
-from shoal.errors import CheckpointError
 from tests.ranks.dying import SIZE, tiny
+from tests.ranks.failing_saves import Outcome, attempt, load, save_and_finish, steps_in
 from tests.ranks.resuming import Run, State, differences, engine_of, micro_steps, state_of
 
 DISK_NBYTES = 2 << 20
-SLOW_SECONDS = 0.4
-
-Outcome = list[tuple[str, Any]]  # of one rank: what each save said
-
-
-def attempt(act: Callable[[], Any]) -> tuple[str, Any]:
-    """``("returned", value)``, or the error's code and text."""
-    try:
-        return "returned", act()
-    except CheckpointError as error:
-        return error.code, str(error)
 
 
 @pytest.fixture
@@ -89,23 +72,6 @@ def train_through(run: Run, folder: Path, on_phase: Callable[[str], None], then:
     return run_ranks(SIZE, rank)
 
 
-def save_and_finish(engine: shoal.Engine, folder: Path) -> bool:
-    is_saved = engine.save_checkpoint(folder)
-    engine.checkpoints.finish()
-    return is_saved
-
-
-def load(run: Run, folder: Path, **options: Any) -> list[State]:
-    def rank() -> State:
-        engine = engine_of(run)
-        engine.load_checkpoint(folder, **options)
-        state = state_of(engine)
-        engine.destroy()
-        return state
-
-    return run_ranks(SIZE, rank)
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, list[State]]:
     """The states after one, two and three steps of a run that saves nothing."""
@@ -124,11 +90,8 @@ def undisturbed() -> dict[int, list[State]]:
     return {step + 1: [states[step] for states in ranks] for step in range(3)}
 
 
-def steps_in(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name != "latest")
-
-
 # a full disk
+
 
 FULL_AT = {  # phase: is the checkpoint there all the same
     "begin": False,
@@ -292,218 +255,3 @@ def test_a_broken_disk_of_one_rank_is_told_on_all_ranks(
         assert f"rank-0000{victim}.safetensors" in said
         assert f"where: rank {victim}" in said
     assert steps_in(folder) == ["global_step1", "global_step3"]
-
-
-# writers that die, and slow ones
-
-
-class Slow:
-    """Holds the writers of ranks up, and knows when they are done."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[int, str]] = []
-
-    def hold_up(self, engine: shoal.Engine, phase: str = "shard_write") -> None:
-        rank = engine.global_rank
-
-        def wait(name: str) -> None:
-            if name == phase:
-                time.sleep(SLOW_SECONDS)
-            self.events.append((rank, name))
-
-        engine.checkpoints.on_phase = wait
-
-
-@pytest.mark.parametrize(("phase", "victim"), [("shard_write", 0), ("shard_write", 1), ("manifest", 0)])
-@pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_a_writer_that_dies_is_told_at_the_next_step_on_all_ranks(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, victim: int, phase: str, policy: str
-) -> None:
-    run = tiny(checkpoint={"async_save": True, "on_save_error": policy})
-    have_died = threading.Barrier(SIZE)
-
-    def rank() -> tuple[Outcome, int, int]:
-        engine = engine_of(run)
-        micro_steps(engine, run, 0, 1)
-
-        def die(name: str) -> None:
-            if name == phase and engine.global_rank == victim:
-                raise SystemExit("the writer is gone")  # ends a thread without a word
-
-        engine.checkpoints.on_phase = die
-        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path))]
-        for step in range(1, 3):  # the files, then the commit
-            time.sleep(0.2)
-            have_died.wait()
-            outcomes.append(attempt(lambda step=step: micro_steps(engine, run, step, 1) and "stepped"))  # type: ignore[misc]
-        engine.checkpoints.on_phase = lambda name: None
-        later = attempt(lambda: save_and_finish(engine, tmp_path))
-        outcomes.append(later)
-        steps = engine.global_steps
-        threads = len([t for t in threading.enumerate() if t.name == "shoal-checkpoint"])
-        engine.destroy()
-        return outcomes, steps, threads
-
-    for outcomes, steps, num_threads in run_ranks(SIZE, rank):
-        assert outcomes[0] == ("returned", True)
-        index = 1 if phase == "shard_write" else 2
-        code, said = outcomes[index]
-        if policy == "raise":
-            assert code == "checkpoint"
-            assert "SystemExit: the writer is gone" in said
-        else:
-            assert (code, said) == ("returned", "stepped")
-        assert outcomes[3 - index] == ("returned", "stepped")
-        assert outcomes[3] == ("returned", True)
-        assert steps == 3, "the step was taken before the error was raised"
-        assert num_threads == 0
-    if policy == "warn":
-        assert len([r for r in caplog.records if "the writer is gone" in r.getMessage()]) == SIZE
-    assert steps_in(tmp_path) == ["global_step3"]
-
-
-def test_a_system_without_threads_is_told_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny(checkpoint={"async_save": True})
-    start = threading.Thread.start
-
-    def refuse(self: threading.Thread) -> None:
-        if self.name == "shoal-checkpoint" and current_world().rank == 1:
-            raise RuntimeError("can't start new thread")
-        start(self)
-
-    def rank() -> Outcome:
-        engine = engine_of(run)
-        micro_steps(engine, run, 0, 1)
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpoints.finish)]
-        engine.axes.all.barrier(label="test: both have failed")
-        monkeypatch.setattr(threading.Thread, "start", start)
-        outcomes.append(attempt(lambda: save_and_finish(engine, tmp_path)))
-        engine.destroy()
-        return outcomes
-
-    for outcomes in run_ranks(SIZE, rank):
-        assert outcomes[0] == outcomes[2] == ("returned", True)
-        assert "can't start new thread" in outcomes[1][1]
-    assert steps_in(tmp_path) == ["global_step1"]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_path: Path, stage: int) -> None:
-    run = tiny(stage, bf16={"enabled": True}, checkpoint={"async_save": True})
-    slow = Slow()
-    noted = {"best": torch.ones(3), "list": [1, 2]}
-
-    def rank() -> tuple[State, bool]:
-        engine = engine_of(run)
-        micro_steps(engine, run, 0, 2)
-        before = state_of(engine)
-        client_state = {"best": torch.ones(3), "list": [1, 2]}
-        slow.hold_up(engine)
-        engine.save_checkpoint(tmp_path, client_state=client_state)
-        client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
-        client_state["list"].append(3)  # type: ignore[attr-defined]
-        holdings = holdings_of(engine)
-        everything = (*holdings.model(), *holdings.optimizer())
-        for piece in (piece for holding in everything if not holding.is_private for piece in holding.pieces):
-            piece.fill_(123.0)
-        for bucket_state in engine.bucket_states:
-            bucket_state.let_go()  # as whoever changes what only Shoal can reach
-        for piece in (piece for holding in everything if holding.is_private for piece in holding.pieces):
-            piece.fill_(123.0)
-        assert engine.optimizer is not None
-        assert engine._optimizer_step is not None
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 7.0
-        for state in engine._optimizer_step.optimizer.state.values():
-            state["step"] += 100
-        engine.global_steps += 50
-        is_early = not any(name == "shard_fsync" for _, name in slow.events)
-        engine.checkpoints.finish()
-        engine.destroy()
-        return before, is_early
-
-    ranks = run_ranks(SIZE, rank)
-    assert all(is_early for _, is_early in ranks), "the writer was done before anything was changed"
-    assert differences([before for before, _ in ranks], load(run, tmp_path)) == []
-    assert [s.counters for s in load(run, tmp_path)] == [before.counters for before, _ in ranks]
-
-    def client_state() -> Any:
-        engine = engine_of(run)
-        found = engine.load_checkpoint(tmp_path)[1]
-        engine.destroy()
-        return found
-
-    for found in run_ranks(SIZE, client_state):
-        assert torch.equal(found["best"], noted["best"])  # type: ignore[arg-type]
-        assert found["list"] == noted["list"]
-
-
-def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_path: Path) -> None:
-    run = tiny(checkpoint={"async_save": True})
-    slow = Slow()
-
-    def rank() -> tuple[list[float], set[int], int]:
-        engine = engine_of(run)
-        slow.hold_up(engine)
-        seconds, buffers = [], set()
-        most_threads = 0
-        for step in range(3):
-            micro_steps(engine, run, step, 1)
-            began = time.monotonic()
-            engine.save_checkpoint(tmp_path)
-            seconds.append(time.monotonic() - began)
-            assert engine.checkpoints._host is not None
-            buffers.add(engine.checkpoints._host.data_ptr())
-            most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "shoal-checkpoint"]))
-        engine.destroy()  # waits for the last
-        return seconds, buffers, most_threads
-
-    for seconds, buffers, most_threads in run_ranks(SIZE, rank):
-        assert seconds[0] < SLOW_SECONDS
-        assert min(seconds[1:]) > SLOW_SECONDS / 2
-        assert len(buffers) <= 2  # Adam's state is there from the first step on: the second snapshot may be larger
-        assert most_threads <= SIZE
-    assert steps_in(tmp_path) == ["global_step1", "global_step2", "global_step3"]
-    for step in (1, 2, 3):
-        assert catalogue.verify(LocalStorage(tmp_path), f"global_step{step}") == []
-
-
-def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
-    """Each job is a world of one rank; the first one's write is held up."""
-    run = tiny(checkpoint={"async_save": True})
-    first = engine_of(run)
-    second = engine_of(run)
-    slow = Slow()
-    slow.hold_up(first)
-    micro_steps(first, run, 0, 1)
-    first.save_checkpoint(tmp_path, tag="of the first".replace(" ", "-"))
-    code, said = attempt(lambda: second.save_checkpoint(tmp_path, tag="of-the-second"))
-    assert code == "checkpoint-locked"
-    assert f"process {os.getpid()} on " in said
-    first.checkpoints.finish()
-    assert attempt(lambda: save_and_finish(second, tmp_path)) == ("returned", True)
-    first.destroy()
-    second.destroy()
-    assert steps_in(tmp_path) == ["global_step0", "of-the-first"]
-    assert all(not catalogue.verify(LocalStorage(tmp_path), name) for name in steps_in(tmp_path))
-
-
-def test_the_last_good_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
-    run = tiny(checkpoint={"keep_last": 2})
-
-    def rank() -> None:
-        engine = engine_of(run)
-        for step in range(4):
-            micro_steps(engine, run, step, 1)
-            engine.save_checkpoint(tmp_path)
-            engine.axes.all.barrier(label="test: saved")
-            if engine.global_rank == 0 and step in (1, 2):
-                os.truncate(tmp_path / f"global_step{step + 1}" / "rank-00001.safetensors", 99)
-            engine.axes.all.barrier(label="test: damaged")
-        engine.destroy()
-
-    run_ranks(SIZE, rank)
-    assert steps_in(tmp_path) == ["global_step1", "global_step2", "global_step3", "global_step4"]
-    whole = [found.folder for found in catalogue.look(LocalStorage(tmp_path)) if found.manifest is not None]
-    assert whole == ["global_step4", "global_step1"]

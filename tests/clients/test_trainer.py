@@ -13,14 +13,13 @@ pytest.importorskip("peft")
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(600)]
 
 SCRIPT = "trainer_cases"
-NO_ENGINE_KEPT = "one-trainer"  # which Trainer does not do with DeepSpeed
 ALONE = "pretrained"  # measures memory, in processes of its own
 EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process at once
 
 
 @pytest.fixture(scope="module")
 def run() -> ClientRun:
-    return run_script(f"{SCRIPT}.py", *sorted(set(golden(SCRIPT)["cases"]) - {ALONE}), NO_ENGINE_KEPT, timeout=590)
+    return run_script(f"{SCRIPT}.py", *sorted(set(golden(SCRIPT)["cases"]) - {ALONE}), timeout=590)
 
 
 @pytest.mark.parametrize("name", sorted(set(golden(SCRIPT)["cases"]) - {ALONE}))
@@ -44,13 +43,6 @@ def test_a_resumed_run_goes_on_with_the_same_losses_and_rates(run: ClientRun, na
 def test_recompute_that_is_not_reentrant_gives_the_losses_of_the_run_without(run: ClientRun) -> None:
     plain = run.case("small-stage3")["curves"]["loss"]
     assert run.case("recomputed-stage3-non-reentrant")["curves"]["loss"] == pytest.approx(plain, abs=1e-6)
-
-
-def test_one_trainer_evaluates_and_then_trains_as_if_it_had_only_trained(run: ClientRun) -> None:
-    both, trained = run.case(NO_ENGINE_KEPT), run.case("own-stage3")
-    ends = both["curves"].pop("ends")
-    assert ends[0] == pytest.approx(both["curves"]["logged"][0], abs=0.1)  # of the same untrained model
-    assert both["curves"] == trained["curves"] and both["weights"] == trained["weights"]
 
 
 def test_no_rank_holds_the_whole_model_while_from_pretrained_loads_it_at_stage_3() -> None:

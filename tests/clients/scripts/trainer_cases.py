@@ -80,15 +80,6 @@ def evaluated_only(folder: Path) -> dict[str, Any]:
     return {"curves": {"eval": [trainer.evaluate()["eval_loss"]]}}
 
 
-def one_trainer(folder: Path) -> dict[str, Any]:
-    """Evaluates, then trains: Trainer must be told not to keep the engine that it evaluated with."""
-    trainer = trainer_of(arguments(folder, bare(3), lr_scheduler_type="linear"), gpt2())
-    before = trainer.evaluate()
-    trainer.model_wrapped = trainer.model
-    trainer.train()
-    return {"curves": {**trainer.curves(), "ends": [before["eval_loss"]]}, "weights": weights(trainer)}
-
-
 def resumed(make_config: Callable[[], dict[str, Any]], **changes: Any) -> Any:
     """Six steps with a checkpoint after three; a new Trainer resumes from it and does the last three."""
 
@@ -382,7 +373,6 @@ CASES = {
     "evaluated-stage2": trained(lambda: decaying(2), eval_strategy="steps", eval_steps=2),
     "evaluated-first-stage3": evaluated_first(3),
     "evaluated-only": evaluated_only,
-    "one-trainer": one_trainer,
     "resumed-stage1": resumed(lambda: decaying(1)),
     "resumed-stage2": resumed(lambda: decaying(2)),
     "resumed-stage3": resumed(lambda: decaying(3)),

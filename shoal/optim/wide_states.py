@@ -29,7 +29,7 @@ class WideStates(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        # Not the decorated function: its hooks run around this one already.
+        # Not the decorated function: its hooks run around this one already. (To mypy a method has no __func__.)
         step = inspect.unwrap(super().step.__func__)  # type: ignore[attr-defined]
         groups = [list(group["params"]) for group in self.param_groups]
         if not self.fp32_optimizer_states or not any(p.dtype in _NARROW for params in groups for p in params):

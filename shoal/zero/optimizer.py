@@ -155,8 +155,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
-        # Its own methods would look for the pieces, which hold its state, among its groups' parameters. So
-        # this one object has others until `let_go`; mypy lets nobody assign a method.
+        # Its own methods would look for the pieces, which hold its state, among its groups' parameters.
+        # So this one object has others until `let_go`; mypy lets nobody assign a method.
         self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
         self.sharded_step = step

@@ -121,7 +121,7 @@ class Engine(EngineFacts):
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.moving = Moving(self)
-        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale)
+        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale, self._guard.follow)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
 

@@ -22,6 +22,7 @@ class Access:
 
     Args:
         unscale: what gradients in memory must be multiplied by (accumulation, loss scale).
+        before: called before each access; has master weights follow parameters that a script has changed.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Access:
         states: Sequence[BucketState],
         step: ShardedStep | None,
         unscale: Callable[[], float],
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._sharded = sharded
         self._step = step
         self._unscale = unscale
+        self._before = before
         self._home = {
             id(parameter): (state, slot) for state in states for slot, parameter in enumerate(state.bucket.parameters)
         }
@@ -42,6 +45,7 @@ class Access:
         return id(parameter) in self._home
 
     def _find(self, parameter: nn.Parameter) -> tuple[BucketState, int, Segment | None]:
+        self._before()
         try:
             state, slot = self._home[id(parameter)]
         except KeyError:

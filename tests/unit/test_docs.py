@@ -121,3 +121,11 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
     assert "('blocks.3', 526080)" in done.stdout
     assert "0 bytes received" in done.stdout
     assert "'optimizer state': 21037056" in done.stdout
+
+
+def test_every_test_that_the_table_of_faults_names_is_there() -> None:
+    named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", (ROOT / "docs" / "design" / "faults.md").read_text("utf-8"))
+    assert len(named) > 20
+    for path, name in named:
+        functions = [node.name for node in ast.parse((ROOT / path).read_text("utf-8")).body if hasattr(node, "name")]
+        assert name in functions, f"{path}::{name}"

@@ -21,6 +21,12 @@ PTH_LINE = (
     f'import os; os.environ.get("{SWITCH}") == "1" and '
     '__import__("shoal.compat.finder", fromlist=["install"]).install(children=False)\n'
 )
+# DeepSpeed's own programs, and the modules that do what they do; one that is installed is run as it is.
+PROGRAMS = {
+    "deepspeed": "deepspeed.launcher.runner",
+    "ds": "deepspeed.launcher.runner",
+    "ds_report": "deepspeed.env_report",
+}
 
 
 def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, ranks: int) -> LocalJob:
@@ -31,8 +37,9 @@ def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, 
 
 
 def is_command(script: str) -> bool:
-    """Is it a program (``accelerate``, ``torchrun``), and no file of that name here?"""
-    return os.sep not in script and not Path(script).exists() and _program(script) is not None
+    """Is it a program (``accelerate``, ``torchrun``, ``deepspeed``), and no file of that name here?"""
+    is_known = script in PROGRAMS or _program(script) is not None
+    return os.sep not in script and not Path(script).exists() and is_known
 
 
 def _program(name: str) -> str | None:
@@ -51,7 +58,10 @@ def become_command(command: str, arguments: Sequence[str], ranks: int | None) ->
             do=f"leave --ranks out and tell {command} how many.",
             code="as-deepspeed-ranks",
         )
-    os.execve(_program(command) or command, [command, *arguments], whole_for_children())
+    program, words = _program(command), [command]
+    if program is None and command in PROGRAMS:
+        program, words = sys.executable, [sys.executable, "-m", "shoal.compat.deepspeed", "-m", PROGRAMS[command]]
+    os.execve(program or command, [*words, *arguments], whole_for_children())
 
 
 def as_deepspeed(

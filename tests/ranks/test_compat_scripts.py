@@ -131,5 +131,8 @@ def test_shoal_run_lends_the_name_to_ranks_and_to_another_launchers_ranks(tmp_pa
     torchrun = ("-m", "shoal", "run", "--as-deepspeed", "torchrun", "--nproc-per-node", "2", "--master-port", "29873")
     done = start(*torchrun, str(script), PATH=path)
     assert sorted(done.stdout.splitlines()) == [f"saw {version} {r}" for r in (0, 1)], done.stderr
+    deepspeed = ("-m", "shoal", "run", "--as-deepspeed", "deepspeed", "--num_gpus", "2", "--no_local_rank")
+    done = start(*deepspeed, str(script), PATH=path)
+    assert sorted(done.stdout.splitlines()) == [f"[rank {r}] saw {version} {r}" for r in (0, 1)], done.stderr
     done = start("-m", "shoal", "run", "--as-deepspeed", "--ranks", "2", "torchrun", str(script), PATH=path)
     assert done.returncode == 2 and "[as-deepspeed-ranks]" in done.stderr

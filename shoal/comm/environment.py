@@ -4,6 +4,7 @@ launcher               rank                  world size             local rank
 torchrun, shoal run    RANK                  WORLD_SIZE             LOCAL_RANK
 Open MPI               OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK
 Slurm (srun)           SLURM_PROCID          SLURM_STEP_NUM_TASKS   SLURM_LOCALID
+MPICH, Intel MPI       PMI_RANK              PMI_SIZE               MPI_LOCALRANKID
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             _number(values, "OMPI_COMM_WORLD_RANK"),
             _number(values, "OMPI_COMM_WORLD_SIZE"),
             _number(values, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            address,
+            address or _here(values, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
             port,
             "mpi",
         )
@@ -68,6 +69,15 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             port,
             "slurm",
         )
+    elif mpi_and_slurm and values.get("PMI_SIZE", "1") != "1":
+        launch = Launch(
+            _number(values, "PMI_RANK"),
+            _number(values, "PMI_SIZE"),
+            _number(values, "MPI_LOCALRANKID"),
+            address or _here(values, "MPI_LOCALNRANKS", "PMI_SIZE"),
+            port,
+            "mpi",
+        )
     else:
         return None
     if not 0 <= launch.rank < launch.world_size:
@@ -78,6 +88,11 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             code="launch-environment",
         )
     return launch
+
+
+def _here(values: Mapping[str, str], num_local: str, num_all: str) -> str | None:
+    """This machine's address for itself, where all ranks are on it; None where they are not, or nobody says so."""
+    return "127.0.0.1" if values.get(num_local) == values[num_all] else None
 
 
 def _number(values: Mapping[str, str], name: str) -> int:

@@ -172,7 +172,7 @@ def current_world() -> World:
     """The world this code runs in.
 
     The first that applies: the one of ``run_ranks``, ``fake_world`` or ``use_world``; the one that torch.distributed
-    was initialised with; the one that RANK and WORLD_SIZE in the environment name, initialised now; this rank alone.
+    was initialised with; the one that a launcher's variables name, initialised now; this rank alone.
 
     Communicates: start-up messages, if torch.distributed is initialised now.
     """
@@ -180,8 +180,7 @@ def current_world() -> World:
     if scoped is not None:
         return scoped
     if not _is_initialized():
-        launch = read_launch(mpi_and_slurm=False)
-        if launch is not None:
+        if read_launch() is not None:
             return init_distributed(verbose=False)
         if _process.world is None or _process.world.is_closed or _process.group is not None:
             _process.close()
@@ -212,7 +211,7 @@ def init_distributed(
 
     Args:
         dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo) with a GPU, else Gloo.
-        auto_mpi_discovery: look for the ranks in Open MPI's and Slurm's variables too.
+        auto_mpi_discovery: look for the ranks in MPI's and Slurm's variables too.
         distributed_port: of the store, where the environment names none.
         verbose: log a line on rank 0.
         timeout: without progress, after which a collective gives up; 30 minutes.
@@ -220,7 +219,8 @@ def init_distributed(
         dist_init_required: False: adopt only.
         config: accepted as DeepSpeed does; nothing in it matters here.
 
-    Raises: UsageError: nothing to adopt and ``dist_init_required=False``.
+    Raises: UsageError: nothing to adopt and ``dist_init_required=False``. ConfigError: MPI has started ranks on several
+        machines, and nobody says where rank 0 is.
     """
     timeout = timeout or TIMEOUT
     if _is_initialized():
@@ -254,6 +254,14 @@ def init_distributed(
         arguments["store"] = HashStore()
     elif launch.launcher == "env" and launch.address is not None and launch.port is not None:
         arguments["init_method"] = "env://"
+    elif launch.launcher == "mpi" and launch.address is None:
+        raise ConfigError(
+            f"MPI has started {launch.world_size} ranks on more than one machine, and does not say where rank 0 is.",
+            where=f"rank {launch.rank}",
+            do="set MASTER_ADDR to the host name or address of rank 0's machine (mpirun -x MASTER_ADDR=..., mpiexec"
+            " -genv MASTER_ADDR ...).",
+            code="launch-environment",
+        )
     else:
         address = launch.address or "127.0.0.1"
         arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"

@@ -21,7 +21,7 @@ from shoal.mesh import Mesh
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -148,6 +148,22 @@ def test_bad_requests_say_what_to_do() -> None:
         ),
         (
             {
+                "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            Launch(1, 2, 1, "127.0.0.1", None, "mpi"),
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "MASTER_ADDR": "h"},
+            Launch(3, 4, 1, "h", None, "mpi"),
+        ),
+        (
+            {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "4"},
+            Launch(3, 4, 3, "127.0.0.1", None, "mpi"),
+        ),
+        (
+            {
                 "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1",
                 "SLURM_STEP_NODELIST": "node[03-07,9],other",
             },
@@ -164,6 +180,16 @@ def test_a_bad_environment_names_the_variable() -> None:
         read_launch({"RANK": "0", "WORLD_SIZE": "two"})
     with pytest.raises(ConfigError, match="rank 2 of 2"):
         read_launch({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_mpi_on_several_machines_without_an_address_is_an_error_and_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for join in (init_distributed, current_world):
+        with pytest.raises(ConfigError, match="4 ranks on more than one machine"):
+            join()
 
 
 def test_the_excepthook_reports_calls_the_one_before_it_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,3 +172,35 @@ def test_one_rank_that_leaves_early_is_named_by_the_others() -> None:
 
     with pytest.raises(CommError, match="rank 1"):
         run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_leaves_zero_at_zero_and_turns_no_sign(stage: int) -> None:
+    """Gradients of zero have a norm of zero; large ones are scaled down, each by the same positive factor."""
+
+    def job(factor: float) -> tuple[float | None, dict[str, torch.Tensor]]:
+        engine = start(Plain, config(stage, gradient_clipping=0.5), plain_sgd)
+        before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+        engine.backward(engine(*batch(0, current_world().rank, 2)) * factor)
+        engine.step()
+        after = engine.module_state_dict()
+        steps = {name: before[name] - value for name, value in after.items()}
+        norm = engine.get_global_grad_norm()
+        engine.destroy()
+        return norm, steps
+
+    zero_norm, zero_steps = run_ranks(2, job, 0.0)[0]
+    assert zero_norm == 0.0
+    assert all(not step.any() for step in zero_steps.values())
+    _, small = run_ranks(2, job, 1.0)[0]
+    norm, large = run_ranks(2, job, 100.0)[0]
+    assert norm is not None
+    assert norm > 50.0
+    for name, step in large.items():
+        assert (step * small[name] >= 0).all(), name
+    del large["head.weight"]  # the embedding's
+    assert float(torch.stack([step.square().sum() for step in large.values()]).sum().sqrt()) == pytest.approx(0.5, 1e-3)
+
+
+def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)

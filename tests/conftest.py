@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -59,6 +60,17 @@ def _fixed_seeds() -> None:
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """An engine sets the level that its config asks for, for the whole process; the next test has its own."""
+    logger = logging.getLogger("shoal")
+    level, handlers = logger.level, list(logger.handlers)
+    logger.setLevel(logging.INFO)
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -13,10 +10,3 @@ settings.register_profile(
 settings.register_profile("thorough", parent=settings.get_profile("few"), max_examples=2000, derandomize=False)
 if settings.get_current_profile_name() != "thorough":
     settings.load_profile("few")
-
-
-@pytest.fixture
-def all_is_logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Whatever level another test has set."""
-    with caplog.at_level("INFO", logger="shoal"):
-        yield

@@ -363,7 +363,7 @@ class WithBuffers(Plain):
         self.register_buffer("mask", torch.rand(hidden) > 0.5)
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        return super().body(x + self.shift * self.mask)
+        return super().body(x + (self.shift * self.mask).to(x.dtype))
 
 
 class PenalisesGradient(Plain):

@@ -27,8 +27,6 @@ from tests.ranks.resuming import (
     stop,
 )
 
-pytestmark = pytest.mark.usefixtures("all_is_logged")
-
 
 def test_a_load_in_the_middle_of_a_loop_moves_the_loop(tmp_path: Path) -> None:
     """A run that goes back to its last checkpoint reads again what came after it."""

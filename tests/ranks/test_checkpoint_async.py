@@ -17,8 +17,6 @@ from shoal.checkpoint.blocks import Snapshot
 from shoal.errors import UsageError
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, on_ranks, resume, run_at_stage, state_of
 
-pytestmark = pytest.mark.usefixtures("all_is_logged")
-
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_an_asynchronous_save_holds_the_state_of_its_call(stage: int, tmp_path: Path) -> None:

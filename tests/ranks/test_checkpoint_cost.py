@@ -21,8 +21,6 @@ from tests.ranks.models import Plain
 from tests.ranks.resuming import Run, resume, run_at_stage, stop
 from tests.ranks.training import adamw, config
 
-pytestmark = pytest.mark.usefixtures("all_is_logged")
-
 
 def test_safetensors_opens_the_files_and_finds_what_the_manifest_says(tmp_path: Path) -> None:
     run = replace(run_at_stage(3, 3), factory=models.OddParameters)

@@ -33,8 +33,6 @@ from tests.ranks.resuming import (
 )
 from tests.ranks.training import sgd
 
-pytestmark = pytest.mark.usefixtures("all_is_logged")
-
 
 class Renamed(Plain):
     """``norm`` has another name, a block has one more parameter, the second block is wider, one buffer is new."""

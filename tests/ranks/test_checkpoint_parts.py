@@ -19,8 +19,6 @@ from tests.ranks import models
 from tests.ranks.resuming import State, micro_steps, on_ranks, run_at_stage, state_of, stop, two_blocks
 from tests.ranks.training import config, make
 
-pytestmark = pytest.mark.usefixtures("all_is_logged")
-
 
 def test_the_module_alone_leaves_counters_optimizer_and_schedule(tmp_path: Path) -> None:
     run = replace(run_at_stage(), schedule=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
@@ -129,7 +127,8 @@ def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path:
         return values
 
     values = on_ranks(run, use)[0]
-    assert "head.weight" in values and values["shift"].dtype == torch.bfloat16
+    assert "head.weight" in values and values["head.weight"].dtype == torch.bfloat16
+    assert values["shift"].dtype == torch.float32  # buffers keep their format
     with safe_open(tmp_path / "model.safetensors", framework="pt") as opened:
         assert sorted(opened.keys()) == sorted(set(values) - {"head.weight"})  # tied: written once
         for key in opened.keys():  # noqa: SIM118

@@ -152,6 +152,9 @@ class _Process:
         if self.world is not None:
             self.world.close()
             self.world = None
+        # Gloo's threads end with the group's last reference. One that lets go of a tensor while Python is being taken
+        # down, after its last collective, ends the process with SIGABRT.
+        self.group = None
 
 
 _process = _Process()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from typing import Any
@@ -116,6 +117,21 @@ def test_a_group_that_the_user_made_is_adopted_and_left_alone() -> None:
     assert dist.is_initialized()
     dist.destroy_process_group()
     assert current_world().backend == "none"
+
+
+def test_a_process_that_ends_keeps_no_group_and_so_none_of_its_threads_alive() -> None:
+    program = (
+        "import weakref, torch.distributed as dist, shoal\n"
+        "from shoal.comm.world import _process\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "shoal.init_distributed()\n"
+        "group = weakref.ref(dist.group.WORLD)\n"
+        "dist.destroy_process_group()\n"
+        "_process.close()  # what runs at exit\n"
+        "print('gone' if group() is None else 'held')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["gone"]), done.stderr
 
 
 def test_bad_requests_say_what_to_do() -> None:

@@ -64,7 +64,9 @@ class Aio(Section):
 
     block_size: int = key(1_048_576, "bytes of one request", ge=1)
     queue_depth: int = key(8, "requests in flight", ge=1)
-    intra_op_parallelism: int = key(1, "threads of one read or write", alias=("thread_count",), ge=1)
+    intra_op_parallelism: int = key(
+        1, "threads that read and write; two at the least, so that both go on at once", alias=("thread_count",), ge=1
+    )
     single_submit: bool = key(False, "submit requests one by one")
     overlap_events: bool = key(True, "submit new requests while others finish")
     use_gds: bool = key(False, "move between disk and GPU without the host (GPUDirect Storage)")

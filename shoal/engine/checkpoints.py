@@ -182,6 +182,12 @@ class Checkpoints:
 
     def _state(self, holdings: Holdings, client_state: Any, *, exclude_frozen: bool) -> State:
         engine = self._engine
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise CheckpointError(
+                f"client_state is of type {type(client_state).__name__}, not a dict.",
+                do="pass a dict whose values are numbers, text, lists, dicts and tensors.",
+                code="checkpoint-state",
+            )
         settings = engine._config_object
         buffers = buffers_of(engine.module)
         tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.all.rank == 0 else {}

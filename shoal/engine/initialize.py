@@ -154,6 +154,7 @@ def _initialize(
     _check_same_everywhere(axes, settings, model)
     client_optimizer, groups, notes = _make_optimizer(model, optimizer, model_parameters, settings, world.size)
     schedule = _make_schedule(lr_scheduler, settings, client_optimizer)
+    notes += _schedule_notes(lr_scheduler, settings, client_optimizer)
     wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
     device = Device(world.device)
     if not device.is_cuda and not heap_is_set():
@@ -407,6 +408,14 @@ def _make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimize
     if settings.scheduler is not None and settings.scheduler.type:
         return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), optimizer)
     return None
+
+
+def _schedule_notes(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    if settings.scheduler is None or not settings.scheduler.type:
+        return []
+    if given is not None:
+        return ["the lr_scheduler handed in is used; the config's scheduler section is not."]
+    return [] if optimizer is not None else ["the config's scheduler section has no effect without an optimizer."]
 
 
 def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:

@@ -153,8 +153,15 @@ class Weights:
             once = {key: value for key, value in values.items() if key not in others}
             try:
                 _write(open_storage(folder), name, once, aliases)
-            except (OSError, CheckpointError) as error:
+            except CheckpointError as error:
                 problem = error
+            except OSError as error:
+                problem = CheckpointError(
+                    f"the weights were not written: {type(error).__name__}: {error}.",
+                    where=f"{name} in {folder}",
+                    do="older files are as they were; mend the cause and save again.",
+                    code="checkpoint-write",
+                )
         agree(comm, problem, None, "checkpoint: weights")
         return True
 
@@ -166,7 +173,8 @@ def _flat(value: torch.Tensor) -> tuple[torch.Tensor]:
 def _write(
     storage: Storage, name: str, values: Mapping[str, torch.Tensor], aliases: Mapping[str, tuple[str, ...]]
 ) -> None:
-    storage.make_folder("")
+    inside = Path(name).parent.as_posix()
+    storage.make_folder("" if inside == "." else inside)
     staging = f"{name}.tmp-{secrets.token_hex(6)}" if storage.can_rename else name
     if not storage.can_rename:
         storage.remove(name)

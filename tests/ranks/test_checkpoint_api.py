@@ -84,6 +84,8 @@ def test_client_state_that_cannot_be_kept_is_named_on_every_rank(tmp_path: Path)
     def use(engine: shoal.Engine) -> CheckpointError:
         with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(tmp_path, client_state={"a": [1, {"model": object()}]})
+        with pytest.raises(CheckpointError, match="client_state is of type list, not a dict"):
+            engine.save_checkpoint(tmp_path, client_state=[("a", 1)])  # type: ignore[arg-type]  # what is wrong
         engine.save_checkpoint(tmp_path, tag="after")
         return caught.value
 

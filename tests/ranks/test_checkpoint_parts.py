@@ -140,6 +140,25 @@ def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path:
     assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
 
 
+def test_weights_go_into_a_folder_of_their_own_and_what_cannot_be_written_is_an_error_on_every_rank(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+
+    def use(engine: shoal.Engine) -> CheckpointError:
+        engine.save_16bit_model(tmp_path, "new/deep/model.safetensors")
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_16bit_model(tmp_path, "taken/model.safetensors")
+        return caught.value
+
+    errors = on_ranks(run_at_stage(2), use)
+    assert [error.code for error in errors] == ["checkpoint-write"] * len(errors)
+    assert all("taken/model.safetensors" in error.where for error in errors)
+    with safe_open(tmp_path / "new/deep/model.safetensors", framework="pt") as opened:
+        assert "head.weight" in opened.keys() or "embedding.weight" in opened.keys()  # noqa: SIM118
+    assert (tmp_path / "taken").read_text() == "a file"
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_state_dict_is_taken_and_given_back(stage: int) -> None:
     source = make(models.WithBuffers, 5).state_dict()

@@ -353,3 +353,23 @@ def test_an_optimizer_that_outlives_its_engine_is_its_own_again() -> None:
     assert alive() is None
     assert "state_dict" not in vars(optimizer)
     assert "load_state_dict" not in vars(optimizer)
+
+
+def test_a_schedule_of_the_config_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
+
+    def notes(**given: Any) -> list[str]:
+        model = make(Plain)
+        if "lr_scheduler" in given:
+            given["optimizer"] = sgd(list(model.parameters()))
+        caplog.clear()
+        engine = shoal.initialize(model=model, config=config(1, scheduler=schedule), **given)[0]
+        engine.destroy()
+        return [record.message for record in caplog.records if "scheduler" in record.message]
+
+    with caplog.at_level("INFO", logger="shoal"):
+        constant = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
+        assert notes(lr_scheduler=constant) == [
+            "the lr_scheduler handed in is used; the config's scheduler section is not."
+        ]
+        assert notes() == ["the config's scheduler section has no effect without an optimizer."]

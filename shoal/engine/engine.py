@@ -18,7 +18,7 @@ from shoal.engine.boundary import Boundary
 from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.facts import EngineFacts
 from shoal.engine.guard import ModelGuard
-from shoal.engine.inputs import cast
+from shoal.engine.inputs import cast, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.losses import Losses, check_for_backward, check_for_scale
 from shoal.engine.moving import Moving
@@ -164,6 +164,8 @@ class Engine(EngineFacts):
             self._after_failure()
             if self._device.is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
                 raise self._out_of_memory(error, phase) from error
+            if phase == "forward":
+                explain_mixed_formats(error, self.module, self.plan.precision.parameter)
             raise
 
     def _after_failure(self) -> None:

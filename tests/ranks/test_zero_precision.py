@@ -136,6 +136,40 @@ def test_buffers_keep_their_format_beside_16_bit_parameters_but_for_a_norms_stat
     assert everything == {"frequencies": torch.bfloat16, **statistics, **counted}
 
 
+class Positions(nn.Module):
+    """A table in fp32 that is added to activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("table", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.table).float().square().mean()
+
+
+def test_a_forward_that_fails_over_formats_is_told_which_buffers_have_another_one() -> None:
+    def use(**sections: Any) -> list[str]:
+        def rank() -> list[str]:
+            model = Positions()
+            settings = config(1, units={"names": []}, bf16={"enabled": True}, **sections)
+            engine, *_ = shoal.initialize(model=model, config=settings, optimizer=sgd(model.parameters()))
+            try:
+                engine(torch.ones(2, 8, dtype=torch.bfloat16))
+            except RuntimeError as error:
+                return error.__notes__
+            finally:
+                engine.destroy()
+            return []
+
+        return run_ranks(2, rank)[0]
+
+    (note,) = use()
+    assert "buffers keep a format of their own beside parameters in bfloat16: table." in note
+    assert '"buffer_dtype"' in note
+    assert use(data_types={"buffer_dtype": "bf16"}) == []
+
+
 @WORLDS
 def test_bf16_without_master_weights_is_an_optimizer_on_bf16_parameters(world: int) -> None:
     model = make(Plain).to(torch.bfloat16)

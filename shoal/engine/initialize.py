@@ -40,6 +40,7 @@ from shoal.parallel.recompute import (
     is_configured,
     recompute_blocks,
 )
+from shoal.zero.adopted_state import adopt_state
 from shoal.zero.build import Axes, build
 from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
@@ -188,6 +189,7 @@ def _initialize(
                     num_host_threads=_host_threads(section.cpuadam_cores_perc, offload.num_ranks_here),
                     pins_host=plan.zero.pins_state,
                 )
+                adopt_state(step)
                 if sharded.disks.state is not None:
                     sharded.disks.state.bind(step, [s for s in states if s.unit.row.state_tier is Tier.DISK])
             scale = loss_scale_of(settings) if step else None

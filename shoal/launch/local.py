@@ -9,6 +9,7 @@ are ended, and the outcome carries the traceback of the one that failed first.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
@@ -103,7 +104,7 @@ def run_local(job: LocalJob) -> Outcome:
         **_rendezvous(job.place),
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=_SHUTDOWN_SECONDS,
+        **_shutdown(LaunchConfig),
         log_line_prefix_template="[rank ${rank}] ",
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=keep, tee=show),
     )
@@ -148,6 +149,12 @@ def _rendezvous(place: Place | None) -> dict[str, Any]:
         "rdzv_endpoint": f"{place.address}:{place.port}",
         "rdzv_configs": {"rank": place.node_rank, "timeout": _MEETING_SECONDS},
     }
+
+
+def _shutdown(config: type[Any]) -> dict[str, Any]:
+    """How long ranks may take to end. Older torch has no such setting and waits for 30 seconds."""
+    has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(config)}
+    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
 
 
 def _threads(num_ranks: int) -> dict[str, str]:

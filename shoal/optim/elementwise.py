@@ -161,7 +161,7 @@ def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
     """What the trial found, or None. Raises what the optimizer's constructor or step raises."""
     tried: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        settings = _settings(optimizer, group)
+        settings = settings_of(type(optimizer), group)
         if settings in tried:
             continue
         tried.append(settings)
@@ -172,9 +172,9 @@ def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def _settings(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """The group's hyperparameters that the constructor takes, as plain values."""
-    parameters = inspect.signature(type(optimizer)).parameters
+def settings_of(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """The group's hyperparameters that the class's constructor takes, as plain values."""
+    parameters = inspect.signature(kind).parameters
     found = {}
     for name, value in group.items():
         if name in parameters and name != "params":

@@ -140,7 +140,7 @@ def test_views_come_back_contiguous_and_whole(tmp_path: Path) -> None:
     assert source.about.aliases == {}
 
 
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants", "ignore:Sparse invariant checks")
 def test_what_is_no_tensor_in_a_state_dict_is_noted(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "version": 3, "sparse": torch.eye(2).to_sparse()}, tmp_path / "m.pt")
     source = PlainSource(tmp_path / "m.pt")

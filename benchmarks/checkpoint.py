@@ -14,6 +14,7 @@ is that of the slowest rank between two barriers. Loads read what was just writt
 | | what a step before it and the first step after it take |
 | ``fsdp2-dcp`` | fp32 parameters and two moments by ``torch.distributed.checkpoint``: 12; flushed |
 | ``deepspeed-2``, ``deepspeed-3`` | bf16 parameters, fp32 master weights and two moments: 14; not flushed |
+| ``deepspeed-2-flushed``, ``-3-`` | the same, and then its files are flushed, each rank its part of them |
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ CONTENDERS = (
     "fsdp2-dcp",
     "deepspeed-2",
     "deepspeed-3",
+    "deepspeed-2-flushed",
+    "deepspeed-3-flushed",
 )
 BYTES_PER_PARAMETER = 12
 REPEATS = 3
@@ -213,10 +216,22 @@ def _parts(name: str, task: Task, rank: int, size: int, folder: Path) -> tuple[d
     engine = step.engine
     if name.endswith("async"):
         return _async(step, engine, folder), engine.checkpoints.finish
-    return _in_turn(
-        lambda repeat: engine.save_checkpoint(str(folder), tag=f"t{repeat}"),
-        lambda repeat: engine.load_checkpoint(str(folder), tag=f"t{repeat}"),
-    )
+
+    def save(repeat: int) -> None:
+        engine.save_checkpoint(str(folder), tag=f"t{repeat}")
+        if name.endswith("flushed"):
+            _flush(folder / f"t{repeat}", rank, size)
+
+    return _in_turn(save, lambda repeat: engine.load_checkpoint(str(folder), tag=f"t{repeat}"))
+
+
+def _flush(folder: Path, rank: int, size: int) -> None:
+    """Have the disk keep what was written: this rank's part of the files, once all are there."""
+    _barrier()
+    for path in sorted(folder.iterdir())[rank::size]:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
 
 def _in_turn(save: Part, load: Part) -> tuple[dict[str, Part], Callable[[], None]]:

@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks.arena import Result, available_bytes, compete, machine, table
 from benchmarks.contenders import CONTENDERS, Task
 
-DEFAULT = [name for name in CONTENDERS if name not in ("plain-no-masters", "plain-autocast")]
+# Not those of other questions: other numerics, and offload (benchmarks.offload, which has a folder for them).
+DEFAULT = [name for name in CONTENDERS if not name.endswith(("-no-masters", "-autocast", "-host", "-ahead", "-disk"))]
 BYTES_PER_PROCESS = 1.4 * 2**30  # what one rank of the largest contender takes, with a margin
 
 

@@ -142,7 +142,7 @@ def _initialize(
             code="config-missing",
         )
     if mpu is not None:
-        _check_mpu(mpu)
+        _check_mpu(mpu, world.size)
     if mesh_param is not None:
         raise ConfigError(
             f"mesh_param = {mesh_param!r}: meshes are made from the config.",
@@ -252,18 +252,32 @@ def _world(dist_init_required: bool | None, port: int) -> World:
     return current_world()
 
 
-def _check_mpu(mpu: Any) -> None:
-    for name in (
-        "get_model_parallel_world_size",
-        "get_tensor_model_parallel_world_size",
-        "get_sequence_parallel_world_size",
-    ):
-        degree = getattr(mpu, name, lambda: 1)()
+_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
+    "model_parallel",
+    "tensor_model_parallel",
+    "slice_parallel",
+    "pipe_parallel",
+    "pipeline_model_parallel",
+    "sequence_parallel",
+    "context_parallel",
+)
+
+
+def _check_mpu(mpu: Any, world_size: int) -> None:
+    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
+    for axis in _MPU_AXES:
+        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
         if degree != 1:
             raise NotBuiltError(
-                f"mpu.{name}() is {degree}: tensor and sequence parallelism are not built yet.",
+                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
                 do="train with data parallelism (ZeRO) only for now.",
             )
+    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
+    if size != world_size:
+        raise NotBuiltError(
+            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
+            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
+        )
 
 
 def make_axes(world: World, plan: Plan) -> Axes:

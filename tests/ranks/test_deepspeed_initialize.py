@@ -22,7 +22,7 @@ from shoal.compat.deepspeed.runtime.entry import initialize
 from shoal.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from shoal.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from shoal.compat.deepspeed.utils.timer import ThroughputTimer
-from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
+from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError, UsageError
 from shoal.zero.optimizer import ShardedOptimizer
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
@@ -351,3 +351,43 @@ def test_gradients_of_another_format_at_stage_0_are_refused_as_deepspeed_refuses
             initialize(model=model, config=settings)[0].destroy()
 
     on_one_rank(job)
+
+
+class Grid:
+    """What a script hands over as ``mpu``: Megatron's parallel_state, or a grid of DeepSpeed's."""
+
+    def __init__(self, **sizes: int) -> None:
+        for axis, size in {"model_parallel": 1, "data_parallel": 2, **sizes}.items():
+            setattr(self, f"get_{axis}_world_size", lambda size=size: size)
+
+
+def test_an_mpu_of_data_parallel_ranks_is_taken() -> None:
+    model = nn.Linear(2, 2)
+
+    def rank() -> int:
+        engine, *_ = initialize(model=copy.deepcopy(model), config={**CONFIG, **ADAM}, mpu=Grid())
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        size = engine.dp_world_size
+        engine.destroy()
+        return size
+
+    assert run_ranks(2, rank) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"model_parallel": 2}, r"get_model_parallel_world_size\(\) is 2"),
+        ({"pipe_parallel": 2}, r"get_pipe_parallel_world_size\(\) is 2"),
+        ({"pipeline_model_parallel": 4}, r"get_pipeline_model_parallel_world_size\(\) is 4"),
+        ({"context_parallel": 2}, r"get_context_parallel_world_size\(\) is 2"),
+        ({"data_parallel": 1}, r"get_data_parallel_world_size\(\) is 1, and there are 2 ranks"),
+    ],
+)
+def test_an_mpu_that_splits_ranks_otherwise_is_refused_by_name(sizes: dict[str, int], text: str) -> None:
+    def rank() -> None:
+        with pytest.raises(NotBuiltError, match=text):
+            initialize(model=nn.Linear(2, 2), config={**CONFIG, **ADAM}, mpu=Grid(**sizes))
+
+    run_ranks(2, rank)

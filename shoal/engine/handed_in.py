@@ -1,0 +1,164 @@
+"""What a script hands to ``initialize`` beside its model: an optimizer, a schedule, an ``mpu``; judged, or made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.config import Config
+from shoal.errors import NotBuiltError, OptimizerError
+from shoal.optim.build import build as build_optimizer
+from shoal.optim.elementwise import check as check_elementwise
+from shoal.optim.schedules import build_schedule
+
+
+def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> None:
+    says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
+    check_elementwise(
+        optimizer,
+        allow_untested=bool(settings.zero_allow_untested_optimizer),
+        refuse_untested=says_no and settings.zero_optimization.stage > 0,
+        world_size=world_size,
+    )
+
+
+def make_optimizer(
+    model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
+) -> tuple[torch.optim.Optimizer | None, list[list[nn.Parameter]], list[str]]:
+    """The optimizer handed in, or the config's.
+
+    Returns: the optimizer (None: there is none), the parameters of each of its groups, and notes for start-up.
+    Raises: OptimizerError: it cannot be sharded, or its groups hold a parameter twice or none.
+    """
+    notes: list[str] = []
+    parameters = list(model_parameters) if model_parameters is not None else None
+    if isinstance(given, torch.optim.Optimizer):
+        if settings.optimizer is not None and settings.optimizer.type:
+            notes.append("the optimizer handed in is used; the config's optimizer section is not.")
+        _check_given(given, settings, world_size)
+        made: torch.optim.Optimizer = given
+    elif callable(given):
+        made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
+        _check_given(made, settings, world_size)
+    elif given is not None:
+        raise OptimizerError(
+            f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.",
+            code="optimizer-type",
+        )
+    elif settings.optimizer is not None and settings.optimizer.type:
+        groups = _groups(model, parameters)
+        made, more = build_optimizer(
+            settings.optimizer.type,
+            settings.params_of("optimizer"),
+            groups,
+            names={id(parameter): name for name, parameter in model.named_parameters()},
+            has_master=not (settings.bf16.bf16_master_weights_and_grads or settings.fp16.fp16_master_weights_and_grads),
+        )
+        notes += more
+    else:
+        return None, [], notes
+    return made, [list(group["params"]) for group in made.param_groups], notes
+
+
+def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, Any]]:
+    names = {id(p): name for name, p in model.named_parameters()}
+    if parameters is None:
+        parameters = list(model.parameters())
+    if parameters and isinstance(parameters[0], tuple):
+        parameters = [entry[1] for entry in parameters]
+    if not parameters or not isinstance(parameters[0], dict):
+        parameters = [{"params": parameters}]
+    groups = []
+    for index, group in enumerate(parameters):
+        members = group["params"]
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        trained = [p for p in members if p.requires_grad]
+        groups.append({**group, "params": trained, "names": [names.get(id(p), f"group {index}") for p in trained]})
+    seen: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        for parameter in group["params"]:
+            if id(parameter) in seen:
+                raise OptimizerError(
+                    f"parameter {names.get(id(parameter), '?')!r} is in group {seen[id(parameter)]}"
+                    f" and again in group {index}.",
+                    do="hand each parameter to exactly one group.",
+                    code="optimizer-groups",
+                )
+            seen[id(parameter)] = index
+    groups = [{k: v for k, v in group.items() if k != "names"} for group in groups if group["params"]]
+    if not groups:
+        raise OptimizerError(
+            "no parameter requires a gradient, so the optimizer would train nothing.",
+            do="unfreeze some parameters, or leave the optimizer out to run the model only.",
+            code="optimizer-empty",
+        )
+    return groups
+
+
+def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The schedule handed in, or the config's; None. Raises: OptimizerError: it is another optimizer's."""
+    if hasattr(given, "get_last_lr") or (given is not None and not callable(given)):
+        _check_schedule(given, optimizer)
+        return given
+    if optimizer is None:
+        return None
+    if callable(given):
+        return given(optimizer)
+    if settings.scheduler is not None and settings.scheduler.type:
+        return build_schedule(settings.scheduler.type, settings.params_of("scheduler"), optimizer)
+    return None
+
+
+def schedule_notes(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Whether the config's schedule is one that nobody uses."""
+    if settings.scheduler is None or not settings.scheduler.type:
+        return []
+    if given is not None:
+        return ["the lr_scheduler handed in is used; the config's scheduler section is not."]
+    return [] if optimizer is not None else ["the config's scheduler section has no effect without an optimizer."]
+
+
+def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises: OptimizerError: it was made for another optimizer, so that it would change nothing here."""
+    other = getattr(schedule, "optimizer", None)
+    if optimizer is None or other is None or other is optimizer:
+        return
+    groups = {id(group) for group in getattr(other, "param_groups", [])}
+    if not groups.intersection(id(group) for group in optimizer.param_groups):
+        raise OptimizerError(
+            f"lr_scheduler is a {type(schedule).__name__} of another optimizer ({type(other).__name__}) than the one"
+            f" that trains ({type(optimizer).__name__}): it would change no learning rate.",
+            do="make it from the optimizer that initialize() is given, or pass a callable that takes the optimizer.",
+            code="schedule-of-another",
+        )
+
+
+_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
+    "model_parallel",
+    "tensor_model_parallel",
+    "slice_parallel",
+    "pipe_parallel",
+    "pipeline_model_parallel",
+    "sequence_parallel",
+    "context_parallel",
+)
+
+
+def check_mpu(mpu: Any, world_size: int) -> None:
+    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
+    for axis in _MPU_AXES:
+        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
+        if degree != 1:
+            raise NotBuiltError(
+                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
+                do="train with data parallelism (ZeRO) only for now.",
+            )
+    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
+    if size != world_size:
+        raise NotBuiltError(
+            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
+            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
+        )

@@ -13,6 +13,7 @@ import contextlib
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
 _TAG_MASK = (1 << 28) - 1  # with two bits more for the part, tags stay positive 32-bit numbers
+_FAREWELL = timedelta(seconds=5)  # for a peer to take what is on its way, at the end
 _OPEN_SENDS = 64  # finished works whose sends may still be under way before the oldest is waited for
 _TEXT_BYTES = 160
 _INLINE_BYTES = 352  # of a small vector, which travels in the header
@@ -241,6 +243,10 @@ class GlooCommunicator:
         self._sending = [work for work in self._sending if work.sends]
 
     def close(self) -> None:
+        # A peer may still be receiving what this rank has sent in a collective that is over here.
+        with contextlib.suppress(RuntimeError):  # it is gone: it has said why, or nobody can
+            for send in [send for work in self._sending if work.is_finished for send, _ in work.sends]:
+                send.wait(_FAREWELL)
         for work in [work for work in self.pending.works if work._comm is self]:
             del self.pending.works[work]
         self._sending = []

@@ -14,6 +14,8 @@ from torch import nn
 from shoal.optim.elementwise import KNOWN, settings_of
 from shoal.zero.step import BucketState, ShardedStep
 
+_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
+
 
 def adopt_state(step: ShardedStep) -> None:
     """Move the state of the user's parameters to the pieces. Every rank calls with the same state.
@@ -29,7 +31,7 @@ def adopt_state(step: ShardedStep) -> None:
         if not any(held):
             continue
         ranges = [
-            {key: value for key, value in own.items() if _is_elementwise(value, parameter)}
+            {key: value for key, value in own.items() if _is_elementwise(key, value, parameter)}
             for own, parameter in zip(held, parameters, strict=True)
         ]
         scalars = [
@@ -57,9 +59,11 @@ def _fill(step: ShardedStep, state: BucketState, slot: int, wide: dict[str, torc
                 target.copy_(value.reshape(-1)[segment.offset : segment.offset + target.numel()])
 
 
-def _is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
-    """One element per element; of a parameter of one element, ``step`` is a count."""
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and (value.dim() > 0 or value.is_meta)
+def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Has it one number for each of the parameter's? Of a 0-d one only the name tells."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or key not in _OF_A_PARAMETER
 
 
 def _first_value(optimizer: torch.optim.Optimizer, group: int, key: str) -> float:

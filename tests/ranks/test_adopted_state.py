@@ -47,7 +47,7 @@ def values(engine: shoal.Engine) -> dict[str, torch.Tensor]:
 
 
 def settings(stage: int, **sections: Any) -> dict[str, Any]:
-    return config(stage, units={"names": ["0", "2", "4"]}, gradient_clipping=0.0, **sections)
+    return config(stage, **{"units": {"names": ["0", "2", "4"]}, "gradient_clipping": 0.0, **sections})
 
 
 def goes_on(kind: str, start: nn.Module, stage: int, **sections: Any) -> dict[str, torch.Tensor]:
@@ -121,3 +121,26 @@ def test_what_a_constructor_made_on_the_meta_device_begins_with_its_value() -> N
     engine.backward(engine(torch.ones(2, 7)).square().mean())
     engine.step()
     engine.destroy()
+
+
+class Scaled(nn.Module):
+    """A parameter without dimensions beside one that has some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.layer = nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layer(x)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_parameter_without_dimensions_goes_on_too(kind: str, stage: int) -> None:
+    torch.manual_seed(0)
+    start = Scaled()
+    model = copy.deepcopy(start)
+    plain_steps(model, MAKERS[kind](model.parameters()), 0, 4)
+    for name, value in goes_on(kind, start, stage, units={"names": []}).items():
+        assert torch.allclose(value, model.state_dict()[name], rtol=0, atol=1e-7), name

@@ -64,6 +64,7 @@ class Checkpoints:
 
     # save
 
+    @collecting_nothing()
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -75,18 +76,6 @@ class Checkpoints:
     ) -> bool:
         """Save. Returns: was it? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
         self.finish()
-        with collecting_nothing():
-            return self._save(folder, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen)
-
-    def _save(
-        self,
-        folder: str | os.PathLike[str],
-        tag: str | None,
-        client_state: Mapping[str, Any] | None,
-        *,
-        save_latest: bool,
-        exclude_frozen: bool,
-    ) -> bool:
         engine = self._engine
         engine.sharded.finish_backward()
         storage = open_storage(folder)

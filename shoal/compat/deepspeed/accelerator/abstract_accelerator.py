@@ -12,6 +12,7 @@ import torch
 
 from shoal.compat.absent import not_built
 from shoal.compat.environment import local_size
+from shoal.host_heap import resident_nbytes
 
 _CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
 
@@ -151,7 +152,7 @@ class DeepSpeedAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        return _resident() if self._is_cpu else int(self._module.memory_allocated(device_index))
+        return resident_nbytes() if self._is_cpu else int(self._module.memory_allocated(device_index))
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return _peak() if self._is_cpu else int(self._module.max_memory_allocated(device_index))
@@ -163,7 +164,7 @@ class DeepSpeedAccelerator:
     reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        return _resident() if self._is_cpu else int(self._module.memory_reserved(device_index))
+        return resident_nbytes() if self._is_cpu else int(self._module.memory_reserved(device_index))
 
     memory_cached = memory_reserved
 
@@ -288,10 +289,5 @@ class DeepSpeedAccelerator:
         return () if device_index is None else (device_index,)
 
 
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize()
-
-
 def _peak() -> int:
-    return max(_resident(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    return max(resident_nbytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)

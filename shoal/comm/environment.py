@@ -51,14 +51,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             rank, _number(values, "WORLD_SIZE"), 0 if local_rank is None else local_rank, address, port, "env"
         )
     elif mpi_and_slurm and "OMPI_COMM_WORLD_SIZE" in values:
-        launch = Launch(
-            _number(values, "OMPI_COMM_WORLD_RANK"),
-            _number(values, "OMPI_COMM_WORLD_SIZE"),
-            _number(values, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            address or _here(values, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
-            port,
-            "mpi",
-        )
+        launch = _of_mpi(values, _OPEN_MPI, address, port)
     elif mpi_and_slurm and values.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         nodes = values.get("SLURM_STEP_NODELIST") or values.get("SLURM_JOB_NODELIST") or ""
         launch = Launch(
@@ -70,14 +63,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             "slurm",
         )
     elif mpi_and_slurm and values.get("PMI_SIZE", "1") != "1":
-        launch = Launch(
-            _number(values, "PMI_RANK"),
-            _number(values, "PMI_SIZE"),
-            _number(values, "MPI_LOCALRANKID"),
-            address or _here(values, "MPI_LOCALNRANKS", "PMI_SIZE"),
-            port,
-            "mpi",
-        )
+        launch = _of_mpi(values, _MPICH, address, port)
     else:
         return None
     if not 0 <= launch.rank < launch.world_size:
@@ -90,9 +76,25 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
     return launch
 
 
-def _here(values: Mapping[str, str], num_local: str, num_all: str) -> str | None:
-    """This machine's address for itself, where all ranks are on it; None where they are not, or nobody says so."""
-    return "127.0.0.1" if values.get(num_local) == values[num_all] else None
+# The variables of rank, world size, local rank and local world size.
+_OPEN_MPI = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+_MPICH = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+
+
+def _of_mpi(
+    values: Mapping[str, str], names: tuple[str, str, str, str], address: str | None, port: int | None
+) -> Launch:
+    """MPI names no address: where all ranks are on one machine it is this one's for itself."""
+    rank, size, local_rank, local_size = names
+    is_here = values.get(local_size) == values[size]
+    return Launch(
+        _number(values, rank),
+        _number(values, size),
+        _number(values, local_rank),
+        address or ("127.0.0.1" if is_here else None),
+        port,
+        "mpi",
+    )
 
 
 def _number(values: Mapping[str, str], name: str) -> int:

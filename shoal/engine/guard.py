@@ -21,6 +21,7 @@ _SLICE = 64  # parameters that are looked at in each forward, in turn
 
 _version = attrgetter("_version")
 # Torch's annotations of its C functions leave this one out.
+# torch._C has it; its type stubs do not.
 _is_same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 

@@ -187,6 +187,7 @@ def test_another_schedule_is_refused_before_anything_changes(name: str, tmp_path
         return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
     stop(replace(run_at_stage(1), schedule=lambda o: lr_scheduler.ExponentialLR(o, 0.5)), tmp_path, at=1)
+    # A value that is handed over, as the other schedules are.
     cosine: Callable[[Any], Any] = lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 9)  # noqa: E731
     other = replace(run_at_stage(1), schedule=sequential if name == "SequentialLR" else cosine)
     for error in refusals(other, tmp_path):

@@ -62,6 +62,7 @@ def test_a_writer_that_dies_is_told_at_the_next_step_on_all_ranks(
         for step in range(1, 3):  # the files, then the commit
             time.sleep(0.2)
             have_died.wait()
+            # mypy infers no lambda with a default.
             outcomes.append(attempt(lambda step=step: micro_steps(engine, run, step, 1) and "stepped"))  # type: ignore[misc]
         engine.checkpoints.on_phase = lambda name: None
         later = attempt(lambda: save_and_finish(engine, tmp_path))
@@ -128,6 +129,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         client_state = {"best": torch.ones(3), "list": [1, 2]}
         slow.hold_up(engine)
         engine.save_checkpoint(tmp_path, client_state=client_state)
+        # mypy takes the mixed values for objects.
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
         client_state["list"].append(3)  # type: ignore[attr-defined]
         holdings = holdings_of(engine)

@@ -368,6 +368,7 @@ def test_a_schedule_of_the_config_that_is_not_used_is_told(caplog: pytest.LogCap
         return [record.message for record in caplog.records if "scheduler" in record.message]
 
     with caplog.at_level("INFO", logger="shoal"):
+        # A script's own lambda is what is tried.
         constant = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
         assert notes(lr_scheduler=constant) == [
             "the lr_scheduler handed in is used; the config's scheduler section is not."

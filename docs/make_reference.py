@@ -53,6 +53,7 @@ ENGINE_INSIDE = {
     "recompute",
     "recomputed",
     "activations",
+    "by_step",
     "owns_recompute",
     "sharded_optimizer",
     "follows_deepspeed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shoal.config.clean import Cleaned
+from shoal.config.curriculum import schedule_problems
 from shoal.config.problems import Problem
 from shoal.config.schema import Schema
 
@@ -54,6 +55,9 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
             f"{config.gradient_predivide_factor:g}, but prescale_gradients divides by all ranks before the sum.",
             "set prescale_gradients to false, or leave the factor out.",
         )
+    if config.curriculum_learning.enabled:
+        for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
+            problem(f"curriculum_learning.{name}", what, do)
     given = [config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps]
     if None not in given and given[0] % (given[1] * given[2]):
         problem(

@@ -236,8 +236,8 @@ VERDICTS: dict[str, Verdict] = {
     "autotuning.model_info_path": unused("facts about the model are read from the model"),
     "elasticity.**": later("elasticity"),
     "data_efficiency.**": later("data efficiency"),
-    "curriculum_learning.**": later("data efficiency (curriculum)"),
-    "progressive_layer_drop.**": later("progressive layer drop"),
+    "curriculum_learning.**": OBEYED,
+    "progressive_layer_drop.**": OBEYED,
     "eigenvalue.**": refused("DeepSpeed has switched it off as well; leave it out"),
     # smaller models, other engines
     "compression_training.**": later("compression"),

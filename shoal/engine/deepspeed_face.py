@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
+from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
 from shoal.errors import AssertedUsageError, NotBuiltError
+from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
@@ -21,6 +23,7 @@ from shoal.zero.optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from shoal.comm.world import World
     from shoal.config import Config
+    from shoal.engine.by_step import ByStep
     from shoal.engine.checkpoints import Checkpoints
     from shoal.engine.losses import Losses
     from shoal.engine.progress import Progress
@@ -40,8 +43,6 @@ _PLAIN: Mapping[str, Any] = {
     "mp_world_size": 1,
     "sequence_parallel_size": 1,
     "pipeline_parallelism": False,
-    "progressive_layer_drop": None,
-    "curriculum_scheduler_legacy": None,
     "flops_profiler": None,
     "loaded_checkpoint_mp_world_size": None,
     "seq_parallel_group": None,
@@ -60,6 +61,7 @@ class DeepSpeedFace(nn.Module):
         weights: Weights
         checkpoints: Checkpoints
         axes: Axes
+        by_step: ByStep
         world: World
         progress: Progress | None
         _config_object: Config
@@ -287,6 +289,34 @@ class DeepSpeedFace(nn.Module):
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
         """The old name of ``save_16bit_model``, with the file name of its time."""
         return self.save_16bit_model(save_dir, save_filename, False)
+
+    # what a forward gets by the step
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule of ``progressive_layer_drop`` in the config; None without it."""
+        return self.by_step.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that the next training forward is told to keep; None without the section."""
+        return None if self.by_step.layer_drop is None else self.by_step.layer_drop.get_theta()
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """The schedule of ``curriculum_learning`` in the config; None without it."""
+        return self.by_step.curriculum
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], int]] | Callable[[int], int]
+    ) -> None:
+        """The function of a curriculum whose ``schedule_type`` is ``custom``; before the first forward.
+
+        Args:
+            schedule_func_dict: by ``curriculum_type``, or the function alone: from a step, counted from 1, to a length.
+
+        Raises: UsageError: the config has no such curriculum, or its function is not among them.
+        """
+        self.by_step.set_custom_schedule(schedule_func_dict)
 
     # compiling
 

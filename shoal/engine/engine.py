@@ -15,6 +15,7 @@ from shoal.config import Config
 from shoal.device import Device, in_backward
 from shoal.engine.batch import Batch
 from shoal.engine.boundary import Boundary
+from shoal.engine.by_step import ByStep
 from shoal.engine.checkpoints import Checkpoints
 from shoal.engine.facts import EngineFacts
 from shoal.engine.guard import ModelGuard
@@ -106,6 +107,7 @@ class Engine(EngineFacts):
             if optimizer_step is not None
             else None
         )
+        self.by_step = ByStep(config)
         self.lr_scheduler: Any = None
         self._schedule_watch = ScheduleWatch()
         self.training_dataloader: Any = None
@@ -136,6 +138,8 @@ class Engine(EngineFacts):
         self._check_alive()
         self.moving.require("forward()")
         self._guard.check()
+        if self.module.training:
+            kwargs = self.by_step.into(kwargs, self.global_steps)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -166,6 +170,7 @@ class Engine(EngineFacts):
                 raise self._out_of_memory(error, phase) from error
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter)
+                self.by_step.explain(error)
             raise
 
     def _after_failure(self) -> None:
@@ -337,6 +342,7 @@ class Engine(EngineFacts):
         if is_applied and self.lr_scheduler is not None:
             self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
         self.global_steps += 1
+        self.by_step.go_to(self.global_steps)
         self._finish_step()
         self.checkpoints.poll()
         if self.recompute is not None and self.global_steps == 1:

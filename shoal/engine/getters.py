@@ -88,6 +88,10 @@ PATHS = {
     "data_sampling_enabled": "data_efficiency.data_sampling.enabled",
     "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_theta": "progressive_layer_drop.theta",
+    "pld_gamma": "progressive_layer_drop.gamma",
     "random_ltd_config": "data_efficiency.data_routing.random_ltd",
     "random_ltd_enabled": "data_efficiency.data_routing.random_ltd.enabled",
 }
@@ -134,6 +138,12 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
         "consecutive_hysteresis": bool(config.fp16.consecutive_hysteresis),
         "min_scale": float(config.fp16.min_loss_scale),
     },
+    "curriculum_params_legacy": lambda config: (
+        config.curriculum_learning.model_dump(exclude_none=True) if config.curriculum_learning.enabled else False
+    ),
+    "pld_params": lambda config: (
+        config.progressive_layer_drop.model_dump() if config.progressive_layer_drop.enabled else False
+    ),
     "torch_autocast_dtype": lambda config: _dtype(config.torch_autocast.dtype),
     "get_data_types": lambda config: (
         DTYPES["fp16"] if config.fp16.enabled else DTYPES["bf16"] if config.bf16.enabled else DTYPES["fp32"],
@@ -148,7 +158,7 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
 }
 
 _GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
-_CURRICULUM = "curriculum learning and the data pipeline are not built yet; feed the batches that you want"
+_CURRICULUM = "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning"
 _SPARSE = "sparse gradients are not built yet; make the embedding with sparse=False"
 _DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
 _EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
@@ -167,10 +177,8 @@ NOT_HERE = {
     "sparse_all_gather": _SPARSE,
     "all_gather_scalar": _SPARSE,
     "set_data_post_process_func": _CURRICULUM,
-    "set_custom_curriculum_learning_schedule": _CURRICULUM,
     "random_ltd_initialize": _CURRICULUM,
     "random_ltd_scheduler": _CURRICULUM,
-    "get_pld_theta": "progressive layer drop is not built; drop layers in the model",
     "collect_python_gc": "call gc.collect()",
     "is_map_style_dataset": _DATASETS,
     "is_iterable_style_dataset": _DATASETS,

@@ -39,6 +39,7 @@ def shared(engine: Engine, *, exclude_frozen: bool) -> dict[str, Any]:
         "schedule_class": _schedule_class(engine.lr_scheduler),
         "loss_scale": engine._loss_scale.state_dict() if engine._loss_scale is not None else None,
         "data": loader.state_dict() if is_stateful else None,
+        "by_step": engine.by_step.state(),
         "excludes_frozen": exclude_frozen,
         "layout": open_gradients.layout_of(engine.bucket_states),
         "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(engine.module).items()},
@@ -61,9 +62,12 @@ def check(saved: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
     for name, value in dict(saved.get("counters", {})).items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"counter {name!r} is {value!r}")
-    for name in ("schedule", "loss_scale", "data", "extra_state"):
+    for name in ("schedule", "loss_scale", "data", "extra_state", "by_step"):
         if not isinstance(saved.get(name), dict | None):
             raise TypeError(f"{name} is {type(saved[name]).__name__}")
+    for part in dict(saved.get("by_step") or {}).values():
+        if not isinstance(part["schedule"], dict) or not isinstance(part["place"], int | None):
+            raise TypeError(f"by_step: {part}")
     if mine is None:
         return
     generators = mine["generators"]
@@ -93,6 +97,8 @@ def compare(
         here = loader.state_dict().get("num_samples")
         if here != data.get("num_samples"):
             problems.append(f"its place is in a data set of {data.get('num_samples')} samples, this one has {here}")
+    if "by_step" in saved:
+        notes += engine.by_step.changes(saved["by_step"] or {})
     gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(engine.module)))
     if gone:
         (problems if is_strict else notes).append(f"modules with a state of their own are gone: {', '.join(gone[:8])}")
@@ -123,6 +129,7 @@ def restore(
             parts[part].set_extra_state(value)
     if saved.get("data") is not None and hasattr(engine.training_dataloader, "load_state_dict"):
         engine.training_dataloader.load_state_dict(saved["data"])
+    engine.by_step.restore(saved.get("by_step") or {}, engine.global_steps)
     engine._forget_losses()
     engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
     if mine is None:

@@ -93,6 +93,8 @@ THERE = {
     "deepspeed.runtime.zero.stage3": """
         DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs_all_live
         estimate_zero3_model_states_mem_needs_all_cold unwrap_model_for_generation""",
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+    "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "deepspeed.runtime.zero.stage_1_and_2": """
         DeepSpeedZeroOptimizer estimate_zero2_model_states_mem_needs_all_live
         estimate_zero2_model_states_mem_needs_all_cold""",
@@ -141,7 +143,6 @@ NOT_THERE = {
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
     "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
     "deepspeed.profiling.flops_profiler": "get_model_profile FlopsProfiler",
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd",
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",

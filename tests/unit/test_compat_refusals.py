@@ -12,18 +12,12 @@ from shoal.compat import finder
 from shoal.errors import ConfigError
 
 ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4], "min_gpus": 1, "max_gpus": 8}
-CURRICULUM = {
-    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 64,
-    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
-}  # fmt: skip
 QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"stages": 2}}, r"pipeline\.stages: 2 .*: pipeline"),
     ({"sparse_gradients": True}, r"sparse_gradients: true .*: sparse gradients"),
-    ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.001}}, r": progressive layer drop"),
     ({"elasticity": ELASTIC}, r"elasticity\.enabled: true .*: elasticity"),
-    ({"curriculum_learning": CURRICULUM}, r": data efficiency \(curriculum\)"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),
     ({"tensor_parallel": {"autotp_size": 2}}, r": tensor parallel"),

@@ -1,0 +1,167 @@
+"""Keyword arguments that a training forward gets from the config, by the step.
+
+    section                  a forward gets
+    curriculum_learning      curriculum_seqlen=N
+    progressive_layer_drop   progressive_layer_drop=True, pld_theta=share
+
+A new one is one more ``Source`` in ``ByStep``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from shoal.config import Config
+from shoal.data.curriculum import CurriculumScheduler
+from shoal.errors import UsageError
+from shoal.models.layer_drop import ProgressiveLayerDrop
+
+
+class Source(Protocol):
+    """What one section of the config gives. Steps are those done so far; ``names`` are the arguments'."""
+
+    names: tuple[str, ...]
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """What it computes with; a checkpoint keeps it, to tell of another one."""
+
+    @property
+    def place(self) -> Any:
+        """Where it is, beyond what the step says; a checkpoint keeps it."""
+
+    def arguments(self, num_steps: int) -> dict[str, Any]:
+        """For a forward."""
+
+    def go_to(self, num_steps: int, place: Any = None) -> None:
+        """A step is done; or a checkpoint is loaded, with what it has of the place."""
+
+
+class LayerDrop:
+    """Progressive layer drop. As in DeepSpeed a forward gets the share of the step before; the first one gets 1."""
+
+    names: tuple[str, ...] = ("progressive_layer_drop", "pld_theta")
+    place = None
+
+    def __init__(self, drop: ProgressiveLayerDrop) -> None:
+        self.drop = drop
+        self.schedule = {"theta": drop.theta, "gamma": drop.gamma}
+
+    def arguments(self, num_steps: int) -> dict[str, Any]:
+        return self.drop.get_state()
+
+    def go_to(self, num_steps: int, place: Any = None) -> None:
+        self.drop.update_state(max(num_steps - 1, 0))
+
+
+class Curriculum:
+    """The older form of curriculum learning: the length of the sequences, which the model or the script cuts."""
+
+    def __init__(self, scheduler: CurriculumScheduler, kind: str) -> None:
+        self.scheduler = scheduler
+        self.kind = kind
+        self.names: tuple[str, ...] = ("curriculum_seqlen",) if kind == "seqlen" else ()
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        return {key: value for key, value in self.scheduler.get_state().items() if key != "current_difficulty"}
+
+    @property
+    def place(self) -> int:
+        return self.scheduler.get_current_difficulty()
+
+    def arguments(self, num_steps: int) -> dict[str, Any]:
+        length = self.scheduler.update_difficulty(num_steps + 1)
+        return dict.fromkeys(self.names, length)
+
+    def go_to(self, num_steps: int, place: Any = None) -> None:
+        if place is not None:
+            self.scheduler.set_current_difficulty(int(place))
+
+
+class ByStep:
+    """The sources that a configuration switches on."""
+
+    def __init__(self, settings: Config) -> None:
+        self.layer_drop: ProgressiveLayerDrop | None = None
+        self.curriculum: CurriculumScheduler | None = None
+        self._sources: dict[str, Source] = {}
+        drop, curriculum = settings.progressive_layer_drop, settings.curriculum_learning
+        if drop.enabled:
+            self.layer_drop = ProgressiveLayerDrop(float(drop.theta), float(drop.gamma))
+            self._sources["progressive_layer_drop"] = LayerDrop(self.layer_drop)
+        if curriculum.enabled:
+            self.curriculum = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
+            self._sources["curriculum_learning"] = Curriculum(self.curriculum, curriculum.curriculum_type)
+
+    def into(self, kwargs: dict[str, Any], num_steps: int) -> dict[str, Any]:
+        """A training forward's keyword arguments, with what the sources give; that counts where both name one."""
+        for source in self._sources.values():
+            kwargs = {**kwargs, **source.arguments(num_steps)}
+        return kwargs
+
+    def go_to(self, num_steps: int) -> None:
+        """So many steps are done."""
+        for source in self._sources.values():
+            source.go_to(num_steps)
+
+    def explain(self, error: Exception) -> None:
+        """Where a forward does not take such an argument, say beside the error where it comes from."""
+        if not isinstance(error, TypeError):
+            return
+        for name, source in self._sources.items():
+            if any(repr(argument) in str(error) for argument in source.names):
+                error.add_note(
+                    f'shoal: "{name}" in the config hands every training forward {", ".join(source.names)}: take it as'
+                    " a keyword argument of the model's forward and act by it, or switch the section off."
+                )
+
+    def set_custom_schedule(self, functions: Callable[[int], int] | Mapping[str, Callable[[int], int]]) -> None:
+        """Raises: UsageError: there is no curriculum with a ``custom`` schedule, or no function for it."""
+        held = self._sources.get("curriculum_learning")
+        if not isinstance(held, Curriculum) or held.schedule["schedule_type"] != "custom":
+            raise UsageError(
+                "a function for the curriculum's schedule was given, and the config has no curriculum that takes one.",
+                do='write "curriculum_learning": {"enabled": true, "schedule_type": "custom", ...}.',
+                code="curriculum-custom",
+            )
+        function = functions.get(held.kind) if isinstance(functions, Mapping) else functions
+        if function is None:
+            raise UsageError(
+                f"no function for curriculum_type {held.kind!r} was given.",
+                do=f"pass {{{held.kind!r}: function}}, or the function alone.",
+                code="curriculum-custom",
+            )
+        held.scheduler.set_custom_get_difficulty(function)
+
+    # to and from a checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, by section."""
+        return {name: {"schedule": s.schedule, "place": s.place} for name, s in self._sources.items()}
+
+    def changes(self, saved: Mapping[str, Any]) -> list[str]:
+        """What is another schedule here than where it was saved."""
+        notes = [
+            f"the checkpoint's run had {name}, this one has not." for name in sorted(set(saved) - set(self._sources))
+        ]
+        for name, source in self._sources.items():
+            if name not in saved:
+                notes.append(f"the checkpoint's run had no {name}; this one's goes by the checkpoint's step.")
+            elif _plain(saved[name]["schedule"]) != _plain(source.schedule):
+                notes.append(f"{name} is another one than in the checkpoint; this one's goes by the checkpoint's step.")
+        return notes
+
+    def restore(self, saved: Mapping[str, Any], num_steps: int) -> None:
+        """Go on from a checkpoint's step; from its very place where the schedule is the same."""
+        for name, source in self._sources.items():
+            held = saved.get(name)
+            is_same = held is not None and _plain(held["schedule"]) == _plain(source.schedule)
+            source.go_to(num_steps, held["place"] if held is not None and is_same else None)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -132,7 +132,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.weight_quantizer": (_COMPRESSION, "WeightQuantization"),
     "runtime.quantize": (_COMPRESSION, "Quantizer"),
     "runtime.eigenvalue": (_COMPRESSION, "Eigenvalue"),
-    "runtime.sparse_tensor": ("use sparse=False for embeddings: gradients are dense here.", "SparseTensor"),
     "runtime.tensor_parallel": (_TENSOR, "TpTrainingManager"),
     "runtime.domino": (_TENSOR, ""),
     "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),

@@ -50,7 +50,7 @@ class Schema(Section):
         "divide gradients by this before the sum, and by the rest of the ranks after it; without prescale_gradients",
         gt=0,
     )
-    sparse_gradients: bool = key(False, "reduce gradients of embeddings as sparse tensors")
+    sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
     disable_allgather: bool = key(False, "read and never used by DeepSpeed")
     allgather_size: int | None = key(None, "old name of zero_optimization.allgather_bucket_size", ge=1)

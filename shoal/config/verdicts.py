@@ -76,7 +76,7 @@ VERDICTS: dict[str, Verdict] = {
     "gradient_allreduce_op": OBEYED,
     "prescale_gradients": OBEYED,
     "gradient_predivide_factor": OBEYED,
-    "sparse_gradients": later("sparse gradients"),
+    "sparse_gradients": OBEYED,
     "gradient_clipping": OBEYED,
     "disable_allgather": unused("DeepSpeed reads it and never uses it"),
     "allgather_size": unused('it counts only beside the old form "zero_optimization": true'),

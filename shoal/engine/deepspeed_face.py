@@ -39,7 +39,6 @@ _PLAIN: Mapping[str, Any] = {
     "num_experts": (),
     "moe_layers": (),
     "gate_modules": (),
-    "sparse_tensor_module_names": (),
     "mp_world_size": 1,
     "sequence_parallel_size": 1,
     "pipeline_parallelism": False,
@@ -273,6 +272,11 @@ class DeepSpeedFace(nn.Module):
                 do="step after the block.",
                 code="no-sync-deepspeed",
             )
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of the weights whose gradients go to the other ranks as rows."""
+        return set(self.sharded.sent_as_rows)
 
     # weights
 

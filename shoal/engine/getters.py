@@ -159,7 +159,7 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
 
 _GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
 _CURRICULUM = "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning"
-_SPARSE = "sparse gradients are not built yet; make the embedding with sparse=False"
+_SPARSE = "rows of embeddings' gradients are exchanged unit by unit during backward"
 _DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
 _EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
 _DATASETS = "engine.deepspeed_io() takes either kind of dataset"

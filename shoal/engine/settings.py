@@ -102,6 +102,7 @@ def plan_of(config: Config, dp_size: int) -> Plan:
             max_live_numel=int(zero.stage3_max_live_parameters),
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
+            sends_rows=bool(config.sparse_gradients),
             parameter_tier=_tier(zero.offload_param if zero.stage == 3 else None),
             state_tier=_state_tier(config),
             state_ratio=float(zero.offload_optimizer.ratio),

@@ -6,7 +6,7 @@ filled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,15 +21,16 @@ from shoal.memory.layout import BucketLayout, lay_out
 from shoal.memory.placement import Kind, Tier
 from shoal.memory.pool import Pool
 from shoal.zero.buffer_formats import buffer_formats
-from shoal.zero.gradient import BucketGradient, GradientPolicy
+from shoal.zero.gradient import BucketGradient, GradientPolicy, Sums
 from shoal.zero.materialize import Materializer
 from shoal.zero.native import NativeGradient
 from shoal.zero.partition import UnitRules, UnitSpec, cut
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import UnitGradient
+from shoal.zero.rows import RowSum
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.shelf import Disks
-from shoal.zero.sparse import check_dense
+from shoal.zero.sparse import row_names
 from shoal.zero.step import BucketState
 from shoal.zero.table import Row, Table, row_of_stage
 from shoal.zero.tiers import Decide, Tiers, UnitSize, as_asked
@@ -75,6 +76,7 @@ class ZeroSettings:
     max_reuse_numel: int = 0
     has_overlap: bool = True
     can_be_native: bool = True  # on one rank, leave gradients where autograd puts them
+    sends_rows: bool = False  # of every embedding's gradient; else where it was made with sparse=True
     parameter_tier: Tier = Tier.DEVICE  # of shards between uses
     state_tier: Tier = Tier.DEVICE  # of master weights and optimizer state
     state_ratio: float = 1.0  # share of the trained elements whose state is there; the rest is on the device
@@ -180,19 +182,20 @@ def build(
         open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what rests there. The disks that were opened are closed.
-        ModelError: the model cannot be cut into units, an embedding asks for sparse gradients, or a trained
-        parameter is complex.
+        ModelError: the model cannot be cut into units, or a trained parameter is complex.
     Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
         sharded already are all-gathered in place of that.
     """
-    check_dense(model)
     group_of = group_index(model, groups)
     _check_real(model, group_of)
     specs = cut(model, settings.rules)
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
     hybrid = axes.outer is not None and axes.outer.size > 1
-    drafts = [_Draft.of(spec, parameters, group_of, settings, precision, axes, hybrid=hybrid) for spec in specs]
+    rows_of = row_names(model, takes_all=settings.sends_rows)
+    drafts = [
+        _Draft.of(spec, parameters, group_of, settings, precision, axes, rows_of, hybrid=hybrid) for spec in specs
+    ]
     sizes = [draft.size(precision) for draft in drafts]
     tiers = (decide or settings.as_asked)(sizes)
     for draft, found in zip(drafts, tiers, strict=True):
@@ -235,6 +238,7 @@ def build(
         on_backward=on_backward,
         disks=disks,
     )
+    sharded.sent_as_rows = rows_of
     sharded.born_sharded = frozenset(materializer.born_sharded)
     return sharded, states
 
@@ -254,6 +258,7 @@ class _DraftBucket:
     layout: BucketLayout
     dtype: torch.dtype
     is_trained: bool
+    sends_rows: bool  # its one parameter is a table of which few rows have a gradient
 
 
 @dataclass
@@ -275,6 +280,7 @@ class _Draft:
         settings: ZeroSettings,
         precision: Precision,
         axes: Axes,
+        rows_of: Collection[str],
         *,
         hybrid: bool,
     ) -> _Draft:
@@ -288,7 +294,7 @@ class _Draft:
         is_state_sharded = row.state.inner is Kind.SHARD
         comm = axes.inner if is_state_sharded else axes.all
         buckets = []
-        for members in _split(spec, parameters, group_of, settings, precision):
+        for members in _split(spec, parameters, group_of, settings, precision, rows_of):
             first = parameters[members[0]]
             is_trained = id(first) in group_of and first.requires_grad
             layout = lay_out(
@@ -298,7 +304,8 @@ class _Draft:
                 ],
                 num_shards=comm.size,
             )
-            buckets.append(_DraftBucket(members, layout, _target_dtype(first, precision), is_trained))
+            sends_rows = is_trained and members[0] in rows_of
+            buckets.append(_DraftBucket(members, layout, _target_dtype(first, precision), is_trained, sends_rows))
         return cls(spec, row, buckets, comm, axes.outer if is_state_sharded else None)
 
     def size(self, precision: Precision) -> UnitSize:
@@ -401,7 +408,10 @@ def _build_unit(
         gradient_class = NativeGradient if native else BucketGradient
         sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
         policy = precision.policy_of(drafted.members[0])
-        gradient = gradient_class(bucket, row, policy, comm, draft.outer, pool, sum_dtype)
+        sums: Sums = comm
+        if drafted.sends_rows and comm.size > 1:
+            sums = RowSum(comm, *layout.slots[0].shape)
+        gradient = gradient_class(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
     states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]
@@ -432,15 +442,18 @@ def _split(
     group_of: dict[int, int],
     settings: ZeroSettings,
     precision: Precision,
+    rows_of: Collection[str],
 ) -> list[list[str]]:
     """The unit's parameters by dtype, trainability and dtype on the wire, in pieces of at most ``max_bucket_numel``
-    elements (but at least one parameter).
+    elements (but at least one parameter). One whose gradient is sent as rows has a piece of its own.
     """
-    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None], list[list[str]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None, str | None], list[list[str]]] = {}
     for name in spec.parameters:
         parameter = parameters[name]
         is_trained = parameter.requires_grad and id(parameter) in group_of
-        key = (_target_dtype(parameter, precision), is_trained, precision.wires.get(name) if is_trained else None)
+        wire = precision.wires.get(name) if is_trained else None
+        own = name if is_trained and name in rows_of else None
+        key = (_target_dtype(parameter, precision), is_trained, wire, own)
         parts = kinds.setdefault(key, [[]])
         held = sum(parameters[n].numel() for n in parts[-1])
         limit = settings.max_bucket_numel

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +20,7 @@ from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
 from shoal.memory.placement import Kind
 from shoal.memory.pool import Pool
+from shoal.zero.sparse import summed
 from shoal.zero.table import Row
 
 NORM_BLOCK_NUMEL = 1 << 17  # 512 KiB of fp32
@@ -63,6 +64,19 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     return norm * norm
 
 
+class Sums(Protocol):
+    """What sums a bucket over the ranks of one axis: a ``Communicator``, or ``RowSum``."""
+
+    rank: int
+    size: int
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work: ...
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+    ) -> Work: ...
+
+
 class BucketGradient:
     """The gradient of one bucket.
 
@@ -83,7 +97,7 @@ class BucketGradient:
         bucket: ParameterBucket,
         row: Row,
         policy: GradientPolicy,
-        inner: Communicator,
+        inner: Sums,
         outer: Communicator | None,
         pool: Pool,
         sum_dtype: torch.dtype | None = None,
@@ -201,9 +215,12 @@ class BucketGradient:
             gradient = parameter.grad
             if gradient is not None:
                 self.touched[index] = 1
+                parameter.grad = None
+                if gradient.is_sparse:
+                    _take_sparse(view, gradient, add=add)
+                    continue
                 targets.append(view)
                 gradients.append(gradient)
-                parameter.grad = None
             elif not add:
                 view.zero_()
         if targets and add:
@@ -410,7 +427,7 @@ class BucketGradient:
         """What is open between two passes, as nested values with tensors; None: nothing is."""
         if self._moved is not None:
             return self._moved
-        gradients = {str(i): p.grad for i, p in enumerate(self.parameters) if p.grad is not None}
+        gradients = {str(i): _dense(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None}
         if self.state is GradientState.NONE and self._held is None and not gradients:
             return None
         return {
@@ -470,6 +487,16 @@ class BucketGradient:
         self.reset()
         self._reader = None
         self._accumulator, self._views = None, []
+
+
+def _take_sparse(view: torch.Tensor, gradient: torch.Tensor, *, add: bool) -> None:
+    if not add:
+        view.zero_()
+    view.add_(summed(gradient, view.dtype))
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return summed(gradient, gradient.dtype).to_dense() if gradient.is_sparse else gradient
 
 
 def _copied(value: Any, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -8,6 +8,7 @@ import torch
 
 from shoal.memory.layout import Segment
 from shoal.zero.gradient import BucketGradient
+from shoal.zero.sparse import summed
 
 
 class NativeGradient(BucketGradient):
@@ -42,6 +43,8 @@ class NativeGradient(BucketGradient):
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 self.touched[index] = 1
+                if parameter.grad.is_sparse:
+                    parameter.grad = summed(parameter.grad, parameter.dtype).to_dense()
 
     def has_new(self) -> bool:
         return not self.is_native and super().has_new()

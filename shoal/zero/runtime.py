@@ -93,6 +93,7 @@ class ShardedModel:
         # The order in which parameters are gathered and given to all, the same on every rank.
         self.number_of = {key: number for number, key in enumerate(self.unit_of)}
         self._changing: dict[int, int] = {}  # blocks that will give a parameter's changes to all, by its id
+        self.sent_as_rows: frozenset[str] = frozenset()  # names of weights whose gradients go to the others as rows
         self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
         self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back

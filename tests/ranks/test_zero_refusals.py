@@ -40,21 +40,6 @@ def test_lazy_parameters_are_an_error_that_names_them() -> None:
         alone(lambda: initialize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
 
 
-@pytest.mark.parametrize("make_embedding", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_sparse_gradients_is_an_error_that_names_it_unless_it_is_frozen(make_embedding: Any) -> None:
-    model = nn.Sequential(make_embedding(8, 4, sparse=True), nn.Linear(4, 4))
-
-    def settings(stage: int) -> dict[str, Any]:
-        return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
-
-    for stage in STAGES:
-        with pytest.raises(ModelError, match=r"\[sparse-gradient\](.|\n)*'0' was made with sparse=True"):
-            shoal.initialize(model=model, optimizer=sgd(list(model.parameters())), config=settings(stage))
-    model[0].weight.requires_grad_(False)
-    engine, *_ = shoal.initialize(model=model, optimizer=sgd(list(model.parameters())), config=settings(2))
-    engine.destroy()
-
-
 class Rotated(nn.Module):
     def __init__(self, trains: bool) -> None:
         super().__init__()

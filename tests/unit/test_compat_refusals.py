@@ -16,7 +16,6 @@ QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "di
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"stages": 2}}, r"pipeline\.stages: 2 .*: pipeline"),
-    ({"sparse_gradients": True}, r"sparse_gradients: true .*: sparse gradients"),
     ({"elasticity": ELASTIC}, r"elasticity\.enabled: true .*: elasticity"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),

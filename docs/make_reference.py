@@ -41,6 +41,7 @@ ENGINE_ATTRIBUTES = {
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
     "plan": "what the config means, in Shoal's words",
     "timers": "time by phase, with `wall_clock_breakdown`",
+    "flops_profiler": "the `FlopsProfiler` of the config's section; None without it",
 }
 ENGINE_INSIDE = {
     "sharded",

@@ -159,7 +159,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "moe.ep_router": (_EXPERTS, "TokenChoiceTopKRouter"),
     "moe.ep_experts": (_EXPERTS, "ExpertActivation GroupedExperts"),
     "monitor.comet": ("use tensorboard, wandb or csv_monitor.", "CometMonitor"),
-    "profiling.config": ("use torch.profiler around the steps.", "DeepSpeedFlopsProfilerConfig"),
+    "profiling.config": ("write the section flops_profiler in the config.", "DeepSpeedFlopsProfilerConfig"),
     "runtime.activation_checkpointing.config": (
         "write the section activation_checkpointing in the config.",
         "DeepSpeedActivationCheckpointingConfig",

@@ -210,7 +210,7 @@ VERDICTS: dict[str, Verdict] = {
     "wandb.**": later("monitoring by Weights & Biases"),
     "comet.**": later("monitoring by Comet"),
     "comms_logger.**": later("times of collectives"),
-    "flops_profiler.**": later("profiler"),
+    "flops_profiler.**": OBEYED,
     "timers.throughput.enabled": unused("speed is counted by the host's clock, at no cost"),
     "timers.throughput.synchronized": unused("the timer never makes the device wait"),
     # saving and reading

@@ -42,7 +42,6 @@ _PLAIN: Mapping[str, Any] = {
     "mp_world_size": 1,
     "sequence_parallel_size": 1,
     "pipeline_parallelism": False,
-    "flops_profiler": None,
     "loaded_checkpoint_mp_world_size": None,
     "seq_parallel_group": None,
     "use_ds_comm": False,

@@ -29,6 +29,7 @@ from shoal.engine.schedule_watch import ScheduleWatch
 from shoal.engine.settings import Plan
 from shoal.engine.weights import Weights
 from shoal.errors import NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
+from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.parallel.activations import HostActivations
@@ -115,6 +116,7 @@ class Engine(EngineFacts):
         self.follows_deepspeed = False  # where DeepSpeed answers otherwise than Shoal would by itself, as DeepSpeed
         self.on_step: list[Callable[[Engine], None]] = []
         self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
+        self.flops_profiler: FlopsProfiler | None = None
         self.progress: Progress | None = None
         self.recompute: Recompute | None = None
         self.owns_recompute = False  # made from the config, not by the script's ``configure``

@@ -21,6 +21,7 @@ from shoal.engine.handed_in import check_mpu, make_optimizer, make_schedule, sch
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.offload import Offload
+from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError
@@ -28,6 +29,7 @@ from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
+from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
@@ -217,6 +219,9 @@ def _initialize(
     if device.heap is not None:
         notes.append(_HEAP_NOTE)
         engine.on_step.append(device.heap.after_step)
+    if settings.flops_profiler.enabled:
+        engine.flops_profiler = FlopsProfiler(model, engine, float(settings.flops_profiler.recompute_fwd_factor))
+        engine.timers = ProfilingTimers(engine, device, settings)
     engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
     _report(engine, settings, notes)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -142,7 +142,6 @@ NOT_THERE = {
     "deepspeed.ops.sparse_attention": "SparseSelfAttention",
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
     "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
-    "deepspeed.profiling.flops_profiler": "get_model_profile FlopsProfiler",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd",
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",

@@ -132,6 +132,16 @@ def test_the_snippet_of_the_curriculum_page_prints_what_the_page_says() -> None:
     assert done.stdout == "8 1.0\n16 1.0\n16 0.952\n24 0.909\n24 0.87\n32 0.835\n"
 
 
+def test_the_snippets_of_the_page_on_profiles_run() -> None:
+    program = "\n".join(snippets("profile.md"))
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Flops Profiler: step 0" in done.stdout
+    assert "Linear 4.1 KMACs" in done.stdout
+
+
 def test_every_test_that_the_table_of_faults_names_is_there() -> None:
     named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", (ROOT / "docs" / "design" / "faults.md").read_text("utf-8"))
     assert len(named) > 20

@@ -1,4 +1,4 @@
-"""``deepspeed.profiling.flops_profiler``: counting FLOPs, which is not built yet."""
+"""``deepspeed.profiling.flops_profiler``: what a model computes, module by module."""
 
 from __future__ import annotations
 

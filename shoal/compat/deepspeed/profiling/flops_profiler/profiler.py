@@ -1,12 +1,24 @@
-"""``deepspeed.profiling.flops_profiler.profiler``: counting FLOPs; not built yet."""
+"""``deepspeed.profiling.flops_profiler.profiler``: what a model computes, module by module."""
 
 from __future__ import annotations
 
-from shoal.compat.absent import absent_class, absent_function
+from shoal.observe.flops_profiler import FlopsProfiler, get_model_profile
+from shoal.observe.flops_text import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
 
-_DO = "use torch.profiler or torch.utils.flop_counter.FlopCounterMode, which counts a module's FLOPs."
-
-FlopsProfiler = absent_class("deepspeed.profiling.flops_profiler.profiler.FlopsProfiler", _DO)
-get_model_profile = absent_function("deepspeed.profiling.flops_profiler.profiler.get_model_profile", _DO)
-
-__all__ = ["FlopsProfiler", "get_model_profile"]
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]

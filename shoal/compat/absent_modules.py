@@ -21,7 +21,6 @@ _KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; n
 _SPARSE = "use torch.nn.attention.flex_attention in the model."
 _COMPRESSION = "use torchao for quantization and pruning, before or after training."
 _PLANNING = "choose the stage by memory: all stages give the same numbers; shoal doctor shows what a config means."
-_ELASTIC = "start the job again on the ranks there are: a checkpoint of any layout loads in any other."
 _ONE_BIT = "use AdamW or Lamb; communication_data_type in the config sends gradients in 16 bit."
 _DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
 _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."
@@ -96,13 +95,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "compression.helper": (_COMPRESSION, "convert_conv1d_to_linear recursive_getattr recursive_setattr"),
     "autotuning": (_PLANNING, "Autotuner"),
     "autotuning.autotuner": (_PLANNING, "Autotuner"),
-    "elasticity": (
-        _ELASTIC,
-        "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent ElasticityError"
-        " ElasticityConfigError",
-    ),
-    "elasticity.elasticity": (_ELASTIC, "compute_elastic_config elasticity_enabled"),
-    "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
     "runtime.fp16.onebit": (_ONE_BIT, "OnebitAdam OnebitLamb ZeroOneAdam"),
     "runtime.fp16.onebit.adam": (_ONE_BIT, "OnebitAdam"),
     "runtime.fp16.onebit.lamb": (_ONE_BIT, "OnebitLamb"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.clean import Cleaned
 from shoal.config.curriculum import schedule_problems
+from shoal.config.elastic import elastic_problems
 from shoal.config.problems import Problem
 from shoal.config.schema import Schema
 
@@ -58,6 +60,19 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
     if config.curriculum_learning.enabled:
         for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
             problem(f"curriculum_learning.{name}", what, do)
+    if config.elasticity.enabled:
+        prefix = "elasticity."
+        there = [path.removeprefix(prefix) for path in found.given if path.startswith(prefix)]
+        for name, what, do in elastic_problems(config.elasticity, there):
+            problem(f"elasticity.{name}", what, do)
+        sizes = [path for path in (TRAIN, MICRO, STEPS) if found.origins.get(path) in ("user", "deprecated alias")]
+        if sizes and not config.elasticity.ignore_non_elastic_batch_info:
+            problem(
+                "elasticity.enabled",
+                f"true, and {', '.join(sizes)} given too: elasticity decides the batch sizes.",
+                "leave them out, or set elasticity.ignore_non_elastic_batch_info.",
+            )
+        return problems
     given = [config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps]
     if None not in given and given[0] % (given[1] * given[2]):
         problem(

@@ -13,6 +13,7 @@ from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.built import Judged, judge, unmet
 from shoal.config.checks import check_together
 from shoal.config.clean import Cleaned, Origin, clean
+from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
 from shoal.config.idle import why_idle
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
 from shoal.config.resolve import put_old_defaults, resolve_types, wrong_values
@@ -35,6 +36,7 @@ class Config(Schema):
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _unresolved: tuple[str, ...] = PrivateAttr(default=())
     _name: str = PrivateAttr(default="")
+    _elastic: ElasticBatch | None = PrivateAttr(default=None)
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -84,12 +86,23 @@ class Config(Schema):
         for path, origin in self._origins.items():
             if origin == "auto" and path not in self._unresolved and ".params." not in path:
                 lines.append(f'{path} = "auto": {shown(self._at(path))} is used.')
-        if self.origin(TRAIN) == "derived" and self.origin(MICRO) == "default" and self.train_batch_size is not None:
+        if self.elasticity.enabled and (shared := self._shared()) is not None:
+            lines.append(f"elasticity: {shared}.")
+        elif self.origin(TRAIN) == "derived" and self.origin(MICRO) == "default" and self.train_batch_size is not None:
             lines.append(
                 f"no batch size is given: micro-batch {self.train_micro_batch_size_per_gpu}, "
                 f"global batch {self.train_batch_size}."
             )
         return lines
+
+    def _shared(self) -> ElasticBatch | None:
+        """What elasticity has chosen; None where the section is wrong."""
+        if self._elastic is not None:
+            return self._elastic
+        try:
+            return shared_batch(self.elasticity)
+        except ElasticityError:
+            return None
 
     def _idle(self, key: Judged) -> str:
         """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
@@ -122,18 +135,27 @@ class Config(Schema):
         Args:
             reason: how that number came about, for the message: "24 ranks / (tp 2 x pp 2)".
 
-        Raises: ConfigError: the batch sizes do not fit it.
+        Raises: ConfigError: the batch sizes do not fit it. ElasticityError: elasticity has none for it.
         """
         given = Batch(*(self._given(path) for path in (TRAIN, MICRO, STEPS)))
+        shared = None
         try:
-            batch = solve(given, ranks, reason)
+            if self.elasticity.enabled:
+                shared = shared_batch(self.elasticity, ranks)
+                given = Batch(None, None, None)
+                batch = solve(Batch(shared.total, shared.micro, None), ranks, reason)
+            else:
+                batch = solve(given, ranks, reason)
         except BatchMismatch as mismatch:
             raise ConfigProblems([Problem(mismatch.path, str(mismatch), mismatch.do)], self._name) from None
+        except ElasticityError as error:
+            raise problems_error(ConfigProblems([Problem("elasticity", error.what, error.do)], self._name)) from None
         made = self.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.accumulation})
         made._origins = {**self._origins}
+        made._elastic = shared
         for path, value in ((TRAIN, given.train), (MICRO, given.micro), (STEPS, given.accumulation)):
-            is_assumed = path != TRAIN and given.train is None and value is None
-            is_assumed = is_assumed or (path == STEPS and value is None and given.micro is None)
+            is_assumed = shared is None and path != TRAIN and given.train is None and value is None
+            is_assumed = is_assumed or (shared is None and path == STEPS and value is None and given.micro is None)
             if value is None and made._origins.get(path) != "auto" and not is_assumed:
                 made._origins[path] = "derived"
         return made
@@ -181,7 +203,7 @@ def load(
     """
     seen = examine(source, args=args, world_size=world_size, reason=world_size_reason, check_built=check_built)
     if seen.problems or seen.config is None:
-        raise ConfigProblems(seen.problems, seen.name)
+        raise problems_error(ConfigProblems(seen.problems, seen.name))
     for text in seen.found.warnings:
         warn(text)
     return seen.config

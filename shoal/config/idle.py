@@ -83,6 +83,14 @@ def _is_kept_at_all(config: Schema) -> str:
     return "" if config.checkpoint.keep_last else "checkpoint.keep_last is 0, so every checkpoint is kept"
 
 
+def _not_beside_elasticity(config: Schema) -> str:
+    return "elasticity decides the batch sizes" if config.elasticity.enabled else ""
+
+
+def _not_in_version_01(config: Schema) -> str:
+    return "" if config.elasticity.version > 0.1 else "elasticity.version 0.1 knows ranks only"
+
+
 _OPT, _PAR = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 _IDLE: dict[str, Reason] = dict(
@@ -101,6 +109,11 @@ _IDLE: dict[str, Reason] = dict(
                 "leaf_module.name_suffixes",
             )
         ),
+        *(
+            (name, _not_beside_elasticity)
+            for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        ),
+        ("elasticity.num_gpus_per_node", _not_in_version_01),
         ("zero_optimization.mics_shard_size", _not_at_stage_0),
         ("parallel.dp_shard", _not_at_stage_0),
         ("parallel.dp_replicate", _not_at_stage_0),

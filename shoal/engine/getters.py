@@ -89,6 +89,7 @@ PATHS = {
     "curriculum_learning_config": "data_efficiency.data_sampling.curriculum_learning",
     "curriculum_learning_enabled": "data_efficiency.data_sampling.curriculum_learning.enabled",
     "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "elasticity_enabled": "elasticity.enabled",
     "pld_enabled": "progressive_layer_drop.enabled",
     "pld_theta": "progressive_layer_drop.theta",
     "pld_gamma": "progressive_layer_drop.gamma",
@@ -138,6 +139,9 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
         "consecutive_hysteresis": bool(config.fp16.consecutive_hysteresis),
         "min_scale": float(config.fp16.min_loss_scale),
     },
+    "is_elastic_model_parallel_supported": lambda config: (
+        config.elasticity.enabled and config.elasticity.num_gpus_per_node % config.elasticity.model_parallel_size == 0
+    ),
     "curriculum_params_legacy": lambda config: (
         config.curriculum_learning.model_dump(exclude_none=True) if config.curriculum_learning.enabled else False
     ),

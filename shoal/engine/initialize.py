@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.comm.world import World, current_world, init_distributed
 from shoal.config import Config, load
+from shoal.config.elastic import check_scheduler
 from shoal.device import Device
 from shoal.engine.engine import Engine
 from shoal.engine.handed_in import check_mpu, make_optimizer, make_schedule, schedule_notes
@@ -26,7 +27,7 @@ from shoal.engine.progress import Progress, make_monitor
 from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
-from shoal.launch.environment import heap_is_set
+from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.observe.flops_profiler import FlopsProfiler
@@ -150,6 +151,8 @@ def _initialize(
             code="mesh",
         )
     settings = load(source, args=args, world_size=world.size)
+    if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
+        check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
     axes = make_axes(world, plan)
     _check_same_everywhere(axes, settings, model)

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.config.elastic import SCHEDULERS_VARIABLE
 from shoal.errors import UsageError
 
 Launcher = Literal["torchelastic", "slurm", "openmpi", "mpich", "none"]
@@ -63,6 +64,11 @@ def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
     env = os.environ if variables is None else variables
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
     return any(name in env for name in names) or "glibc.malloc." in env.get("GLIBC_TUNABLES", "")
+
+
+def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | None:
+    """The section ``elasticity`` that a job's scheduler has planned with, as JSON; None: nobody says."""
+    return (os.environ if variables is None else variables).get(SCHEDULERS_VARIABLE)
 
 
 def _launcher_of(env: Mapping[str, str]) -> Launcher:

@@ -93,6 +93,12 @@ THERE = {
     "deepspeed.runtime.zero.stage3": """
         DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs_all_live
         estimate_zero3_model_states_mem_needs_all_cold unwrap_model_for_generation""",
+    "deepspeed.elasticity": """
+        compute_elastic_config elasticity_enabled ensure_immutable_elastic_config ElasticityError
+        ElasticityConfigError ElasticityIncompatibleWorldSize""",
+    "deepspeed.elasticity.config": """
+        ElasticityConfig ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize""",
+    "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "deepspeed.runtime.zero.stage_1_and_2": """
@@ -134,7 +140,7 @@ NOT_THERE = {
         revert_transformer_layer""",
     "deepspeed.autotuning": "Autotuner",
     "deepspeed.compression.compress": "init_compression redundancy_clean student_initialization",
-    "deepspeed.elasticity": "compute_elastic_config elasticity_enabled DSElasticAgent",
+    "deepspeed.elasticity": "DSElasticAgent",
     "deepspeed.inference.engine": "InferenceEngine",
     "deepspeed.linear": "OptimizedLinear LoRAConfig QuantizationConfig",
     "deepspeed.moe.layer": "MoE",

@@ -11,12 +11,12 @@ import torch
 from shoal.compat import finder
 from shoal.errors import ConfigError
 
-ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4], "min_gpus": 1, "max_gpus": 8}
+ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4], "model_parallel_size": 2}
 QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pipeline": {"stages": 2}}, r"pipeline\.stages: 2 .*: pipeline"),
-    ({"elasticity": ELASTIC}, r"elasticity\.enabled: true .*: elasticity"),
+    ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*tensor"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),
     ({"tensor_parallel": {"autotp_size": 2}}, r": tensor parallel"),

@@ -61,12 +61,13 @@ InferenceEngine = absent_class("deepspeed.InferenceEngine", _SERVING)
 DeepSpeedInferenceConfig = absent_class("deepspeed.DeepSpeedInferenceConfig", _SERVING)
 
 # What is reached as attributes of these is made by the finder; see ``shoal.compat.absent_modules``.
-_ABSENT = ("autotuning", "compression", "elasticity", "inference", "model_implementations", "module_inject", "nebula")
+_ABSENT = ("autotuning", "compression", "inference", "model_implementations", "module_inject", "nebula")
 
 # Parts that a script reaches as attributes after a bare ``import deepspeed``, imported when they are asked for.
 _PARTS = (
     "accelerator",
     "checkpoint",
+    "elasticity",
     "launcher",
     "linear",
     "moe",

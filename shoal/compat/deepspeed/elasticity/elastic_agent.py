@@ -1,0 +1,13 @@
+"""``deepspeed.elasticity.elastic_agent``: the agent that starts ranks anew; here TorchElastic's own."""
+
+from __future__ import annotations
+
+from shoal.compat.absent import absent_class
+
+DSElasticAgent = absent_class(
+    "deepspeed.elasticity.elastic_agent.DSElasticAgent",
+    "start the job under torchrun with --nnodes MIN:MAX --max-restarts N: its agent starts the ranks anew, and a"
+    " checkpoint loads on any number of them.",
+)
+
+__all__ = ["DSElasticAgent"]

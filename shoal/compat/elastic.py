@@ -1,0 +1,129 @@
+"""DeepSpeed's elasticity functions, for schedulers of jobs and for scripts: dicts in, numbers out.
+
+The arithmetic is ``shoal.config.elastic``'s; here it gets DeepSpeed's signatures and its way of asking the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from shoal.compat.environment import launched_ranks
+from shoal.config import examine
+from shoal.config.elastic import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+    check_scheduler,
+    shared_batch,
+)
+from shoal.config.tuning import Elasticity
+from shoal.engine.log import logger
+from shoal.launch.environment import schedulers_elasticity
+
+MINIMUM_DEEPSPEED_VERSION = "0.3.8"
+
+
+class ElasticityConfig:
+    """A checked section ``elasticity``, with DeepSpeed's names for what is in it.
+
+    Raises: ElasticityConfigError: it is wrong.
+    """
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        section = section_of(param_dict)
+        self.enabled = section.enabled
+        self.max_acceptable_batch_size = section.max_train_batch_size
+        self.micro_batches = list(section.micro_batch_sizes)
+        self.min_gpus, self.max_gpus = section.min_gpus, section.max_gpus
+        self.num_gpus_per_node = section.num_gpus_per_node
+        self.model_parallel_size = section.model_parallel_size
+        self.min_time = section.min_time
+        self.version = section.version
+        self.prefer_larger_batch_size = section.prefer_larger_batch
+        self.ignore_non_elastic_batch_info = section.ignore_non_elastic_batch_info
+
+    def repr(self) -> dict[str, Any]:
+        """The attributes."""
+        return dict(vars(self))
+
+    def __repr__(self) -> str:
+        return json.dumps(self.repr(), sort_keys=True, indent=4)
+
+
+def section_of(given: Mapping[str, Any]) -> Elasticity:
+    """The section, checked. Raises: ElasticityConfigError: everything that is wrong with it."""
+    seen = examine({"elasticity": dict(given)}, check_built=False)
+    if seen.problems or seen.config is None:
+        raise ElasticityConfigError("; ".join(str(problem) for problem in seen.problems), do="mend the section.")
+    return seen.config.elasticity
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Does a configuration switch elasticity on?"""
+    return bool((ds_config.get("elasticity") or {}).get("enabled", False))
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """Compare a section with the one that the job's scheduler has planned with (``DEEPSPEED_ELASTICITY_CONFIG``).
+
+    Raises: ElasticityConfigError: they differ in the largest batch, the micro-batches or the version.
+    """
+    planned = schedulers_elasticity()
+    if planned is None:
+        logger.warning(
+            "DEEPSPEED_ELASTICITY_CONFIG is not set: nobody says with which section the job's scheduler has planned."
+        )
+        return
+    check_scheduler(section_of(runtime_elastic_config_dict), planned)
+
+
+def compute_elastic_config(
+    ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
+    """The global batch of an elastic job, and the numbers of data-parallel ranks that share it.
+
+    Args:
+        ds_config: a configuration with a section ``elasticity``.
+        target_deepspeed_version: of the job that is planned; 0.3.8 or newer.
+        world_size: the job's ranks, those of one model counted as well; 0: any (version 0.1), or ``WORLD_SIZE``.
+        return_microbatch: give the micro-batch too; of ``WORLD_SIZE`` ranks where ``world_size`` is 0.
+
+    Returns: global batch, numbers of ranks; with ``world_size`` or ``return_microbatch`` the micro-batch as well.
+    Raises: ElasticityConfigError: the section is missing, off or wrong. ElasticityIncompatibleWorldSize: that number of
+        ranks does not share the batch. ElasticityError: the version is too old.
+    """
+    if not isinstance(ds_config, dict):
+        raise ValueError(f"ds_config is a {type(ds_config).__name__}, not a dict: {ds_config!r}")
+    if not elasticity_enabled(ds_config):
+        raise ElasticityConfigError(
+            'the configuration has no section "elasticity", or it is not enabled.',
+            do='write "elasticity": {"enabled": true, "max_train_batch_size": ..., "micro_batch_sizes": [...]}.',
+        )
+    section = section_of(ds_config["elasticity"])
+    if _numbers(target_deepspeed_version) < _numbers(MINIMUM_DEEPSPEED_VERSION):
+        raise ElasticityError(
+            f"target_deepspeed_version {target_deepspeed_version} is older than {MINIMUM_DEEPSPEED_VERSION}, which"
+            " elasticity needs."
+        )
+    ranks = world_size
+    if not ranks and (return_microbatch or section.version == 0.2):
+        ranks = launched_ranks()
+        if not ranks:
+            raise ElasticityConfigError(
+                "the number of ranks is not known.", do="pass world_size, or set WORLD_SIZE in the environment."
+            )
+    if ranks % section.model_parallel_size:
+        raise ElasticityIncompatibleWorldSize(
+            f"{ranks} ranks do not divide by model_parallel_size {section.model_parallel_size}."
+        )
+    found = shared_batch(section, ranks // section.model_parallel_size or None)
+    if world_size or return_microbatch:
+        return found.total, list(found.ranks), found.micro
+    return found.total, list(found.ranks)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -209,7 +209,7 @@ VERDICTS: dict[str, Verdict] = {
     "csv_monitor.**": OBEYED,
     "wandb.**": later("monitoring by Weights & Biases"),
     "comet.**": later("monitoring by Comet"),
-    "comms_logger.**": later("times of collectives"),
+    "comms_logger.**": OBEYED,
     "flops_profiler.**": OBEYED,
     "timers.throughput.enabled": unused("speed is counted by the host's clock, at no cost"),
     "timers.throughput.synchronized": unused("the timer never makes the device wait"),

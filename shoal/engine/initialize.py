@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world, init_distributed
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
@@ -30,7 +31,9 @@ from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
+from shoal.observe.collectives import collective_log
 from shoal.observe.flops_profiler import FlopsProfiler
+from shoal.observe.timed import TimedCommunicator
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
@@ -154,7 +157,7 @@ def _initialize(
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
-    axes = make_axes(world, plan)
+    axes = _timed(make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     client_optimizer, groups, notes = make_optimizer(model, optimizer, model_parameters, settings, world.size)
     schedule = make_schedule(lr_scheduler, settings, client_optimizer)
@@ -201,6 +204,12 @@ def _initialize(
             sharded.disks.close()
             raise
     notes += offload.notes()
+    if collective_log(world).is_on:
+        notes.append(
+            "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."
+            if world.size > 1
+            else "comms_logger: one rank alone sends nothing, so there is nothing to time."
+        )
     engine_box.append(engine)
     engine.client_optimizer = client_optimizer
     engine.lr_scheduler = schedule
@@ -272,6 +281,30 @@ def make_axes(world: World, plan: Plan) -> Axes:
     if plan.shard_size is None:
         return Axes(everyone, everyone, None, secondary)
     return Axes(everyone, world.communicator("dp_shard", mesh), world.communicator("dp_replicate", mesh))
+
+
+def _timed(axes: Axes, world: World, settings: Config) -> Axes:
+    """The communicators as they are, or such as note their times where the config or the script asks for it."""
+    log, section = collective_log(world), settings.comms_logger
+    if section.enabled:
+        log.is_on, log.takes_all, log.kinds = True, bool(section.prof_all), section.prof_ops
+        log.is_verbose, log.names_callers = bool(section.verbose), bool(section.debug)
+    if not log.is_on:
+        return axes
+    made: dict[int, TimedCommunicator] = {}
+
+    def timed(comm: Communicator) -> Communicator:
+        if comm.size == 1:
+            return comm  # nothing is sent
+        return made.setdefault(id(comm), TimedCommunicator(comm, log, Device(world.device)))
+
+    outer, secondary = axes.outer, axes.secondary
+    return Axes(
+        timed(axes.all),
+        timed(axes.inner),
+        timed(outer) if outer is not None else None,
+        timed(secondary) if secondary is not None else None,
+    )
 
 
 def _without_native(plan: Plan) -> Any:

@@ -28,7 +28,7 @@ THERE = {
         reduce_scatter_tensor reduce_scatter_fn all_to_all all_to_all_single send recv isend irecv gather
         scatter get_rank get_world_size get_local_rank get_global_rank get_all_ranks_from_group get_world_group
         initialize_mesh_device ReduceOp configure log_summary reset_log mpi_discovery P2POp ProcessGroup
-        is_available batch_isend_irecv""",
+        is_available batch_isend_irecv has_comm_data get_comm_operation_count get_logged_comm_ops""",
     "deepspeed.comm.comm": "all_reduce init_distributed",
     "deepspeed.comm.reduce_op": "ReduceOp",
     "deepspeed.constants": "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",

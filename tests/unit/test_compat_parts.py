@@ -318,9 +318,15 @@ def test_the_report_names_versions_clients_and_operators(capsys: pytest.CaptureF
     assert "cpu_adam" not in capsys.readouterr().out
 
 
-def test_the_log_of_collectives_is_the_worlds_recorder() -> None:
+def test_a_log_of_collectives_that_is_off_is_empty_and_says_how_it_is_switched_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     import deepspeed
 
-    assert json.dumps(deepspeed.comm.log_summary(return_dict=True)).startswith("{")
-    deepspeed.comm.reset_log()
-    assert deepspeed.comm.log_summary(return_dict=True) == {}
+    assert not deepspeed.comm.has_comm_data()
+    with caplog.at_level("INFO", logger="shoal"):
+        found = deepspeed.comm.log_summary(return_dict=True)
+    assert (found["summary"], found["straggler_analysis"], found["metadata"]["world_size"]) == ({}, None, 1)
+    assert json.dumps(found).startswith("{")
+    assert "set comms_logger.enabled in the config" in caplog.text
+    assert deepspeed.comm.log_summary() is None

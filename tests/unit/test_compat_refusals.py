@@ -23,7 +23,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"sequence_parallel_size": 2}, r"sequence_parallel_size: 2 .*: sequence parallel"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
     ({"compile": {"deepcompile": True}}, r": compile \(DeepCompile\)"),
-    ({"comms_logger": {"enabled": True}}, r": times of collectives"),
     ({"compression_training": QUANTIZED}, r": compression"),
     ({"graph_harvesting": True}, r": CUDA graphs"),
     ({"checkpoint": {"use_node_local_storage": True}}, r": checkpoints on disks that nodes do not share"),

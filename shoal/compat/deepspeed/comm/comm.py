@@ -1,13 +1,13 @@
-"""Collectives as DeepSpeed's scripts call them. Shoal's own collectives do not pass here: see ``shoal.comm``.
-
-The arguments that DeepSpeed adds to torch's for its log (``prof``, ``log_name``, ``debug``) are taken and not used.
+"""Collectives as DeepSpeed's scripts call them, and the log of their times. Shoal's own do not pass here: see
+``shoal.comm``; both are in one log.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch.distributed import P2POp, ProcessGroup, ReduceOp, batch_isend_irecv, 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shoal.comm.world import current_world, init_distributed
+from shoal.compat.deepspeed.utils.comms_logging import CommsLogger
+from shoal.device import Device
 from shoal.engine.log import say_on_rank_0
-from shoal.text import table
+from shoal.mesh import Mesh
+from shoal.observe.collectives import collective_log, current_log
 
 __all__ = [
     "P2POp",
@@ -40,14 +43,17 @@ __all__ = [
     "destroy_process_group",
     "gather",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
+    "get_logged_comm_ops",
     "get_rank",
     "get_world_group",
     "get_world_size",
     "has_all_gather_into_tensor",
     "has_all_reduce_coalesced",
     "has_coalescing_manager",
+    "has_comm_data",
     "has_reduce_scatter_tensor",
     "inference_all_reduce",
     "init_distributed",
@@ -72,42 +78,74 @@ __all__ = [
 ]
 
 
-def _without_log(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function, which takes the arguments of DeepSpeed's log too."""
+def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's function, which takes the arguments of DeepSpeed's log too, and is timed where the log wants it.
+
+    Order: a timed one is waited for, but for sends and receives, whose other end may come later.
+    """
+    kind = function.__name__
+    can_wait = kind not in ("isend", "irecv")
 
     @functools.wraps(function)
     def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        log = current_log()
+        if log is None or not log.is_on or not (prof or log.wants(kind, log_name)):
+            return function(*args, **kwargs)
+        device = Device(current_world().device)
+        device.synchronize()
+        began = time.perf_counter()
+        work = function(*args, **kwargs)
+        if can_wait and isinstance(work, dist.Work):
+            work.wait()
+        device.synchronize()
+        milliseconds = (time.perf_counter() - began) * 1e3
+        group = kwargs.get("group")
+        size = dist.get_world_size(group if isinstance(group, ProcessGroup) else None)
+        nbytes = _nbytes(kind, args, kwargs)
+        caller = sys._getframe(1).f_code.co_name
+        log.add(kind, nbytes, milliseconds, size=size, name=log_name, caller=caller)
+        return work
 
     return call
 
 
-all_gather = _without_log(dist.all_gather)
-all_gather_into_tensor = allgather_fn = _without_log(dist.all_gather_into_tensor)
-all_gather_object = _without_log(dist.all_gather_object)
-all_reduce = inference_all_reduce = _without_log(dist.all_reduce)
-all_to_all = _without_log(dist.all_to_all)
-all_to_all_single = _without_log(dist.all_to_all_single)
-barrier = _without_log(dist.barrier)
-broadcast = _without_log(dist.broadcast)
-broadcast_object_list = _without_log(dist.broadcast_object_list)
-gather = _without_log(dist.gather)
-irecv = _without_log(dist.irecv)
-isend = _without_log(dist.isend)
-monitored_barrier = _without_log(dist.monitored_barrier)
-recv = _without_log(dist.recv)
-reduce = _without_log(dist.reduce)
-reduce_scatter = _without_log(dist.reduce_scatter)
-reduce_scatter_tensor = reduce_scatter_fn = _without_log(dist.reduce_scatter_tensor)
-scatter = _without_log(dist.scatter)
-send = _without_log(dist.send)
+def _nbytes(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """What one rank puts into a collective: of what it is given, the smallest tensor, or list of tensors."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | list | tuple)]
+    sizes = []
+    for value in given:
+        tensors = [value] if isinstance(value, torch.Tensor) else value
+        if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            sizes.append(sum(tensor.nbytes for tensor in tensors))
+    return min(sizes, default=0)
+
+
+all_gather = _logged(dist.all_gather)
+all_gather_into_tensor = allgather_fn = _logged(dist.all_gather_into_tensor)
+all_gather_object = _logged(dist.all_gather_object)
+all_reduce = inference_all_reduce = _logged(dist.all_reduce)
+all_to_all = _logged(dist.all_to_all)
+all_to_all_single = _logged(dist.all_to_all_single)
+barrier = _logged(dist.barrier)
+broadcast = _logged(dist.broadcast)
+broadcast_object_list = _logged(dist.broadcast_object_list)
+gather = _logged(dist.gather)
+irecv = _logged(dist.irecv)
+isend = _logged(dist.isend)
+monitored_barrier = _logged(dist.monitored_barrier)
+recv = _logged(dist.recv)
+reduce = _logged(dist.reduce)
+reduce_scatter = _logged(dist.reduce_scatter)
+reduce_scatter_tensor = reduce_scatter_fn = _logged(dist.reduce_scatter_tensor)
+scatter = _logged(dist.scatter)
+send = _logged(dist.send)
 
 
 def all_reduce_coalesced(
     tensors: Sequence[torch.Tensor], op: Any = ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> Any:
     """One all_reduce of several tensors. Returns: their works, where ``async_op``."""
-    works = [dist.all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors]
+    works = [all_reduce(tensor, op=op, group=group, async_op=async_op) for tensor in tensors]
     return _Works(works) if async_op else None
 
 
@@ -119,7 +157,7 @@ def all_gather_coalesced(
 ) -> Any:
     """All-gathers, one of each pair. Returns: their works, where ``async_op``."""
     works = [
-        dist.all_gather_into_tensor(output, given, group=group, async_op=async_op)
+        all_gather_into_tensor(output, given, group=group, async_op=async_op)
         for output, given in zip(output_tensors, input_tensors, strict=True)
     ]
     return _Works(works) if async_op else None
@@ -207,38 +245,66 @@ def configure(
     deepspeed_config: Any = None,
     enabled: bool | None = None,
     prof_all: bool | None = None,
-    prof_ops: Any = None,
+    prof_ops: Sequence[str] | None = None,
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """No effect: Shoal always records its last 1,024 collectives, at no cost worth switching off."""
+    """Set the log of collectives up; None: leave as it is.
+
+    An engine times its own collectives if the log is on when the engine is made: by then, or by the section
+    ``comms_logger`` of its config.
+
+    Args:
+        deepspeed_config: a configuration, whose section ``comms_logger`` counts.
+    """
+    logger = _logger()
+    if deepspeed_config is not None:
+        logger.configure(deepspeed_config)
+    given = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    for name, value in given.items():
+        if value is not None:
+            setattr(logger, name, value)
 
 
-class _Log:
-    """Where each world's log begins."""
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print the times of collectives on rank 0.
 
-    def __init__(self) -> None:
-        self.since: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-_log = _Log()
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
-    """Print what this rank's engines have issued lately, on rank 0. Returns: the same, with ``return_dict``."""
-    world = current_world()
-    totals: dict[str, list[int]] = {}
-    for entry in world.recorder.last:
-        if entry.seq >= _log.since.get(world, 0):
-            total = totals.setdefault(f"{entry.op} {entry.axis}", [0, 0])
-            total[0] += 1
-            total[1] += entry.nbytes
-    rows = [[name, count, nbytes] for name, (count, nbytes) in sorted(totals.items())]
-    say_on_rank_0(world.rank, "collectives of late:\n" + table(rows, ["collective", "calls", "bytes"]))
-    return {name: {"count": count, "bytes": nbytes} for name, count, nbytes in rows} if return_dict else None
+    Returns: with ``return_dict``, the figures by kind and bytes, on each rank its own.
+    Communicates: two barriers; with ``show_straggler`` every rank's times. Every rank calls.
+    """
+    world, logger = current_world(), _logger()
+    comm = world.communicator("dp", Mesh.of(world.size))
+    comm.barrier(label="log_summary")
+    found = logger.log_all(world.rank == 0 and logger.has_data(), show_straggler, return_dict)
+    if not logger.has_data():
+        say_on_rank_0(
+            world.rank,
+            "no collective was timed: set comms_logger.enabled in the config. What was issued lately:\n"
+            + world.recorder.table(world.recorder.last[-20:]),
+        )
+    comm.barrier(label="log_summary")
+    return found
 
 
 def reset_log() -> None:
     """``log_summary`` begins here."""
-    world = current_world()
-    _log.since[world] = world.recorder.num_issued
+    _logger().reset_data()
+
+
+def has_comm_data() -> bool:
+    """Was any collective timed?"""
+    return _logger().has_data()
+
+
+def get_comm_operation_count() -> int:
+    """How many collectives were timed."""
+    return _logger().get_total_operations()
+
+
+def get_logged_comm_ops() -> list[str]:
+    """The names that they are noted under."""
+    return _logger().get_operation_names()
+
+
+def _logger() -> CommsLogger:
+    return CommsLogger(collective_log(current_world()))

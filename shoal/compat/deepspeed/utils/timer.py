@@ -11,6 +11,7 @@ from shoal.comm.world import current_world
 from shoal.compat.deepspeed.accelerator import get_accelerator
 from shoal.compat.deepspeed.utils.logging import logger
 from shoal.engine.log import say_on_rank_0
+from shoal.observe.collectives import trimmed_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -187,4 +188,9 @@ class NoopTimer:
         return {}
 
 
-__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "Timer"]
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean without the largest and the smallest values, a share of them at each end; 0 of nothing."""
+    return trimmed_mean(data, trim_percent)
+
+
+__all__ = ["NoopTimer", "SynchronizedWallClockTimer", "ThroughputTimer", "Timer", "trim_mean"]

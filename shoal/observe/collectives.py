@@ -1,0 +1,230 @@
+"""How long collectives take: a log of each rank's, by kind and size, that is off until somebody asks for it.
+
+    log = collective_log(world)
+    log.is_on = True
+    ...
+    print(log.table())
+
+``TimedCommunicator`` writes Shoal's own collectives into it, ``deepspeed.comm`` those of a script.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from shoal.comm.protocol import Communicator
+from shoal.comm.world import World, current_world
+from shoal.text import format_bytes
+from shoal.text import table as text_table
+
+logger = logging.getLogger("shoal")
+
+TRIMMED = 0.1  # of the values at each end are left out of a mean
+
+# Other names of the kinds, as torch has them.
+_SAME = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce_coalesced": "all_reduce",
+    "inference_all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+}
+
+Records = dict[str, dict[int, list[Any]]]  # name: bytes: [count, milliseconds, algorithm's and bus's Gbit/s]
+
+
+class CollectiveLog:
+    """The collectives of one rank, with their times.
+
+    Args:
+        speaks: may it say each one, as rank 0 does?
+
+    Attributes:
+        is_on: note anything at all.
+        takes_all: note every kind; else ``kinds`` only.
+        kinds: names of kinds, or of labels.
+        is_verbose: say each one.
+        names_callers: keep apart what was called from different places.
+        records: what was noted.
+    """
+
+    def __init__(self, *, speaks: bool = True) -> None:
+        self._speaks = speaks
+        self.is_on = False
+        self.takes_all = True
+        self.kinds: Collection[str] = ()
+        self.is_verbose = False
+        self.names_callers = False
+        self.records: Records = {}
+
+    def wants(self, kind: str, label: str = "") -> bool:
+        """Is such a collective noted?"""
+        names = {kind, _SAME.get(kind, kind), label}
+        return self.is_on and (self.takes_all or not names.isdisjoint({_SAME.get(n, n) for n in self.kinds}))
+
+    def add(
+        self, kind: str, nbytes: int, milliseconds: float, *, size: int, name: str | None = None, caller: str = ""
+    ) -> None:
+        """Note a collective.
+
+        Args:
+            nbytes: what this rank put in.
+            size: ranks that took part.
+            name: what it is noted under; None: its kind.
+            caller: where it was called.
+        """
+        name = name or kind
+        if self.names_callers and caller:
+            name = f"{name} | [Caller Func: {caller}]"
+        algorithm, bus = bandwidths(kind, nbytes, milliseconds, size)
+        record = self.records.setdefault(name, {}).setdefault(nbytes, [0, [], [], []])
+        record[0] += 1
+        for values, value in zip(record[1:], (milliseconds, algorithm, bus), strict=True):
+            values.append(value)
+        if self.is_verbose and self._speaks:
+            logger.info(
+                "%s of %s: %.2f ms, %.2f Gbit/s, on the bus %.2f Gbit/s",
+                name, format_bytes(nbytes), milliseconds, algorithm, bus,
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self.records.clear()
+
+    def summary(self) -> dict[str, dict[int, dict[str, Any]]]:
+        """By name and bytes: count, times and rates; means without the tenth at each end."""
+        return {name: summary_of(sizes) for name, sizes in self.records.items()}
+
+    def table(self) -> str:
+        """The same as text."""
+        rows = [
+            [
+                name, each["msg_size_str"], each["count"], f"{each['total_latency_ms']:.2f}",
+                f"{each['avg_latency_ms']:.3f}", f"{each['tput_avg_gbps']:.2f}", f"{each['busbw_avg_gbps']:.2f}",
+            ]
+            for name, sizes in self.summary().items()
+            for each in sizes.values()
+        ]  # fmt: skip
+        return text_table(rows, ["collective", "size", "count", "total ms", "mean ms", "Gbit/s", "bus Gbit/s"])
+
+
+def summary_of(sizes: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, Any]]:
+    """The figures of one name, by bytes, in ascending order."""
+    return {
+        nbytes: {
+            "count": count,
+            "total_latency_ms": sum(milliseconds),
+            "avg_latency_ms": trimmed_mean(milliseconds),
+            "tput_avg_gbps": trimmed_mean(algorithm),
+            "busbw_avg_gbps": trimmed_mean(bus),
+            "msg_size_bytes": nbytes,
+            "msg_size_str": format_bytes(nbytes),
+        }
+        for nbytes, (count, milliseconds, algorithm, bus) in sorted(sizes.items())
+    }
+
+
+def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, dict[str, Any]]]:
+    """What of each collective was waiting for late ranks: its time beyond that of the rank that waited least.
+
+    Of names and sizes that every rank noted equally often; others are left out.
+
+    Communicates: every rank's times, as JSON. Every rank calls.
+    """
+    mine = {name: {str(nbytes): record[1] for nbytes, record in sizes.items()} for name, sizes in log.records.items()}
+    everyone = comm.gather_objects(mine, label="times of collectives")
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for name, sizes in mine.items():
+        for nbytes, times in sizes.items():
+            rows = [theirs.get(name, {}).get(nbytes, []) for theirs in everyone]
+            if any(len(row) != len(times) for row in rows):
+                continue
+            least = [min(column) for column in zip(*rows, strict=True)]
+            waited = [time - low for time, low in zip(times, least, strict=True)]
+            found.setdefault(name, {})[int(nbytes)] = {
+                "count": len(times),
+                "total_comm_lat_ms": sum(least),
+                "total_straggler_ms": sum(waited),
+                "avg_comm_lat_ms": trimmed_mean(least),
+                "avg_straggler_ms": trimmed_mean(waited),
+                "msg_size_bytes": int(nbytes),
+                "msg_size_str": format_bytes(int(nbytes)),
+            }
+    return found
+
+
+def straggler_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+    """What ``stragglers`` found, as text."""
+    keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
+    rows = [
+        [name, each["msg_size_str"], each["count"], *(f"{each[key]:.3f}" for key in keys)]
+        for name, sizes in found.items()
+        for each in sizes.values()
+    ]
+    headers = ["collective", "size", "count", "total ms", "total waiting ms", "mean ms", "mean waiting ms"]
+    return text_table(rows, headers)
+
+
+def bandwidths(kind: str, nbytes: float, milliseconds: float, size: int) -> tuple[float, float]:
+    """Gbit/s of a collective: bytes by time, and what that means for the slowest link.
+
+    Args:
+        nbytes: what one rank puts in.
+
+    Source: NCCL's tests, doc/PERFORMANCE.md; of an all_reduce the first figure is twice theirs, as DeepSpeed has it.
+
+    >>> bandwidths("all_gather", 1_000_000, 1.0, 4)
+    (32.0, 24.0)
+    >>> bandwidths("all_reduce", 1_000_000, 1.0, 4)
+    (16.0, 12.0)
+    """
+    if milliseconds <= 0:
+        return 0.0, 0.0
+    kind = _SAME.get(kind, kind)
+    rate = nbytes * 8 / milliseconds / 1e6
+    if kind in ("all_gather", "reduce_scatter", "exchange"):
+        return rate * size, rate * (size - 1)
+    if kind == "all_reduce":
+        return 2 * rate, rate * 2 * (size - 1) / size
+    if kind == "all_to_all":
+        return rate, rate * (size - 1) / size
+    return rate, rate
+
+
+def trimmed_mean(values: Iterable[float], share: float = TRIMMED) -> float:
+    """The mean without the largest and the smallest, a share at each end; 0 of nothing.
+
+    >>> trimmed_mean([3.0, 1.0, 2.0]), trimmed_mean([*[2.0] * 8, 100.0, 0.0])
+    (2.0, 2.0)
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    cut = round(len(ordered) * share)
+    kept = ordered[cut : len(ordered) - cut] or ordered
+    return math.fsum(kept) / len(kept)
+
+
+class _Logs:
+    """The log of each world, while the world lives."""
+
+    def __init__(self) -> None:
+        self.by_world: weakref.WeakKeyDictionary[World, CollectiveLog] = weakref.WeakKeyDictionary()
+
+
+_logs = _Logs()
+
+
+def collective_log(world: World) -> CollectiveLog:
+    """The one log of this rank of a world."""
+    return _logs.by_world.setdefault(world, CollectiveLog(speaks=world.rank == 0))
+
+
+def current_log() -> CollectiveLog | None:
+    """The log of the world this code runs in, where it was asked for before; else None, and no world is made."""
+    return _logs.by_world.get(current_world()) if _logs.by_world else None

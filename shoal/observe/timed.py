@@ -1,0 +1,89 @@
+"""A communicator whose collectives are timed: each is waited for at once, and noted in the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.device import Device
+from shoal.observe.collectives import CollectiveLog
+
+_Result = TypeVar("_Result")
+
+
+class TimedCommunicator:
+    """As the communicator inside it, with times.
+
+    Order: while the log wants a collective, the host waits for the device before it and for its end after it, so it
+    overlaps with nothing; ranks still issue the same calls in the same order.
+    """
+
+    def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
+        self.axis, self.rank, self.size = inner.axis, inner.rank, inner.size
+        self._inner = inner
+        self._log = log
+        self._device = device
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return self._inner.scratch_nbytes
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inner.empty(numel, dtype, device)
+
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+        nbytes = full.nbytes // self.size
+        return self._work("all_gather", label, nbytes, lambda: self._inner.all_gather(full, shard, label=label))
+
+    def reduce_scatter(
+        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+    ) -> Work:
+        def issue() -> Work:
+            return self._inner.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+
+        return self._work("reduce_scatter", label, full.nbytes // self.size, issue)
+
+    def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+        return self._work(
+            "all_reduce", label, full.nbytes, lambda: self._inner.all_reduce(full, scale=scale, label=label)
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
+        return self._work("broadcast", label, tensor.nbytes, lambda: self._inner.broadcast(tensor, source, label=label))
+
+    def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
+        return self._work("exchange", label, vector.nbytes, lambda: self._inner.exchange(vector, label=label))
+
+    def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
+        return self._timed("gather_objects", label, 0, lambda: self._inner.gather_objects(value, label=label))
+
+    def barrier(self, *, label: str) -> None:
+        self._timed("barrier", label, 0, lambda: self._inner.barrier(label=label))
+
+    def drain(self) -> None:
+        self._inner.drain()
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _work(self, kind: str, label: str, nbytes: int, issue: Callable[[], Work]) -> Work:
+        def until_done() -> Work:
+            work = issue()
+            work.wait()
+            return work
+
+        return self._timed(kind, label, nbytes, until_done) if self._log.wants(kind, label) else issue()
+
+    def _timed(self, kind: str, label: str, nbytes: int, call: Callable[[], _Result]) -> _Result:
+        if not self._log.wants(kind, label):
+            return call()
+        self._device.synchronize()
+        began = time.perf_counter()
+        result = call()
+        self._device.synchronize()
+        self._log.add(kind, nbytes, (time.perf_counter() - began) * 1e3, size=self.size, caller=label)
+        return result

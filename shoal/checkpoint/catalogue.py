@@ -18,9 +18,10 @@ from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"  # of what ds_to_universal made last
 STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
-# Of DeepSpeed's layout, written beside ours for its clients; alone they would be a checkpoint of DeepSpeed's.
+# Of DeepSpeed's layout, written beside ours for its clients; alone they are a checkpoint of DeepSpeed's.
 _BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
 _MAX_HINT_BYTES = 4096
 
@@ -167,7 +168,8 @@ def find_tag(storage: Storage, tag: str) -> str:
             return found.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
         raise _missing_manifest(storage, tag)
-    check_not_deepspeeds(storage, tag)
+    if is_deepspeeds(storage, tag):
+        return tag
     whole = [found.folder for found in others if found.manifest is not None]
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {storage.url}.",
@@ -178,34 +180,35 @@ def find_tag(storage: Storage, tag: str) -> str:
     )
 
 
-def check_not_deepspeeds(storage: Storage, tag: str | None) -> None:
-    """Raises: CheckpointError: what is asked for was saved by DeepSpeed.
-
-    Args:
-        tag: its name; None: the one that ``latest``, or DeepSpeed's ``latest_universal``, names.
-    """
-    folder = tag or hint(storage) or hint(storage, "latest_universal")
-    if folder is None or not storage.is_folder(folder):
-        return
+def is_deepspeeds(storage: Storage, folder: str) -> bool:
+    """Is it a checkpoint that DeepSpeed itself saved, or its universal format?"""
     names = storage.names(folder)
-    if not any(map(_BESIDE.fullmatch, names)) or any(map(is_our_file, names)):
-        return
-    is_universal = storage.is_folder(f"{folder}/zero")
-    raise CheckpointError(
-        f"{folder!r} was saved by DeepSpeed" + (", in its universal format." if is_universal else "."),
-        where=storage.url,
-        do="convert the checkpoint that ds_to_universal was given: `shoal convert FOLDER NEW --to shoal`; then load"
-        " NEW, on any number of ranks."
-        if is_universal
-        else f"`shoal convert {storage.url} NEW --to shoal --tag {folder}`; then load NEW, on any number of ranks.",
-        code="checkpoint-of-deepspeed",
-    )
+    return any(map(_BESIDE.fullmatch, names)) and not any(map(is_our_file, names))
+
+
+def deepspeeds_tag(storage: Storage) -> str | None:
+    """The tag of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
+    for file in (LATEST, LATEST_UNIVERSAL):
+        tag = hint(storage, file)
+        if tag is not None:
+            return tag if is_name(tag) and is_deepspeeds(storage, tag) else None
+    return None
+
+
+def is_name(tag: str) -> bool:
+    """Is it the name of a folder, and not the way to another one?"""
+    return tag not in (".", "..") and not re.search(r"[/\\\0]", tag)
 
 
 def is_ours(storage: Storage, folder: str) -> bool:
     """Does the folder hold nothing but files that a save of Shoal's writes, and at least one?"""
     names = storage.names(folder)
     return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
+
+
+def is_beside(name: str) -> bool:
+    """Is it a file of DeepSpeed's layout, as a save under its name leaves them beside ours?"""
+    return _BESIDE.fullmatch(name) is not None
 
 
 def is_our_file(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Loading: any layout's checkpoint into this one. Nothing of the running state changes until all know it is whole.
 
-choose    rank 0 looks which checkpoint is meant; all ranks read its manifest
+open      all ranks read the manifest of the one that was chosen, or what DeepSpeed wrote in place of one
 compare   with the model and the optimizer: every difference is listed; nothing is read yet
 check     every rank reads the blocks that it needs and compares their sums
 apply     every rank copies its ranges; parameters that rest whole are made whole again
@@ -8,7 +8,6 @@ apply     every rank copies its ranges; parameters that rest whole are made whol
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,14 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import catalogue, tree
-from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.holdings import Holding, Holdings, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
-from shoal.checkpoint.reader import CheckpointReader
+from shoal.checkpoint.reader import CheckpointReader, StateReader
+from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
-from shoal.errors import CheckpointError
-
-logger = logging.getLogger("shoal")
+from shoal.errors import CheckpointError, NotBuiltError
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,15 @@ class Wanted:
         is_strict: the model's and the checkpoint's parameters must be the same.
         has_optimizer: optimizer state and the groups' hyperparameters too.
         is_checked: compare sums before anything is changed.
+        names: of each of the optimizer's groups, its parameters, in order; DeepSpeed's stage 0 has none of its own.
+        optimizer: its class, where another format does not say which one it was.
     """
 
     is_strict: bool = True
     has_optimizer: bool = True
     is_checked: bool = True
+    names: Sequence[Sequence[str]] = ()
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,52 +81,6 @@ def agree(comm: Communicator, problem: Exception | None, value: Any, label: str)
     return [entry["value"] for entry in theirs]
 
 
-def candidates(comm: Communicator, storage: Storage, tag: str | None) -> list[str]:
-    """The folders that may be loaded, the best first. Raises: CheckpointError: there is none.
-
-    Communicates: rank 0's answer.
-    """
-    problem: Exception | None = None
-    folders: list[str] = []
-    if comm.rank == 0:
-        try:
-            folders = [catalogue.find_tag(storage, str(tag))] if tag is not None else _resumable(storage)
-        except Exception as error:
-            problem = error
-    return list(agree(comm, problem, folders, "checkpoint: choice")[0])
-
-
-def _resumable(storage: Storage) -> list[str]:
-    found = catalogue.look(storage)
-    for entry in found:
-        if entry.problem is not None:
-            logger.warning("%s is passed over: %s", entry.folder, entry.problem.what)
-    whole = [entry for entry in found if entry.manifest is not None]
-    meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
-    if not meant:
-        catalogue.check_not_deepspeeds(storage, None)
-        damaged = [entry.folder for entry in found]
-        raise CheckpointError(
-            f"no whole checkpoint in {storage.url}"
-            + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
-            do="load from the folder around it, with its name as the tag."
-            if storage.exists(manifests.NAME)
-            else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
-            code="checkpoint-missing",
-        )
-    hinted = catalogue.hint(storage)
-    names = {entry.folder for entry in whole} | {entry.manifest.tag for entry in whole if entry.manifest is not None}
-    if hinted in names - {meant[0].folder, meant[0].manifest and meant[0].manifest.tag}:
-        logger.warning(
-            "%s names %r, but %s is newer and whole: it is loaded. Pass tag=%r to load the other.",
-            catalogue.LATEST,
-            hinted,
-            meant[0].folder,
-            hinted,
-        )
-    return [entry.folder for entry in meant]
-
-
 class Load:
     """One load into one engine's model and optimizer, on one rank."""
 
@@ -137,15 +93,21 @@ class Load:
         self._wanted = wanted
         self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that are not contiguous, and their values
 
-    def open(self, storage: Storage, folder: str) -> tuple[Chosen, CheckpointReader]:
+    def open(self, storage: Storage, folder: str) -> tuple[Chosen, StateReader]:
         """Read the manifest on every rank. Raises: CheckpointError: damaged, or not the same everywhere."""
         problem: Exception | None = None
-        manifest = None
+        reader: StateReader | None = None
         try:
-            manifest = catalogue.inspect(storage, folder)
+            if catalogue.is_deepspeeds(storage, folder):
+                reader = self._open_deepspeeds(storage, folder)
+            else:
+                manifest = catalogue.inspect(storage, folder)
+                reader = CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
         except (CheckpointError, OSError) as error:
             problem = error
-        stamps = agree(self._comm, problem, manifest.created if manifest else None, "checkpoint: manifest")
+        except NotBuiltError as error:  # raised on every rank as one of a checkpoint's
+            problem = CheckpointError(error.what, where=error.where, do=error.do, code=error.code)
+        stamps = agree(self._comm, problem, reader.manifest.created if reader else None, "checkpoint: manifest")
         if len(set(stamps)) > 1:
             raise CheckpointError(
                 f"the ranks see different checkpoints under {folder!r} (written at {', '.join(sorted(set(stamps)))}).",
@@ -153,9 +115,18 @@ class Load:
                 do="load from a folder that all nodes share.",
                 code="checkpoint-storage",
             )
-        assert manifest is not None
-        chosen = Chosen(storage, folder, manifest)
-        return chosen, CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
+        assert reader is not None
+        return Chosen(storage, folder, reader.manifest), reader
+
+    def _open_deepspeeds(self, storage: Storage, folder: str) -> StateReader:
+        """Each rank compares the sums in its share of the files."""
+        wanted, comm = self._wanted, self._comm
+        root = storage.url
+        names = wanted.names if wanted.has_optimizer else ()
+        source = DeepSpeedSource(root, folder, names=names, verify=wanted.is_checked, rank=comm.rank, size=comm.size)
+        if source.about.optimizer is None and any(kind != MODEL for kind in source.kinds()):
+            source.about.optimizer = wanted.optimizer
+        return SourceReader(source, folder)
 
     # compare
 
@@ -271,7 +242,7 @@ class Load:
                     nothing = torch.empty(holding.numel, device="meta")
                     yield Holding(kind, holding.name, holding.shape, holding.begin, (nothing,))
 
-    def check(self, chosen: Chosen, reader: CheckpointReader) -> None:
+    def check(self, chosen: Chosen, reader: StateReader) -> None:
         """Read and compare, on every rank. Raises: CheckpointError: on every rank, the damage that was found."""
         problem: Exception | None = None
         try:
@@ -281,7 +252,7 @@ class Load:
         agree(self._comm, problem, None, "checkpoint: check")
 
     @torch.no_grad()
-    def apply(self, chosen: Chosen, reader: CheckpointReader) -> None:
+    def apply(self, chosen: Chosen, reader: StateReader) -> None:
         """Take the values over.
 
         Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.

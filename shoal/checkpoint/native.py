@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 
@@ -42,6 +41,7 @@ class ShoalSource:
                 )
             name = whole[0].folder
         self.manifest: Manifest = catalogue.inspect(storage, name)
+        self.storage, self.folder = storage, name  # where it lies: its files are in this folder of that
         self._reader = CheckpointReader(storage, name, self.manifest)
         self.about = self._about()
 
@@ -61,6 +61,7 @@ class ShoalSource:
             counters=state.get("counters", {}),
             loss_scale=state.get("loss_scale"),
             client_state=tree.decode(manifest.client_state, extra) or {},
+            num_ranks=manifest.world.get("size"),
         )
 
     def _extra(self, name: str) -> torch.Tensor:
@@ -84,108 +85,110 @@ class ShoalSource:
         return self._reader.tensor(kind, name) if info is None else torch.empty(info.shape, dtype=info.dtype)
 
 
+def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """A state as a manifest describes it, with no files; and the tensors inside nested values, of kind ``extra``.
+
+    Args:
+        created: ISO 8601, UTC.
+
+    Raises: CheckpointError: the client's state, or another one beside the tensors, holds what no manifest can.
+    """
+    about = source.about
+    tensors = [
+        TensorRecord(kind=kind, name=name, dtype=tree.name_of(info.dtype), shape=tuple(info.shape), chunks=[])
+        for kind in source.kinds()
+        for name, info in source.tensors(kind).items()
+    ]
+    aside: dict[str, torch.Tensor] = {}
+    values = {"counters": about.counters, "schedule": about.schedule, "loss_scale": about.loss_scale}
+    engine = tree.encode(values, aside, "engine", what="the engine's state")
+    groups = tree.encode([dict(group) for group in about.groups], aside, "groups", what="the optimizer's groups")
+    client_state = tree.encode(about.client_state, aside, "client_state")
+    tensors += [
+        TensorRecord(kind=EXTRA, name=name, dtype=tree.name_of(value.dtype), shape=tuple(value.shape), chunks=[])
+        for name, value in aside.items()
+    ]
+    parameters = [
+        ParameterRecord(
+            name=name,
+            aliases=list(about.aliases.get(name, ())),
+            dtype=tree.name_of(info.dtype),
+            shape=tuple(info.shape),
+            group=about.group_of.get(name),
+            scalars=tree.encode(about.scalars.get(name, {}), None, name),
+        )
+        for name, info in about.parameters.items()
+    ]
+    manifest = Manifest(
+        tag=tag,
+        step=about.counters.get("global_steps", 0),
+        created=created,
+        versions=versions(),
+        world={} if about.num_ranks is None else {"size": about.num_ranks},
+        groups=groups,
+        optimizer=about.optimizer,
+        parameters=parameters,
+        tensors=tensors,
+        files=[],
+        engine={**engine, "ranks": []},
+        client_state=client_state,
+    )
+    return manifest, aside
+
+
 def write_shoal(
     source: Source,
     folder: str | os.PathLike[str],
     tag: str | None = None,
     *,
+    is_for_resuming: bool = True,
     on_tensor: Callable[[str, str, int], None] = lambda kind, name, nbytes: None,
 ) -> str:
     """Write a state as a checkpoint that any engine loads.
 
     Args:
         tag: None: ``global_step`` and the source's number of steps.
+        is_for_resuming: False: ``latest`` does not name it, and it is loaded where its tag is asked for.
         on_tensor: called with kind, name and bytes of each tensor as it is read.
 
     Returns: the tag.
     Raises: CheckpointError, OSError: nothing is left behind.
     Memory: one tensor.
     """
-    about = source.about
-    step = about.counters.get("global_steps", 0)
-    tag = tag if tag is not None else f"global_step{step}"
+    tag = tag if tag is not None else f"global_step{source.about.counters.get('global_steps', 0)}"
+    manifest, aside = manifest_of(source, tag, datetime.now(UTC).isoformat(timespec="microseconds"))
     storage = open_storage(folder)
-    entries: list[Entry] = []
-    owner: dict[str, tuple[str, str]] = {}
 
     def reading(kind: str, name: str, nbytes: int) -> Callable[[], tuple[torch.Tensor, ...]]:
         def read() -> tuple[torch.Tensor, ...]:
+            if kind == EXTRA:
+                return (aside[name].reshape(-1),)
             on_tensor(kind, name, nbytes)
             return (source.read(kind, name).reshape(-1),)
 
         return read
 
-    records: dict[tuple[str, str], dict[str, Any]] = {}
-
-    def add(kind: str, name: str, info: TensorInfo, read: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        records[kind, name] = {
-            "kind": kind,
-            "name": name,
-            "dtype": tree.name_of(info.dtype),
-            "shape": tuple(info.shape),
-            "chunks": [],
-        }
-        entry = Entry(f"{kind}/{name}", info.dtype, tuple(info.shape), read)
-        if entry.nbytes:
-            entries.append(entry)
-            owner[entry.key] = (kind, name)
-
-    for kind in source.kinds():
-        for name, info in source.tensors(kind).items():
-            numel = torch.Size(info.shape).numel()
-            add(kind, name, info, reading(kind, name, numel * info.dtype.itemsize))
-    aside: dict[str, torch.Tensor] = {}
-    engine = tree.encode(
-        {
-            "counters": about.counters,
-            "schedule": about.schedule,
-            "loss_scale": about.loss_scale,
-        },
-        aside,
-        "engine",
-        what="the engine's state",
-    )
-    groups = tree.encode([dict(group) for group in about.groups], aside, "groups", what="the optimizer's groups")
-    client_state = tree.encode(about.client_state, aside, "client_state")
-    for name, tensor in aside.items():
-        add(EXTRA, name, TensorInfo(tensor.dtype, tuple(tensor.shape)), _just(tensor))
-    scalars = {name: tree.encode(values, None, name) for name, values in about.scalars.items()}
+    entries: list[Entry] = []
+    owner: dict[str, int] = {}
+    for index, record in enumerate(manifest.tensors):
+        dtype = tree.dtype_of(record.dtype)
+        nbytes = record.numel * dtype.itemsize
+        if nbytes:
+            key = f"{record.kind}/{record.name}"
+            entries.append(Entry(key, dtype, record.shape, reading(record.kind, record.name, nbytes)))
+            owner[key] = index
     plan = plan_file(entries)
     commit = Commit(storage, tag)
     try:
         commit.begin(plan.nbytes)
         file = write_file(storage, commit.folder, f"rank-00000{commit.suffix}.safetensors", plan)
+        tensors = list(manifest.tensors)
         for entry, offset in zip(plan.entries, plan.offsets, strict=True):
-            start = (0,) * len(entry.shape)
-            records[owner[entry.key]]["chunks"].append((0, offset, start, entry.shape))
-        manifest = Manifest(
-            tag=tag,
-            step=step,
-            created=datetime.now(UTC).isoformat(timespec="microseconds"),
-            versions=versions(),
-            groups=groups,
-            optimizer=about.optimizer,
-            parameters=[
-                ParameterRecord(
-                    name=name,
-                    aliases=list(about.aliases.get(name, ())),
-                    dtype=tree.name_of(info.dtype),
-                    shape=tuple(info.shape),
-                    group=about.group_of.get(name),
-                    scalars=scalars.get(name, {}),
-                )
-                for name, info in about.parameters.items()
-            ],
-            tensors=[TensorRecord(**record) for record in records.values()],
-            files=[file],
-            engine={**engine, "ranks": []},
-            client_state=client_state,
-        )
-        commit.publish(manifest, Retention(), save_latest=True)
+            index = owner[entry.key]
+            chunk = (0, offset, (0,) * len(entry.shape), entry.shape)
+            tensors[index] = tensors[index].model_copy(update={"chunks": [chunk]})
+        written = {"tensors": tensors, "files": [file], "is_for_resuming": is_for_resuming}
+        commit.publish(manifest.model_copy(update=written), Retention(), save_latest=is_for_resuming)
     finally:
         commit.end()
     return tag
-
-
-def _just(tensor: torch.Tensor) -> Callable[[], tuple[torch.Tensor, ...]]:
-    return lambda: (tensor.reshape(-1),)

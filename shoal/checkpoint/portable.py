@@ -37,6 +37,7 @@ class About:
         counters: ``global_steps``, ``global_samples``, ``micro_steps``, ``skipped_steps``, as far as they are known.
         loss_scale: the loss scale's ``state_dict()``.
         client_state: what the client saved.
+        num_ranks: that saved it.
         notes: what was found and could not be kept, a sentence each.
     """
 
@@ -50,6 +51,7 @@ class About:
     counters: dict[str, int] = field(default_factory=dict)
     loss_scale: dict[str, Any] | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int | None = None
     notes: list[str] = field(default_factory=list)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -38,6 +39,34 @@ class Copy:
         return self.numel * self.dtype.itemsize
 
 
+class StateReader(Protocol):
+    """A state that ranges of tensors are read from, and the manifest that describes it."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What was found and could not be kept, a sentence each."""
+        ...
+
+    def plan(self, holdings: Iterable[Holding]) -> Any:
+        """What fills the holdings."""
+        ...
+
+    def check(self, plan: Any) -> None:
+        """Raises: CheckpointError: something of it is damaged."""
+        ...
+
+    def run(self, plan: Any) -> None:
+        """Fill them. Raises: CheckpointError."""
+        ...
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
+        ...
+
+
 class CheckpointReader:
     """One committed checkpoint.
 
@@ -49,6 +78,7 @@ class CheckpointReader:
         self.storage = storage
         self.folder = folder
         self.manifest = manifest
+        self.notes: Sequence[str] = ()
         self._is_checked = is_checked
 
     def where(self, file: int) -> str:

@@ -37,7 +37,7 @@ _SEQUENCE = "sequence parallelism is not built yet: shorten the sequence, or rec
 _BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
 _LAUNCHER = "start ranks by `shoal deepspeed`, `shoal run` or torchrun."
 _SWAPPING = "set zero_optimization.offload_param or offload_optimizer in the config: Shoal moves state by itself."
-_CHECKPOINTS = "use `shoal convert`: DeepSpeed's checkpoints are read, and any layout loads in any other."
+_CHECKPOINTS = "load it as it is: engine.load_checkpoint() and `shoal convert` read DeepSpeed's own, in any layout."
 
 # Name below ``deepspeed``: what to do instead, and the names in it. Capitals begin classes.
 ABSENT: dict[str, tuple[str, str]] = {
@@ -183,15 +183,11 @@ ABSENT: dict[str, tuple[str, str]] = {
         _SEQUENCE,
         "vocab_parallel_logprobs vocab_parallel_entropy vocab_parallel_kl_div",
     ),
-    "checkpoint.ds_to_universal": (_CHECKPOINTS, "main"),
-    "checkpoint.universal_checkpoint": (_CHECKPOINTS, "enable_universal_checkpoint load_hp_checkpoint_state"),
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
-    "checkpoint.deepspeed_checkpoint": (_CHECKPOINTS, "DeepSpeedCheckpoint"),
 }
 
 # Modules that cannot be imported, by what to do instead: nothing can stand in for what is in them.
 NAMED: dict[str, str] = {
-    _CHECKPOINTS: "checkpoint.constants",
     _BACKENDS: "comm.config comm.constants comm.mori comm.pg_utils comm.utils",
     _LAUNCHER: "launcher.launcher_helper",
     _EXPERTS: (

@@ -4,11 +4,14 @@
     FOLDER/zero_to_fp32.py                                          gives the fp32 weights of the folder's checkpoints
     FOLDER/zero_to_torch.py                                         gives them in another format too
     FOLDER/TAG/mp_rank_00_model_states.pt                           stages 0 to 2: the module's state dict, counters
-                                                                    and the client state
+                                                                    and the client state, as scripts read them there
     FOLDER/TAG/zero_pp_rank_0_mp_rank_00_model_states.pt            stage 3: the same without the module
     FOLDER/TAG/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt     stages 1 to 3: the stage
 
-Shoal itself reads none of them. A save while training goes on leaves the module out: its values change meanwhile.
+Shoal itself reads none of them. The module is left out by a save while training goes on, since its values change
+meanwhile, and where checkpoint.module_in_model_file is false: it is a sixth more bytes beside fp32 master weights and
+Adam's moments (a third where the weights themselves are fp32), all of them written by rank 0. At stage 3 DeepSpeed has
+empty tensors there, which nobody reads.
 They are rank 0's alone, and ``torch.load(weights_only=True)`` reads them.
 """
 
@@ -72,10 +75,11 @@ def prepare(
         "ds_config": settings,
         "ds_version": version,
     }
-    is_async = engine._config_object.checkpoint.async_save
-    held = (
-        counters if stage == 3 or is_async else {"module": _module(engine, exclude_frozen=exclude_frozen), **counters}
-    )
+    saving = engine._config_object.checkpoint
+    is_async = saving.async_save
+    held = counters
+    if stage < 3 and saving.module_in_model_file and not is_async:
+        held = {"module": _module(engine, exclude_frozen=exclude_frozen), **counters}
     taken = _bytes_of(held) if is_async else None  # the client state may change before it is written
 
     def write() -> None:

@@ -29,7 +29,9 @@ class Checkpoint(Section):
     """Saving and loading."""
 
     tag_validation: Literal["Ignore", "Warn", "Fail"] = key("Warn", "what ranks with different tags do")
-    load_universal: bool = key(False, "load a converted universal checkpoint")
+    load_universal: bool = key(
+        False, "load_checkpoint without a tag loads what latest_universal names, if that file is there"
+    )
     use_node_local_storage: bool = key(False, "each node writes to a folder of its own")
     parallel_write: ParallelWrite = section(ParallelWrite, "who writes at the same time")
     checkpoint_serialization: bool = key(True, "torch.save's zip format")
@@ -39,6 +41,11 @@ class Checkpoint(Section):
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
     on_save_error: Literal["raise", "warn"] = key("raise", "what a save that fails does to training (Shoal's own key)")
     verify: bool = key(True, "check sums when loading (Shoal's own key)")
+    module_in_model_file: bool = key(
+        True,
+        "under DeepSpeed's name, below stage 3: the weights in mp_rank_00_model_states.pt too, for scripts that read"
+        " them there (Shoal's own key)",
+    )
     save_on_signal: bool = key(False, "save when the job is told to stop (Shoal's own key)")
 
 

@@ -215,7 +215,6 @@ VERDICTS: dict[str, Verdict] = {
     "timers.throughput.synchronized": unused("the timer never makes the device wait"),
     # saving and reading
     "checkpoint.**": OBEYED,
-    "checkpoint.load_universal": unused("every checkpoint loads in every layout"),
     "checkpoint.use_node_local_storage": later("checkpoints on disks that nodes do not share"),
     "checkpoint.parallel_write.pipeline_stage": unused("all ranks write at the same time"),
     "checkpoint.writer.**": unused("there is one way of writing"),

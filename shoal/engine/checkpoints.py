@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shoal.checkpoint import catalogue, open_gradients, tree
+from shoal.checkpoint.choose import candidates
 from shoal.checkpoint.commit import Retention
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
-from shoal.checkpoint.load import Chosen, Load, Wanted, agree, candidates
+from shoal.checkpoint.load import Chosen, Load, Wanted, agree
 from shoal.checkpoint.manifest import MODEL, ParameterRecord, collecting_nothing, versions
-from shoal.checkpoint.reader import CheckpointReader
+from shoal.checkpoint.reader import StateReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
@@ -296,22 +297,21 @@ class Checkpoints:
         storage = open_storage(folder)
         comm = engine.axes.all
         is_checked = bool(self._settings.verify)
-        wanted = Wanted(
-            is_strict, has_optimizer and not is_module_only and engine.sharded_optimizer is not None, is_checked
-        )
         holdings = holdings_of(self._engine)
-        load = Load(comm, holdings, buffers_of(engine.module), wanted)
         names = names_of(engine.module)[0]
         groups: list[list[str]] = []
         optimizer = None
         if engine.sharded_optimizer is not None:
             groups = [[names[id(p)] for p in g["params"]] for g in engine.sharded_optimizer.param_groups]
             optimizer = type(engine.sharded_optimizer.optimizer).__name__
-        folders = candidates(comm, storage, tag)
+        has_optimizer = has_optimizer and not is_module_only and engine.sharded_optimizer is not None
+        wanted = Wanted(is_strict, has_optimizer, is_checked, groups, optimizer)
+        load = Load(comm, holdings, buffers_of(engine.module), wanted)
+        folders = candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
                 chosen, reader = load.open(storage, name)
-                notes = load.compare(chosen, groups, optimizer)
+                notes = [*reader.notes, *load.compare(chosen, groups, optimizer)]
                 trees = self._read_trees(chosen, reader)
                 if not is_module_only:
                     notes += self._compare_own(chosen, trees, is_strict=is_strict, has_schedule=has_schedule)
@@ -360,7 +360,14 @@ class Checkpoints:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
         problem: Exception | None = None
         try:
-            own_state.restore(self._engine, trees["engine"], trees["own"], chosen.folder, has_schedule=has_schedule)
+            own_state.restore(
+                self._engine,
+                trees["engine"],
+                trees["own"],
+                chosen.folder,
+                has_schedule=has_schedule,
+                num_ranks=len(chosen.manifest.engine.get("ranks", ())),
+            )
         except (CheckpointError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             problem = CheckpointError(
                 f"the parameters are loaded, but not what belongs to them: {type(error).__name__}: {error}.",
@@ -386,7 +393,7 @@ class Checkpoints:
         agree(engine.axes.all, problem, None, "checkpoint: fit")
         return notes
 
-    def _read_trees(self, chosen: Chosen, reader: CheckpointReader) -> dict[str, Any]:
+    def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
         """The nested values, whole, before anything is changed."""
         manifest = chosen.manifest
         rank = self._engine.axes.all.rank

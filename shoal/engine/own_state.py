@@ -106,13 +106,21 @@ def compare(
 
 
 def restore(
-    engine: Engine, saved: Mapping[str, Any], mine: Mapping[str, Any] | None, name: str, *, has_schedule: bool
+    engine: Engine,
+    saved: Mapping[str, Any],
+    mine: Mapping[str, Any] | None,
+    name: str,
+    *,
+    has_schedule: bool,
+    num_ranks: int,
 ) -> None:
     """Set what ``shared`` and ``own`` gave.
 
     Args:
         mine: None: this rank was not there.
         name: of the checkpoint, for a warning.
+        num_ranks: of which there is such a state; 0: of none, as in every other format, and generators go on as they
+            are.
     """
     for counter, value in saved.get("counters", {}).items():
         if counter in _COUNTERS:
@@ -134,8 +142,9 @@ def restore(
     engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
     if mine is None:
         rank = engine.axes.all.rank
-        logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
-        torch.manual_seed(int(torch.initial_seed()) + rank)
+        if num_ranks:
+            logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
+            torch.manual_seed(int(torch.initial_seed()) + rank)
         open_gradients.put(engine.bucket_states, [], None)
         return
     _set_generators(engine, mine["generators"])

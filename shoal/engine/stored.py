@@ -66,10 +66,12 @@ class StoredEngine(DeepSpeedFace):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, Any]:
-        """Load a checkpoint that any layout saved. Every rank calls.
+        """Load a checkpoint that any layout saved, or one of DeepSpeed's, universal or not. Every rank calls.
 
         Args:
-            tag: its name; None: the newest that is whole.
+            load_dir: the folder that was saved to, or an fsspec URL; of DeepSpeed's checkpoints a local one.
+            tag: its name; None: the newest that is whole, or the one of DeepSpeed's that ``latest`` names. With
+                ``checkpoint.load_universal`` the one that ``latest_universal`` names.
             load_module_strict: False: parameters that only one side has are left out, and named.
             load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
             custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` while the module is whole.
@@ -78,7 +80,7 @@ class StoredEngine(DeepSpeedFace):
         there.)
         Raises: CheckpointError: on every rank; nothing was changed.
         Communicates: one all_gather of the parameters where they rest whole; short messages.
-        Memory: one block of 4 MiB on the host.
+        Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._check_alive()
         self._settle()

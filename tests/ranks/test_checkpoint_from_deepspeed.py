@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.native import write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.compat.deepspeed import initialize
-from shoal.errors import CheckpointError
 from tests.fixtures.deepspeed.make import CASES
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 
@@ -144,29 +141,3 @@ def test_without_the_optimizers_state_the_losses_are_others(tmp_path: Path) -> N
     losses = run_ranks(2, forget)[0]
     assert losses[0] == pytest.approx(run["losses"][3][0], abs=1e-5)  # the same weights
     assert abs(losses[2] - run["losses"][5][0]) > 1e-3
-
-
-@pytest.mark.parametrize("begin", [shoal.initialize, initialize], ids=["shoal", "deepspeed"])
-def test_what_deepspeed_saved_is_not_taken_for_nothing_saved(begin: Any, tmp_path: Path) -> None:
-    stages = {stage: MADE / f"stage{stage}-fp32" / "checkpoint" for stage in (0, 2, 3)}
-    universal = tmp_path / "universal"
-    shutil.copytree(stages[2] / "global_step3", universal / "global_step3_universal")
-    (universal / "global_step3_universal" / "zero").mkdir()
-    (universal / "latest_universal").write_text("global_step3_universal")
-
-    def job() -> None:
-        engine = begin(model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})[0]
-
-        def said(folder: Path, tag: str | None = None) -> str:
-            with pytest.raises(CheckpointError) as caught:
-                engine.load_checkpoint(folder, tag=tag)
-            assert caught.value.code == "checkpoint-of-deepspeed"
-            return str(caught.value)
-
-        for folder in stages.values():
-            command = f"`shoal convert {folder} NEW --to shoal --tag global_step3`"
-            assert command in said(folder) and command in said(folder, "global_step3")
-        assert "in its universal format" in said(universal) and "ds_to_universal" in said(universal)
-        engine.destroy()
-
-    run_ranks(2, job)

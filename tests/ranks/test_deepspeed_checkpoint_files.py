@@ -120,6 +120,13 @@ def test_below_stage_3_the_model_file_holds_the_module(tmp_path: Path, stage: in
     assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_module_can_be_left_out_of_the_model_file(tmp_path: Path, stage: int) -> None:
+    saved(tmp_path, stage, checkpoint={"module_in_model_file": False})
+    found = torch.load(get_model_state_file(str(tmp_path / "global_step1"), stage), weights_only=True)
+    assert "module" not in found and found["global_steps"] == 1
+
+
 def test_without_deepspeeds_name_nothing_lies_beside(tmp_path: Path) -> None:
     engine, *_ = shoal.initialize(model=make(Plain), optimizer=adamw, config=config(1))
     engine.save_checkpoint(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import torch
@@ -25,6 +26,13 @@ VECTORS = ["blocks.0.up.bias", "blocks.1.up.bias", "norm.weight", "norm.bias"]
 
 def made(case: str) -> DeepSpeedSource:
     return DeepSpeedSource(MADE / case / "checkpoint")
+
+
+def universal(case: str, folder: Path) -> Path:
+    """What the real ds_to_universal made of a case. Returns: the tag's folder."""
+    with zipfile.ZipFile(MADE / case / "universal.zip") as archive:
+        archive.extractall(folder)
+    return folder / "global_step3_universal"
 
 
 def everything(source: Source) -> dict[str, torch.Tensor]:

@@ -133,7 +133,6 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
         ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
         ("mp_rank_01_model_states.pt", "tensor parallelism"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
-        ("zero", "DeepSpeed's universal format"),
         ("offloaded_tensors", "state offloaded to NVMe"),
     ],
 )

@@ -2,6 +2,7 @@
 
     parameter          weights from                        its dtype in About.parameters
     trained            the optimizer's fp32 master         the model's (bf16, fp16 or fp32)
+    .. universal       zero/NAME/fp32.pt                   the model's
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
 
@@ -17,9 +18,18 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, find_files, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
-from shoal.checkpoint.formats.deepspeed_state import Spread, Trained, damaged, entry, read_partitioned, read_spread
+from shoal.checkpoint.formats.deepspeed_state import (
+    Held,
+    Spread,
+    Trained,
+    damaged,
+    entry,
+    read_partitioned,
+    read_spread,
+)
+from shoal.checkpoint.formats.deepspeed_universal import read_universal
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import About, TensorInfo
@@ -35,12 +45,13 @@ class DeepSpeedSource:
         names: of each parameter group, the names of its parameters in the optimizer's order. Only stage 0 can need it
             (it saves no names), and says so; ``()`` leaves the optimizer's state out there.
         verify: compare the checksums in all files first, which reads them once more.
+        rank, size: of several processes that open it together each compares its share of the files.
 
     Memory: what a file holds beside its tensors; those are mapped, and read when they are asked for.
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with tensor, pipeline or expert parallelism, is universal, or offloaded to NVMe.
+        NotBuiltError: it was made with tensor, pipeline or expert parallelism, or offloaded to NVMe.
     """
 
     about: About
@@ -52,30 +63,37 @@ class DeepSpeedSource:
         *,
         names: Sequence[Sequence[str]] | None = None,
         verify: bool = True,
+        rank: int = 0,
+        size: int = 1,
     ) -> None:
         files = find_files(folder, tag)
         try:
-            self._open(files, names, verify)
+            self._open(files, names, Turns(verify=verify, rank=rank, size=size))
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
                 raise
             # A value of another type than DeepSpeed writes.
             raise damaged(f"{type(error).__name__}: {error}", str(files.folder)) from error
 
-    def _open(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, verify: bool) -> None:
-        model = open_file(files.model[0], verify=verify)
+    def _open(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, turns: Turns) -> None:
+        model = open_file(files.model[0], verify=turns.take())
         self._module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3)
         notes = self._module.notes
         size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))
-        self._frozen = _frozen(files, model, size, notes, verify) if files.is_stage_3 else None
-        self._trained, scale = _trained(files, self._module, size, names, verify)
+        self._frozen = _frozen(files, model, size, notes, turns) if files.is_stage_3 else None
+        self._trained: Held | None
+        if files.universal is None:
+            self._trained, scale = _trained(files, self._module, size, names, turns)
+        else:
+            self._trained, scale = read_universal(files.universal, self._module, turns)
         held = {} if self._trained is None else {kind: self._trained.infos(kind) for kind in self._trained.kinds()}
         self._masters = held.pop(MODEL, {})
         weights = self._module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
         self._infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
         self.about = self._module.about(weights, self._trained, scale)
+        self.about.num_ranks = size
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)
@@ -98,13 +116,13 @@ def _trained(
     module: ModelFile,
     size: int,
     names: Sequence[Sequence[str]] | None,
-    verify: bool,
+    turns: Turns,
 ) -> tuple[Trained | None, Any]:
     """The optimizer's state, and its loss scale. None: there is none."""
     state = module.state.get("optimizer")
     if state is not None:
         if names is not None and not names:
-            module.notes.append("The optimizer's state was left out, as names=() asks.")
+            module.notes.append("The optimizer's state was left out, as was asked.")
             return None, None
         return read_unnamed(state, module.parameters(), names, module.file), state
     shapes = module.state.get("param_shapes")
@@ -119,7 +137,7 @@ def _trained(
         raise damaged("entry 'param_shapes' is missing", module.file)
     states = []
     for path in paths:
-        opened = entry(open_file(path, verify=verify), "optimizer_state_dict", str(path))
+        opened = entry(open_file(path, verify=turns.take()), "optimizer_state_dict", str(path))
         count = entry(opened, "partition_count", str(path))
         counts = count if isinstance(count, list) else [count]
         if "ds_zero_partition_groups" in opened or len(set(counts)) > 1:
@@ -139,7 +157,7 @@ def _trained(
     return trained, states[0].get("loss_scaler")
 
 
-def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], verify: bool) -> Trained | None:
+def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], turns: Turns) -> Trained | None:
     """Stage 3: the parameters that no optimizer has, each rank's part from its model file."""
     if len(files.model) < size:
         raise damaged(
@@ -153,7 +171,7 @@ def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: lis
     if not shapes:
         return None
     paths = [str(path) for path in files.model[:size]]
-    states = [model, *(open_file(path, verify=verify) for path in files.model[1:size])]
+    states = [model, *(open_file(path, verify=turns.take()) for path in files.model[1:size])]
     parts = Trained([], paths)
     for state, path in zip(states, paths, strict=True):
         fragments = entry(state, "frozen_param_fragments", path)

@@ -4,6 +4,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
+    FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
 
 R counts the data-parallel ranks; ``mp_rank`` above 0 is tensor parallelism.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,11 +35,12 @@ _OPTIMIZER = re.compile(
 _NOT_BUILT = {
     "mixture-of-experts layers": re.compile(r"layer_\d+_expert_.*|expert_\d+_mp_rank_.*|expp_rank_.*"),
     "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
-    "DeepSpeed's universal format": re.compile(r"zero|universal.*"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
+UNIVERSAL = "zero"  # the folder of a universal checkpoint's weights and state
 _MAX_TAG_BYTES = 4096
 _CHUNK = 1 << 20
+_ALLOWING = threading.Lock()  # what torch allows, it allows in all threads, and takes back as it was before
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class CheckpointFiles:
     Args:
         model: one file, or at stage 3 one for each rank.
         optimizer: one for each rank; none at stage 0, and where only the weights were kept.
+        universal: the folder ``zero`` of a universal checkpoint, which has no optimizer files.
     """
 
     folder: Path
     model: tuple[Path, ...]
     is_stage_3: bool
     optimizer: dict[int, Path]
+    universal: Path | None = None
 
     def optimizer_of(self, size: int) -> tuple[list[Path], list[str]]:
         """The optimizer files of ranks 0 to ``size - 1``, and a note on files of other ranks.
@@ -98,6 +103,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
             raise not_built(what, f"{place}/{found[0]}")
     model = _by_rank(place, names, _MODEL)
     optimizer = _by_rank(place, names, _OPTIMIZER)
+    universal = place / UNIVERSAL if UNIVERSAL in names else None
     if not model:
         raise CheckpointError(
             "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's.",
@@ -113,7 +119,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
                 do="two saves went to one tag: take away the files of the older one.",
                 code="checkpoint-damaged",
             )
-        return CheckpointFiles(place, (model[None],), False, _ranks(optimizer))
+        return CheckpointFiles(place, (model[None],), False, _ranks(optimizer), universal)
     ranks = _ranks(model)
     number = max(ranks) + 1 - len(ranks)
     if number:
@@ -125,7 +131,23 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
             do="copy them there.",
             code="checkpoint-damaged",
         )
-    return CheckpointFiles(place, tuple(ranks[rank] for rank in sorted(ranks)), True, _ranks(optimizer))
+    return CheckpointFiles(place, tuple(ranks[rank] for rank in sorted(ranks)), True, _ranks(optimizer), universal)
+
+
+class Turns:
+    """Which files this rank reads once to compare the checksums in them: all of it, or every ``size``-th.
+
+    Ranks that open the same files in the same order compare each file's once.
+    """
+
+    def __init__(self, *, verify: bool, rank: int = 0, size: int = 1) -> None:
+        self._verify, self._rank, self._size = verify, rank, size
+        self._count = 0
+
+    def take(self) -> bool:
+        """Is the next file this rank's?"""
+        self._count += 1
+        return self._verify and (self._count - 1) % self._size == self._rank
 
 
 def open_file(path: Path, *, verify: bool) -> dict[str, Any]:
@@ -136,14 +158,20 @@ def open_file(path: Path, *, verify: bool) -> dict[str, Any]:
 
     Raises: CheckpointError: it asks for a class that is not one of ours, or it is damaged.
     """
-    with torch.serialization.safe_globals(list(STAND_INS)):
-        state = load(path)
-    if verify:
-        _check_sums(path)
+    state = open_value(path, verify=verify)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"a dict was expected, not a {type(state).__name__}.", where=str(path), code="checkpoint-damaged"
         )
+    return state
+
+
+def open_value(path: Path, *, verify: bool) -> Any:
+    """As ``open_file``, of a file that need not hold a dict."""
+    with _ALLOWING, torch.serialization.safe_globals(list(STAND_INS)):
+        state = load(path)
+    if verify:
+        _check_sums(path)
     return state
 
 
@@ -157,12 +185,10 @@ def not_built(what: str, where: str) -> NotBuiltError:
 
 
 def _tag_folder(root: Path, tag: str | None) -> Path:
-    hint = root / "latest"
-    if tag is None and hint.is_file():
-        with hint.open("rb") as file:
-            tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
-    if tag is None and (root / "latest_universal").is_file():
-        raise not_built("DeepSpeed's universal format", str(root / "latest_universal"))
+    for hint in (root / "latest", root / "latest_universal"):
+        if tag is None and hint.is_file():
+            with hint.open("rb") as file:
+                tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
     if tag is None:
         if not root.is_dir():
             raise CheckpointError("there is no such folder.", where=str(root), code="checkpoint-missing")
@@ -174,8 +200,7 @@ def _tag_folder(root: Path, tag: str | None) -> Path:
             do="name the tag.",
             code="checkpoint-missing",
         )
-    parts = PurePosixPath(tag).parts
-    if not parts or PurePosixPath(tag).is_absolute() or ".." in parts or "\0" in tag:
+    if not is_inside(tag):
         raise CheckpointError(
             f"{tag[:200]!r} is not the name of a folder in it.",
             where=str(root),
@@ -190,6 +215,12 @@ def _tag_folder(root: Path, tag: str | None) -> Path:
             code="checkpoint-missing",
         )
     return root / tag
+
+
+def is_inside(name: str) -> bool:
+    """Does it name something in a folder, and nothing outside of it?"""
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _tags(root: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed_files import not_built
 from shoal.checkpoint.formats.deepspeed_objects import DynamicLossScaler, LossScaler
-from shoal.checkpoint.formats.deepspeed_state import Trained, check_stored, damaged, entry
+from shoal.checkpoint.formats.deepspeed_state import Held, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
 
 # Everything else at the top of a model file is the client's.
@@ -85,7 +85,7 @@ class ModelFile:
                 found[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
         return found | {name: info for name, info in elsewhere.items() if name not in found}
 
-    def about(self, infos: Mapping[str, TensorInfo], trained: Trained | None, scale: Any) -> About:
+    def about(self, infos: Mapping[str, TensorInfo], trained: Held | None, scale: Any) -> About:
         """All that is known beside the tensors."""
         state = self.state
         for key, what in _NOT_KEPT.items():
@@ -156,7 +156,7 @@ class ModelFile:
         }
 
 
-def optimizer_name(config: Any, trained: Trained) -> str | None:
+def optimizer_name(config: Any, trained: Held) -> str | None:
     """The optimizer's class: from the configuration, or else by its settings and state; None: it cannot be told."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and isinstance(section.get("type"), str):

@@ -49,6 +49,28 @@ class Places(Protocol):
     def __iter__(self) -> Iterator[Place]: ...
 
 
+class Held(Protocol):
+    """The optimizer's state by parameter, wherever it lies."""
+
+    @property
+    def group_of(self) -> dict[str, int]: ...
+
+    @property
+    def groups(self) -> list[dict[str, Any]]: ...
+
+    @property
+    def scalars(self) -> dict[str, dict[str, Any]]: ...
+
+    @property
+    def notes(self) -> list[str]: ...
+
+    def kinds(self) -> list[str]: ...
+
+    def infos(self, kind: str) -> dict[str, TensorInfo]: ...
+
+    def read(self, kind: str, name: str) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True)
 class Spread:
     """Stage 3: equal parts at one offset on every rank, the last ones padded."""

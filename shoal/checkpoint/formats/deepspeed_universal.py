@@ -1,0 +1,144 @@
+"""DeepSpeed's universal format, which its ``ds_to_universal`` makes: a folder for each parameter, in it a file for each
+kind of state, whole.
+
+    FOLDER/latest_universal                       the tag
+    FOLDER/TAG/*mp_rank_00_model_states.pt        as in the checkpoint that was converted
+    FOLDER/TAG/zero/optimizer_state.pt            the groups' hyperparameters, the loss scale
+    FOLDER/TAG/zero/NAME/fp32.pt                  the master weights
+    FOLDER/TAG/zero/NAME/exp_avg.pt               the optimizer's state, under its name
+    FOLDER/TAG/zero/NAME/step.pt                  its step; of stage 3 it stands in optimizer_state.pt
+
+Of stages 1 and 2 a file holds ``{"param": tensor}``, of stage 3 the flattened tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_files import Turns, is_inside, not_built, open_file, open_value
+from shoal.checkpoint.formats.deepspeed_model import ModelFile
+from shoal.checkpoint.formats.deepspeed_state import check_stored, damaged, entry, hyperparameters, sort_state
+from shoal.checkpoint.manifest import MODEL, OPTIMIZER
+from shoal.checkpoint.portable import TensorInfo
+from shoal.errors import CheckpointError
+
+
+class UniversalState:
+    """The optimizer's state by parameter, in files that are opened when a tensor is read."""
+
+    def __init__(self) -> None:
+        self.group_of: dict[str, int] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.notes: list[str] = []
+        self._infos: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
+        self._files: dict[tuple[str, str], Path] = {}
+
+    def add(self, folder: Path, name: str, shape: Sequence[int], group: int, turns: Turns) -> None:
+        """Look at a parameter's files. Raises: CheckpointError: one is missing, or is another parameter's."""
+        self.group_of[name] = group
+        found = sorted(path for path in folder.iterdir() if path.suffix == ".pt") if folder.is_dir() else []
+        if not any(path.stem == "fp32" for path in found):
+            raise damaged(f"the weights of {name} are missing", str(folder / "fp32.pt"))
+        for path in found:
+            value = _value_of(open_value(path, verify=turns.take()), shape, path)
+            is_weight = path.stem == "fp32"
+            if not is_weight and _is_number(value):
+                self.scalars.setdefault(name, {}).update(sort_state({path.stem: value}, (), self.notes)[1])
+                continue
+            if not isinstance(value, torch.Tensor):
+                raise damaged(f"a tensor was expected, not a {type(value).__name__}", str(path))
+            check_stored(name, value, str(path))
+            if value.numel() != math.prod(shape) and not _is_cut(value, shape):
+                raise damaged(f"it has the shape {list(value.shape)}, and {name} is {list(shape)}", str(path))
+            kind = MODEL if is_weight else OPTIMIZER + path.stem
+            self._infos.setdefault(kind, {})[name] = TensorInfo(value.dtype, tuple(shape))
+            self._files[kind, name] = path
+
+    def kinds(self) -> list[str]:
+        return list(self._infos)
+
+    def infos(self, kind: str) -> dict[str, TensorInfo]:
+        return self._infos[kind]
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        """Memory: the tensor."""
+        info, path = self._infos[kind][name], self._files[kind, name]
+        value = _value_of(open_value(path, verify=False), info.shape, path)
+        if not isinstance(value, torch.Tensor) or value.dtype != info.dtype:
+            raise damaged("it changed while it was read", str(path))
+        if value.numel() == math.prod(info.shape):
+            return value.detach().reshape(info.shape).clone(memory_format=torch.contiguous_format)
+        whole = torch.zeros(info.shape, dtype=info.dtype)
+        whole[: value.shape[0]] = value.detach()
+        return whole
+
+
+def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[UniversalState, Any]:
+    """The optimizer's state, and its loss scale.
+
+    Args:
+        folder: ``zero`` of a tag.
+        module: tells the parameters, group by group.
+
+    Raises: CheckpointError: files are missing, or contradict each other.
+    """
+    place = folder / "optimizer_state.pt"
+    state = open_file(place, verify=turns.take())
+    shapes = module.state.get("param_shapes")
+    if not isinstance(shapes, list):
+        raise damaged("entry 'param_shapes' is missing", module.file)
+    settings = entry(state, "param_groups", str(place))
+    # At stage 3 a group is cut into flat tensors, and its entries name them; before it a group is one.
+    of_flat = {int(flat): index for index, group in enumerate(settings) for flat in group["params"]}
+    found = UniversalState()
+    found.groups, steps = hyperparameters({"param_groups": settings}, len(settings), found.notes)
+    inner = state.get("optimizer_state_dict")
+    counted = inner.get("state", {}) if isinstance(inner, Mapping) else {}
+    for index, members in enumerate(shapes):
+        group = of_flat.get(index, 0)
+        numbers = {**steps[group], **_numbers_of(counted.get(index, {}))}
+        for name, shape in members.items():
+            if not is_inside(name):
+                raise CheckpointError(
+                    f"{name[:200]!r} is not the name of a folder in it.",
+                    where=str(folder),
+                    do="do not trust this checkpoint.",
+                    code="checkpoint-unsafe",
+                )
+            if numbers and math.prod(shape):
+                found.scalars[name] = dict(numbers)
+            found.add(folder / name, name, tuple(shape), group, turns)
+    return found, state.get("loss_scaler")
+
+
+def _numbers_of(state: Any) -> dict[str, Any]:
+    """What of a flat tensor's state is one number for all of it."""
+    if not isinstance(state, Mapping):
+        return {}
+    return sort_state({key: value for key, value in state.items() if _is_number(value)}, (), [])[1]
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, torch.Tensor) else isinstance(value, bool | int | float)
+
+
+def _value_of(held: Any, shape: Sequence[int], path: Path) -> Any:
+    if not isinstance(held, Mapping):
+        return held
+    if held.get("is_expert_param"):
+        raise not_built("mixture-of-experts layers", str(path))
+    value = entry(held, "param", str(path))
+    if isinstance(value, torch.Tensor) and _is_cut(value, shape) and not held.get("vocab_tensor"):
+        raise damaged(f"it has {value.shape[0]} rows of {shape[0]}", str(path))
+    return value
+
+
+def _is_cut(value: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Is it without its last rows? Those that fill up a vocabulary are left out by DeepSpeed, which reads zeros."""
+    return value.dim() == len(shape) > 1 and value.shape[1:] == tuple(shape[1:]) and value.shape[0] < shape[0]

@@ -1,0 +1,68 @@
+"""Reads a state of another format as if it were a checkpoint of ours: an engine loads it without a conversion."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.manifest import EXTRA, Manifest
+from shoal.checkpoint.native import manifest_of
+from shoal.checkpoint.portable import Source
+from shoal.errors import CheckpointError
+
+
+class SourceReader:
+    """A source with a manifest; what ``CheckpointReader`` is to our own files.
+
+    Args:
+        source: opened, its sums compared.
+        tag: its name.
+
+    Memory: a tensor is read whole, whatever part of it this rank keeps.
+    """
+
+    def __init__(self, source: Source, tag: str) -> None:
+        self._source = source
+        self.notes: Sequence[str] = tuple(source.about.notes)
+        described, self._aside = manifest_of(source, tag, "")
+        # In the place of a time: what two ranks that see the same files agree on.
+        stamp = hashlib.sha256(described.model_dump_json().encode()).hexdigest()[:16]
+        self.manifest: Manifest = described.model_copy(update={"created": stamp})
+
+    def plan(self, holdings: Iterable[Holding]) -> dict[tuple[str, str], list[Holding]]:
+        """The holdings by tensor, so that each is read once."""
+        wanted: dict[tuple[str, str], list[Holding]] = defaultdict(list)
+        for holding in holdings:
+            if self.manifest.find(holding.kind, holding.name) is not None:  # else the caller has decided
+                wanted[holding.kind, holding.name].append(holding)
+        return dict(wanted)
+
+    def check(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+        """Nothing: the sums were compared when it was opened."""
+
+    @torch.no_grad()
+    def run(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+        """Raises: CheckpointError."""
+        for (kind, name), holdings in plan.items():
+            values = self.tensor(kind, name).reshape(-1)
+            for holding in holdings:
+                at = holding.begin
+                for target in holding.part(holding.begin, holding.end):
+                    target.copy_(values[at : at + target.numel()])
+                    at += target.numel()
+
+    def tensor(self, kind: str, name: str) -> torch.Tensor:
+        """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
+        if kind == EXTRA and name in self._aside:
+            return self._aside[name].clone()
+        if self.manifest.find(kind, name) is None:
+            raise CheckpointError(
+                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
+                where=self.manifest.tag,
+                code="checkpoint-damaged",
+            )
+        return self._source.read(kind, name)

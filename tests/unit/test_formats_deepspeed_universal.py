@@ -1,0 +1,178 @@
+"""DeepSpeed's universal checkpoints, read without it: those in the fixtures are of its own ds_to_universal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from shoal.checkpoint.formats import detect
+from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.formats.deepspeed_files import open_file
+from shoal.checkpoint.manifest import MODEL
+from shoal.checkpoint.native import ShoalSource
+from shoal.cli.app import app
+from shoal.errors import CheckpointError, NotBuiltError
+from tests.fixtures.deepspeed.make_universal import UNIVERSAL_CASES
+from tests.unit.deepspeed_made import DTYPES, MADE, MATRICES, VECTORS, everything, made, universal
+
+
+@pytest.mark.parametrize("case", UNIVERSAL_CASES)
+def test_every_tensor_is_what_the_processes_held(case: str, tmp_path: Path) -> None:
+    universal(case, tmp_path)
+    held = load_file(MADE / case / "held.safetensors")
+    found = everything(DeepSpeedSource(tmp_path))
+    frozen = found.pop("model/shift")
+    assert torch.equal(frozen, torch.linspace(-1, 1, 7).to(DTYPES[case.split("-")[1]]))
+    assert set(found) == set(held)
+    for name, tensor in found.items():
+        assert torch.equal(tensor.view(-1), held[name].view(-1)), name
+        assert tensor.dtype == (torch.int64 if name == "model/seen" else torch.float32), name
+
+
+@pytest.mark.parametrize("case", UNIVERSAL_CASES)
+def test_what_is_said_is_what_the_checkpoint_itself_says(case: str, tmp_path: Path) -> None:
+    universal(case, tmp_path)
+    about, expected = DeepSpeedSource(tmp_path).about, made(case).about
+    assert about.client_state.pop("best").keys() == expected.client_state.pop("best").keys()
+    assert about == expected
+    assert about.num_ranks == 2
+    assert about.scalars == {name: {"step": 3.0} for name in MATRICES + VECTORS}
+
+
+def test_without_latest_it_is_the_one_that_latest_universal_names(tmp_path: Path) -> None:
+    tag = universal("stage1-fp32", tmp_path)
+    assert detect(tmp_path) == detect(tag) == "deepspeed"
+    for folder, name in ((tmp_path, None), (tmp_path, tag.name), (tag, None)):
+        assert DeepSpeedSource(folder, name).about.counters["global_steps"] == 3
+    shutil.copytree(MADE / "stage1-bf16" / "checkpoint", tmp_path, dirs_exist_ok=True)
+    assert DeepSpeedSource(tmp_path).about.parameters["embed.weight"].dtype == torch.bfloat16
+    assert DeepSpeedSource(tmp_path, tag.name).about.parameters["embed.weight"].dtype == torch.float32
+
+
+def test_shoal_convert_takes_it(tmp_path: Path) -> None:
+    universal("stage3-fp32", tmp_path / "universal")
+    command = ["convert", str(tmp_path / "universal"), str(tmp_path / "new"), "--to", "shoal"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found, held = everything(ShoalSource(tmp_path / "new")), load_file(MADE / "stage3-fp32" / "held.safetensors")
+    assert all(torch.equal(found[name].view(-1), held[name].view(-1)) for name in held)
+
+
+# What may differ
+
+
+def rewrite(path: Path, value: Any) -> None:
+    torch.save(value, path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
+
+
+def test_rows_that_filled_up_a_vocabulary_are_zeros(tmp_path: Path) -> None:
+    """The converter leaves them out of what a client's vocabulary_parameter_patterns name."""
+    folder = universal("stage1-fp32", tmp_path)
+    whole = DeepSpeedSource(folder).read(MODEL, "embed.weight")
+    for key in ("fp32", "exp_avg", "exp_avg_sq"):
+        path = folder / "zero" / "embed.weight" / f"{key}.pt"
+        held = open_file(path, verify=True)
+        rewrite(path, {"param": held["param"][:9].clone(), "cat_dim": 0, "vocab_tensor": True})
+    source = DeepSpeedSource(folder)
+    found = source.read(MODEL, "embed.weight")
+    assert found.shape == (11, 7)
+    assert torch.equal(found[:9], whole[:9]) and not found[9:].any()
+    assert source.read("optimizer/exp_avg", "embed.weight").shape == (11, 7)
+
+
+def test_a_step_that_is_an_integer_is_counted_as_torchs_optimizers_do(tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    rewrite(folder / "zero" / "norm.bias" / "step.pt", 7)
+    value = DeepSpeedSource(folder).about.scalars["norm.bias"]["step"]
+    assert (value.item(), value.dtype) == (7, torch.float32)
+
+
+def test_a_parameter_that_never_had_a_gradient_has_weights_and_no_state(tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        (folder / "zero" / "norm.bias" / f"{key}.pt").unlink()
+    source = DeepSpeedSource(folder)
+    assert "norm.bias" in source.tensors(MODEL)
+    assert "norm.bias" not in source.tensors("optimizer/exp_avg")
+    assert "norm.bias" not in source.about.scalars
+
+
+# Damage
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [
+        ("norm.bias/fp32.pt", "the weights of norm.bias are missing"),
+        ("optimizer_state.pt", "optimizer_state.pt cannot be opened"),
+    ],
+)
+def test_a_file_that_is_missing_is_named(file: str, what: str, tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    (folder / "zero" / file).unlink()
+    with pytest.raises(CheckpointError, match=what):
+        DeepSpeedSource(folder)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ({"param": torch.zeros(6)}, r"shape \[6\], and norm.bias is \[7\]"),
+        ({"param": [1.0]}, "a tensor was expected, not a list"),
+        ({"weight": torch.zeros(7)}, "entry 'param' is missing"),
+        (torch.zeros(8), r"shape \[8\], and norm.bias is \[7\]"),
+    ],
+)
+def test_another_parameters_file_is_damage(value: Any, what: str, tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    rewrite(folder / "zero" / "norm.bias" / "exp_avg.pt", value)
+    with pytest.raises(CheckpointError, match=what) as caught:
+        DeepSpeedSource(folder)
+    assert caught.value.code == "checkpoint-damaged"
+    assert "norm.bias/exp_avg.pt" in caught.value.where
+
+
+def test_fewer_rows_without_a_word_of_a_vocabulary_are_damage(tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    rewrite(folder / "zero" / "embed.weight" / "fp32.pt", {"param": torch.zeros(9, 7), "cat_dim": 0})
+    with pytest.raises(CheckpointError, match="it has 9 rows of 11"):
+        DeepSpeedSource(folder)
+
+
+def test_a_byte_that_flipped_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    path = universal("stage1-fp32", tmp_path) / "zero" / "norm.bias" / "fp32.pt"
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.load(path, weights_only=True)["param"].detach().numpy().tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"fp32\.pt is damaged: Bad CRC-32"):
+        DeepSpeedSource(tmp_path)
+    assert DeepSpeedSource(tmp_path, verify=False).about.counters["global_steps"] == 3
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "/outside"])
+def test_a_parameters_name_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    path = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    state["param_shapes"][1][name] = torch.Size([7])
+    rewrite(path, state)
+    with pytest.raises(CheckpointError, match="outside' is not the name of a folder in it") as caught:
+        DeepSpeedSource(folder)
+    assert caught.value.code == "checkpoint-unsafe"
+
+
+def test_experts_are_not_built(tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    path = folder / "zero" / "norm.bias" / "fp32.pt"
+    rewrite(path, {**open_file(path, verify=True), "is_expert_param": True})
+    with pytest.raises(NotBuiltError, match="mixture-of-experts layers"):
+        DeepSpeedSource(folder)

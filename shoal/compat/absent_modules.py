@@ -150,7 +150,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "linear.context_manager": (_LINEAR, "Init init_lora"),
     "moe.ep_router": (_EXPERTS, "TokenChoiceTopKRouter"),
     "moe.ep_experts": (_EXPERTS, "ExpertActivation GroupedExperts"),
-    "monitor.comet": ("use tensorboard, wandb or csv_monitor.", "CometMonitor"),
     "profiling.config": ("write the section flops_profiler in the config.", "DeepSpeedFlopsProfilerConfig"),
     "runtime.activation_checkpointing.config": (
         "write the section activation_checkpointing in the config.",
@@ -195,7 +194,7 @@ NAMED: dict[str, str] = {
         " checkpoint.affine_transfer checkpoint.autoep_affine checkpoint.autoep_universal"
         " checkpoint.autoep_zero3_metadata"
     ),
-    "use tensorboard, wandb or csv_monitor.": "monitor.utils",
+    "use tensorboard, wandb, comet or csv_monitor in the config.": "monitor.utils",
     _KERNELS: "ops.compile ops.triton_ops ops.adam.multi_tensor_apply ops.lion.multi_tensor_apply",
     "call get_accelerator().pin_memory(tensor).": "ops.pin_memory utils.pin_memory utils.pin_memory_tracker",
     "call get_accelerator(): it answers for the device there is.": (

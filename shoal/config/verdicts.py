@@ -207,8 +207,8 @@ VERDICTS: dict[str, Verdict] = {
     # watching
     "tensorboard.**": OBEYED,
     "csv_monitor.**": OBEYED,
-    "wandb.**": later("monitoring by Weights & Biases"),
-    "comet.**": later("monitoring by Comet"),
+    "wandb.**": OBEYED,
+    "comet.**": OBEYED,
     "comms_logger.**": OBEYED,
     "flops_profiler.**": OBEYED,
     "timers.throughput.enabled": unused("speed is counted by the host's clock, at no cost"),

@@ -441,6 +441,8 @@ class Engine(EngineFacts):
         if self.recompute is not None and self.owns_recompute:
             uninstall(self.recompute, self.world)
         self._is_destroyed = True
+        if self.progress is not None and self.progress.monitor is not None:
+            self.progress.monitor.close()
         try:
             self.sharded.recover()
             self.sharded.detach(is_failed=self._failure is not None)

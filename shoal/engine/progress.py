@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.config import Config
+from shoal.config.watching import Comet
 from shoal.engine.log import logger
-from shoal.observe.monitor import CsvWriter, Monitor, TensorBoardWriter, WandbWriter, Writer
+from shoal.observe.monitor import CometWriter, CsvWriter, Monitor, TensorBoardWriter, WandbWriter, Writer
 from shoal.observe.timers import StepTimers, Throughput
 from shoal.parallel.segment_times import as_table
 from shoal.text import format_bytes
@@ -78,7 +79,23 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
         writers.append(CsvWriter(_folder(config.csv_monitor, "csv")))
     if config.wandb.enabled:
         writers.append(WandbWriter(config.wandb.project, group=config.wandb.group, team=config.wandb.team))
+    if config.comet.enabled:
+        writers.append(comet_writer(config.comet))
     return Monitor(writers) if writers else None
+
+
+def comet_writer(section: Comet) -> CometWriter:
+    """The writer of a section ``comet``."""
+    return CometWriter(
+        every=section.samples_log_interval,
+        name=section.experiment_name,
+        api_key=section.api_key,
+        project=section.project,
+        workspace=section.workspace,
+        experiment_key=section.experiment_key,
+        mode=section.mode,
+        online=section.online,
+    )
 
 
 def _folder(section: Any, kind: str) -> Path:

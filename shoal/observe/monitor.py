@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,11 @@ class Monitor:
     def __init__(self, writers: Iterable[Writer] = (), every: Callable[[Sequence[Event]], None] | None = None) -> None:
         self._writers = list(writers)
         self._every = every
+        self._closing = weakref.finalize(self, _close_all, self._writers)
+
+    @property
+    def writers(self) -> Sequence[Writer]:
+        return self._writers
 
     @property
     def enabled(self) -> bool:
@@ -56,10 +62,8 @@ class Monitor:
             self._every(plain)
 
     def close(self) -> None:
-        """Write out what is held back and close the files. Idempotent."""
-        for writer in self._writers:
-            writer.close()
-        self._writers.clear()
+        """Write out what is held back and close the files; done at the end of the process too. Idempotent."""
+        self._closing()
 
     def __enter__(self) -> Monitor:
         return self
@@ -68,6 +72,14 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _close_all(writers: list[Writer]) -> None:
+    try:
+        for writer in writers:
+            writer.close()
+    finally:
+        writers.clear()
 
 
 class JsonLinesWriter:
@@ -169,6 +181,42 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class CometWriter:
+    """Comet.
+
+    Args:
+        every: samples between two values of one name; those between are left out.
+        name: of the experiment; None: Comet's choice.
+        start: handed to ``comet_ml.start``: project, workspace, api_key and the like. None there: as Comet's own
+            configuration has it.
+
+    Raises: UsageError: the ``comet_ml`` package is not installed.
+    """
+
+    def __init__(self, *, every: int = 1, name: str | None = None, **start: Any) -> None:
+        try:
+            comet = importlib.import_module("comet_ml")
+        except ImportError as error:
+            raise UsageError(
+                "logging to Comet needs the 'comet_ml' package, which is not installed.",
+                do="pip install 'shoal[comet]', or leave it out of the config.",
+            ) from error
+        self.experiment: Any = comet.start(**start)
+        self._every = every
+        self._last: dict[str, int] = {}
+        if name is not None:
+            self.experiment.set_name(name)
+
+    def write(self, events: Sequence[Event]) -> None:
+        for name, value, step in events:
+            if name not in self._last or step - self._last[name] >= self._every:
+                self._last[name] = step
+                self.experiment.log_metric(name, value, step=step)
+
+    def close(self) -> None:
+        self.experiment.end()
 
 
 def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:

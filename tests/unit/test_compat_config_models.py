@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pydantic
 import pytest
@@ -111,6 +113,7 @@ def test_one_monitor_writes_its_own_files(tmp_path: Path) -> None:
 
 
 def test_the_other_monitors_have_their_sections_keys() -> None:
+    from deepspeed.monitor.comet import CometMonitor
     from deepspeed.monitor.config import get_monitor_config
     from deepspeed.monitor.tensorboard import TensorBoardMonitor
     from deepspeed.monitor.wandb import WandbMonitor
@@ -119,6 +122,33 @@ def test_the_other_monitors_have_their_sections_keys() -> None:
     assert TensorBoardMonitor(config.tensorboard).job_name == "a"
     assert WandbMonitor(config.wandb).project == "b"
     assert not TensorBoardMonitor(config.tensorboard).enabled
+    comet = CometMonitor(config.comet)
+    assert (comet.enabled, comet.samples_log_interval, comet.experiment) == (False, 100, None)
+    assert not config.enabled
+
+
+def test_comets_monitor_starts_one_experiment_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.monitor.comet import CometMonitor
+    from deepspeed.monitor.monitor import MonitorMaster
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    package, experiment = Mock(), Mock()
+    package.start.return_value = experiment
+    monkeypatch.setitem(sys.modules, "comet_ml", package)
+    section = {"enabled": True, "samples_log_interval": 42, "project": "p", "experiment_name": "n", "online": True}
+    config = DeepSpeedConfig({"train_batch_size": 1, "comet": section})
+    monitor = CometMonitor(config.monitor_config.comet)
+    assert (monitor.enabled, monitor.samples_log_interval, monitor.experiment) == (True, 42, experiment)
+    package.start.assert_called_once_with(
+        api_key=None, project="p", workspace=None, experiment_key=None, mode=None, online=True
+    )
+    experiment.set_name.assert_called_once_with("n")
+    monitor.write_events([("Train/loss", 0.5, 3)])
+    experiment.log_metric.assert_called_once_with("Train/loss", 0.5, step=3)
+    master = MonitorMaster(config.monitor_config)
+    assert master.enabled
+    master.close()
+    experiment.end.assert_called_once_with()
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])

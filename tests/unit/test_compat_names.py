@@ -42,7 +42,9 @@ THERE = {
         has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer
         configure_moe_param_groups is_moe_param_group""",
     "deepspeed.monitor.monitor": "MonitorMaster Monitor",
-    "deepspeed.monitor.config": "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig CSVConfig WandbConfig",
+    "deepspeed.monitor.config": """
+        get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig CSVConfig WandbConfig CometConfig""",
+    "deepspeed.monitor.comet": "CometMonitor",
     "deepspeed.ops": "__compatible_ops__ adam adagrad lamb lion",
     "deepspeed.ops.adagrad": "DeepSpeedCPUAdagrad",
     "deepspeed.ops.adam": "DeepSpeedCPUAdam FusedAdam",

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import shoal
+from shoal.config import load
+from shoal.engine.progress import make_monitor
 from shoal.errors import UsageError
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter, read_json_lines
 
@@ -68,3 +75,107 @@ def test_a_monitor_without_writers_reads_no_value() -> None:
     monitor = Monitor()
     assert not monitor.enabled
     monitor.write_events([("loss", Unreadable(), 1)])  # type: ignore[list-item]
+
+
+class Recorded:
+    """A stand-in for a service's package, an experiment or a run: it notes what is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append((name, args, kwargs))
+            return self
+
+        return call
+
+
+EVENTS = [("Train/loss", 2.5, 8), ("Train/lr", 0.1, 8), ("Train/loss", 2.0, 16), ("Train/loss", 1.5, 28)]
+
+
+def test_weights_and_biases_gets_a_run_and_each_steps_values_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = Recorded()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = load({"train_batch_size": 1, "wandb": {"enabled": True, "project": "p", "group": "g", "team": "t"}})
+    assert make_monitor(config, rank=1) is None
+    monitor = make_monitor(config, rank=0)
+    assert monitor is not None
+    with monitor:
+        monitor.write_events(EVENTS)
+    assert wandb.calls == [
+        ("init", (), {"project": "p", "group": "g", "entity": "t"}),
+        ("log", ({"Train/loss": 2.5, "Train/lr": 0.1},), {"step": 8}),
+        ("log", ({"Train/loss": 2.0},), {"step": 16}),
+        ("log", ({"Train/loss": 1.5},), {"step": 28}),
+        ("finish", (), {}),
+    ]
+
+
+def test_comet_gets_an_experiment_and_values_that_are_far_enough_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    comet = Recorded()
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    section = {
+        "enabled": True, "samples_log_interval": 20, "project": "p", "workspace": "w", "api_key": "secret",
+        "experiment_name": "first", "experiment_key": "k", "online": False, "mode": "create",
+    }  # fmt: skip
+    config = load({"train_batch_size": 1, "comet": section})
+    assert make_monitor(config, rank=1) is None
+    monitor = make_monitor(config, rank=0)
+    assert monitor is not None
+    with monitor:
+        monitor.write_events(EVENTS)
+    start = {"project": "p", "workspace": "w", "api_key": "secret", "experiment_key": "k", "online": False}
+    assert comet.calls == [
+        ("start", (), {**start, "mode": "create"}),
+        ("set_name", ("first",), {}),
+        ("log_metric", ("Train/loss", 2.5), {"step": 8}),
+        ("log_metric", ("Train/lr", 0.1), {"step": 8}),
+        ("log_metric", ("Train/loss", 1.5), {"step": 28}),
+        ("end", (), {}),
+    ]
+    assert "secret" not in repr(config.effective())
+
+
+@pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
+def test_a_service_whose_package_is_missing_is_an_error_that_names_it(
+    section: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    config = load({"train_batch_size": 1, section: {"enabled": True}})
+    with pytest.raises(UsageError, match=rf"'{package}' package(.|\n)*pip install 'shoal\[{section}\]'"):
+        make_monitor(config, rank=0)
+
+
+def test_a_process_that_ends_without_a_word_loses_no_value(tmp_path: Path) -> None:
+    program = (
+        "import shoal, torch\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        f"section = {{'enabled': True, 'output_path': {str(tmp_path)!r}, 'job_name': 'job'}}\n"
+        "config = {'train_batch_size': 1, 'tensorboard': section}\n"
+        "config['optimizer'] = {'type': 'SGD', 'params': {'lr': 0.1}}\n"
+        "engine = shoal.initialize(model=model, config=config)[0]\n"
+        "engine.backward(engine(torch.ones(1, 2)).sum())\n"
+        "engine.step()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    assert [scalar.value for scalar in events.Scalars("Train/Samples/lr")] == [pytest.approx(0.1)]
+
+
+def test_destroying_an_engine_closes_its_monitor(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "csv_monitor": section}
+    engine = shoal.initialize(model=torch.nn.Linear(2, 2), config=settings)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    assert engine.monitor.enabled
+    engine.destroy()
+    assert not engine.monitor.enabled
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()[1] == "0,0.1"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.compat.absent import not_built
+from shoal.config.watching import Comet as CometConfig
 from shoal.config.watching import CsvMonitor as CSVConfig
 from shoal.config.watching import Tensorboard as TensorBoardConfig
 from shoal.config.watching import Wandb as WandbConfig
@@ -14,22 +14,34 @@ from shoal.config.watching import Wandb as WandbConfig
 
 @dataclass(frozen=True)
 class DeepSpeedMonitorConfig:
-    """Where values are written."""
+    """Where values are written; nowhere, if nothing is said."""
 
-    tensorboard: TensorBoardConfig
-    wandb: WandbConfig
-    csv_monitor: CSVConfig
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = field(default_factory=CSVConfig)
+    comet: CometConfig = field(default_factory=CometConfig)
+
+    @property
+    def enabled(self) -> bool:
+        """Is any of them?"""
+        return any(each.enabled for each in (self.tensorboard, self.wandb, self.csv_monitor, self.comet))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Of a configuration's dict. Raises: NotBuiltError: Comet."""
-    if param_dict.get("comet", {}).get("enabled"):
-        raise not_built("the monitor of Comet", "use tensorboard, wandb or csv_monitor.")
+    """Of a configuration's dict."""
     return DeepSpeedMonitorConfig(
         TensorBoardConfig(**param_dict.get("tensorboard", {})),
         WandbConfig(**param_dict.get("wandb", {})),
         CSVConfig(**param_dict.get("csv_monitor", {})),
+        CometConfig(**param_dict.get("comet", {})),
     )
 
 
-__all__ = ["CSVConfig", "DeepSpeedMonitorConfig", "TensorBoardConfig", "WandbConfig", "get_monitor_config"]
+__all__ = [
+    "CSVConfig",
+    "CometConfig",
+    "DeepSpeedMonitorConfig",
+    "TensorBoardConfig",
+    "WandbConfig",
+    "get_monitor_config",
+]

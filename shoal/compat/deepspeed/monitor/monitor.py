@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from shoal.comm.world import current_world
 from shoal.engine.progress import make_monitor
-from shoal.observe.monitor import Event, Monitor
+from shoal.observe.monitor import CometWriter, Event, Monitor
 
 
 class MonitorMaster:
@@ -21,11 +20,14 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
         self._monitor = make_monitor(monitor_config, current_world().rank)
-        self._finalizer = weakref.finalize(self, self._monitor.close if self._monitor is not None else lambda: None)
-        self.enabled = any(
-            section.enabled
-            for section in (monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb)
-        )
+        sections = monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb, monitor_config.comet
+        self.enabled = any(section.enabled for section in sections)
+
+    @property
+    def comet_experiment(self) -> Any:
+        """Comet's experiment; None without one, and on every rank but 0."""
+        writers = self._monitor.writers if self._monitor is not None else ()
+        return next((writer.experiment for writer in writers if isinstance(writer, CometWriter)), None)
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Each event: name, value, number of samples or step."""
@@ -34,7 +36,8 @@ class MonitorMaster:
 
     def close(self) -> None:
         """Write out what is held back, and close the files; done at the end of the process too."""
-        self._finalizer()
+        if self._monitor is not None:
+            self._monitor.close()
 
 
 __all__ = ["Monitor", "MonitorMaster"]

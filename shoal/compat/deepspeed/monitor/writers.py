@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.compat.deepspeed.monitor.config import CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig
+from shoal.compat.deepspeed.monitor.config import (
+    CometConfig,
+    CSVConfig,
+    DeepSpeedMonitorConfig,
+    TensorBoardConfig,
+    WandbConfig,
+)
 from shoal.compat.deepspeed.monitor.monitor import MonitorMaster
 from shoal.observe.monitor import Event
 
@@ -36,18 +42,30 @@ class TensorBoardMonitor(OneMonitor):
     """Writes TensorBoard's event files."""
 
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
-        super().__init__(tensorboard_config, DeepSpeedMonitorConfig(tensorboard_config, WandbConfig(), CSVConfig()))
+        super().__init__(tensorboard_config, DeepSpeedMonitorConfig(tensorboard=tensorboard_config))
 
 
 class WandbMonitor(OneMonitor):
     """Logs to Weights & Biases."""
 
     def __init__(self, wandb_config: WandbConfig) -> None:
-        super().__init__(wandb_config, DeepSpeedMonitorConfig(TensorBoardConfig(), wandb_config, CSVConfig()))
+        super().__init__(wandb_config, DeepSpeedMonitorConfig(wandb=wandb_config))
 
 
 class csvMonitor(OneMonitor):
     """Writes CSV files."""
 
     def __init__(self, csv_config: CSVConfig) -> None:
-        super().__init__(csv_config, DeepSpeedMonitorConfig(TensorBoardConfig(), WandbConfig(), csv_config))
+        super().__init__(csv_config, DeepSpeedMonitorConfig(csv_monitor=csv_config))
+
+
+class CometMonitor(OneMonitor):
+    """Logs to Comet."""
+
+    def __init__(self, comet_config: CometConfig) -> None:
+        super().__init__(comet_config, DeepSpeedMonitorConfig(comet=comet_config))
+
+    @property
+    def experiment(self) -> Any:
+        """Comet's experiment; None while the section is off, and on every rank but 0."""
+        return self._master.comet_experiment

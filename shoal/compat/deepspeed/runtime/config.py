@@ -66,7 +66,7 @@ class DeepSpeedConfig:
         if name == "_param_dict":
             return checked.raw
         if name == "monitor_config":
-            return DeepSpeedMonitorConfig(checked.tensorboard, checked.wandb, checked.csv_monitor)
+            return DeepSpeedMonitorConfig(checked.tensorboard, checked.wandb, checked.csv_monitor, checked.comet)
         if name == "zero_config":
             return checked.zero_optimization
         if name in type(checked).model_fields or hasattr(type(checked), name):

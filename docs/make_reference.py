@@ -91,7 +91,8 @@ def page() -> str:
     parts += table(shoal.Engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
     parts += methods(shoal.Engine)
     face = importlib.import_module("shoal.engine.deepspeed_face").DeepSpeedFace
-    parts += ["### For DeepSpeed's sake\n", said(face), *methods(face)]
+    rows = importlib.import_module("shoal.engine.sparse_face").SparseFace
+    parts += ["### For DeepSpeed's sake\n", said(face), *methods(face), *methods(rows)]
     optimizer = importlib.import_module("shoal.zero.optimizer").ShardedOptimizer
     parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
     parts += ["## shoal.zero\n"]

@@ -14,6 +14,7 @@ from shoal.comm.world import process_group
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
+from shoal.engine.sparse_face import SparseFace
 from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
@@ -48,7 +49,7 @@ _PLAIN: Mapping[str, Any] = {
 }
 
 
-class DeepSpeedFace(nn.Module):
+class DeepSpeedFace(SparseFace):
     """What ``Engine`` has for DeepSpeed's sake."""
 
     if TYPE_CHECKING:
@@ -271,11 +272,6 @@ class DeepSpeedFace(nn.Module):
                 do="step after the block.",
                 code="no-sync-deepspeed",
             )
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Names of the weights whose gradients go to the other ranks as rows."""
-        return set(self.sharded.sent_as_rows)
 
     # weights
 

@@ -322,6 +322,7 @@ class Engine(EngineFacts):
             for gradient in entry.gradients:
                 if gradient.state is not GradientState.REDUCED:
                     gradient.complete()
+                gradient.take_back()
         are_finite = self._losses.are_finite()
         view = agree(self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite)
         unscale = self._losses.unscale()
@@ -368,14 +369,10 @@ class Engine(EngineFacts):
         # Peers may still be reading the shards that are about to change.
         self.axes.all.drain()
         self.axes.inner.drain()
-        works = []
         step.begin()
         try:
             with torch.no_grad():
-                for unit in self.sharded.units:
-                    works += step.step_unit(unit, coefficient, view.touched)
-                for unit in self.sharded.units:
-                    works += step.finish_unit(unit)
+                works = step.update(self.sharded.units, coefficient, view.touched)
         except Exception as error:
             self._failure = error  # some units are a step ahead of the others
             raise

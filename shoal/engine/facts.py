@@ -105,7 +105,7 @@ class EngineFacts(StoredEngine):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [] if self.sharded_optimizer is None else [group["lr"] for group in self.sharded_optimizer.param_groups]
+        return [] if self.sharded_optimizer is None else [g.get("lr", 0.0) for g in self.sharded_optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
         """The norm over all axes of the last step's gradients, before clipping; None before the first step."""

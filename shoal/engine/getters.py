@@ -163,7 +163,6 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
 
 _GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
 _CURRICULUM = "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning"
-_SPARSE = "rows of embeddings' gradients are exchanged unit by unit during backward"
 _DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
 _EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
 _DATASETS = "engine.deepspeed_io() takes either kind of dataset"
@@ -175,11 +174,6 @@ NOT_HERE = {
     "buffered_allreduce_fallback": _GRADIENTS,
     "enable_backward_allreduce": _GRADIENTS,
     "clip_fp32_gradients": "step() clips by gradient_clipping",
-    "sparse_allreduce": _SPARSE,
-    "sparse_allreduce_no_retain": _SPARSE,
-    "sparse_allreduce_bucket": _SPARSE,
-    "sparse_all_gather": _SPARSE,
-    "all_gather_scalar": _SPARSE,
     "set_data_post_process_func": _CURRICULUM,
     "random_ltd_initialize": _CURRICULUM,
     "random_ltd_scheduler": _CURRICULUM,

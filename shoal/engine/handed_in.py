@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,37 +13,66 @@ from shoal.config import Config
 from shoal.errors import NotBuiltError, OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
+from shoal.optim.inner import inner_optimizers, of_sparse_only
 from shoal.optim.schedules import build_schedule
+from shoal.zero.sparse import row_names
 
 
-def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> None:
+def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> bool:
+    """Returns: does it step the model's own parameters?"""
     says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
-    check_elementwise(
+    kind = check_elementwise(
         optimizer,
         allow_untested=bool(settings.zero_allow_untested_optimizer),
         refuse_untested=says_no and settings.zero_optimization.stage > 0,
         world_size=world_size,
+        stage=settings.zero_optimization.stage,
     )
+    return kind == "direct"
+
+
+@dataclass(frozen=True)
+class MadeOptimizer:
+    """The optimizer that will train.
+
+    Args:
+        optimizer: None: there is none.
+        groups: the parameters of each of its groups.
+        is_direct: it steps the model's own parameters, not pieces of flat weights.
+        notes: for start-up.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    groups: list[list[nn.Parameter]] = field(default_factory=list)
+    is_direct: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def sparse(self, model: nn.Module) -> set[int] | None:
+        """The ``id`` of each parameter whose gradient it sees as a sparse tensor; None: it is not direct."""
+        if self.optimizer is None or not self.is_direct:
+            return None
+        names, parameters = row_names(model, takes_all=False), dict(model.named_parameters())
+        return {id(parameters[name]) for name in names} | of_sparse_only(self.optimizer)
 
 
 def make_optimizer(
     model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
-) -> tuple[torch.optim.Optimizer | None, list[list[nn.Parameter]], list[str]]:
+) -> MadeOptimizer:
     """The optimizer handed in, or the config's.
 
-    Returns: the optimizer (None: there is none), the parameters of each of its groups, and notes for start-up.
     Raises: OptimizerError: it cannot be sharded, or its groups hold a parameter twice or none.
     """
     notes: list[str] = []
+    is_direct = False
     parameters = list(model_parameters) if model_parameters is not None else None
     if isinstance(given, torch.optim.Optimizer):
         if settings.optimizer is not None and settings.optimizer.type:
             notes.append("the optimizer handed in is used; the config's optimizer section is not.")
-        _check_given(given, settings, world_size)
+        is_direct = _check_given(given, settings, world_size)
         made: torch.optim.Optimizer = given
     elif callable(given):
         made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
-        _check_given(made, settings, world_size)
+        is_direct = _check_given(made, settings, world_size)
     elif given is not None:
         raise OptimizerError(
             f"optimizer must be a torch.optim.Optimizer or a callable, got {type(given).__name__}.",
@@ -59,8 +89,8 @@ def make_optimizer(
         )
         notes += more
     else:
-        return None, [], notes
-    return made, [list(group["params"]) for group in made.param_groups], notes
+        return MadeOptimizer(notes=notes)
+    return MadeOptimizer(made, [list(group["params"]) for group in made.param_groups], is_direct, notes)
 
 
 def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, Any]]:
@@ -127,7 +157,8 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> N
     if optimizer is None or other is None or other is optimizer:
         return
     groups = {id(group) for group in getattr(other, "param_groups", [])}
-    if not groups.intersection(id(group) for group in optimizer.param_groups):
+    trained = (optimizer, *inner_optimizers(optimizer))
+    if not groups.intersection(id(group) for one in trained for group in one.param_groups):
         raise OptimizerError(
             f"lr_scheduler is a {type(schedule).__name__} of another optimizer ({type(other).__name__}) than the one"
             f" that trains ({type(optimizer).__name__}): it would change no learning rate.",

@@ -46,6 +46,7 @@ from shoal.parallel.recompute import (
 )
 from shoal.zero.adopted_state import adopt_state
 from shoal.zero.build import Axes, build
+from shoal.zero.direct import DirectStep
 from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
 from shoal.zero.step import ShardedStep
@@ -159,7 +160,8 @@ def _initialize(
     plan = plan_of(settings, world.size)
     axes = _timed(make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
-    client_optimizer, groups, notes = make_optimizer(model, optimizer, model_parameters, settings, world.size)
+    made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
+    client_optimizer, notes = made.optimizer, made.notes
     schedule = make_schedule(lr_scheduler, settings, client_optimizer)
     notes += schedule_notes(lr_scheduler, settings, client_optimizer)
     wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
@@ -171,7 +173,7 @@ def _initialize(
     with device.use():
         sharded, states = build(
             model,
-            groups,
+            made.groups,
             plan.zero if not isinstance(client_optimizer, WholeTensorOptimizer) else _without_native(plan),
             dataclasses.replace(plan.precision, wires=wires),
             axes,
@@ -179,10 +181,14 @@ def _initialize(
             lambda: engine_box[0]._on_backward(),
             decide=offload.decide,
             open_disks=offload.open_disks,
+            sparse=made.sparse(model),
         )
         try:
-            step = None
-            if client_optimizer is not None:
+            step: ShardedStep | None = None
+            if client_optimizer is not None and made.is_direct:
+                step = DirectStep(client_optimizer, states, axes.inner)
+                adopt_state(step)
+            elif client_optimizer is not None:
                 section = settings.zero_optimization.offload_optimizer
                 step = ShardedStep(
                     client_optimizer,

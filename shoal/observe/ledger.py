@@ -179,6 +179,8 @@ def account(
         gradient_shards = layout.num_shards if row.gradient_between.inner is Kind.SHARD else 1
         formula = layout.numel * _itemsize(state.gradient.dtype) // gradient_shards
         held = state.gradient.nbytes
+        if state.gradient.keeps_rows:
+            formula = held  # as many as were looked up
         if "gradient" in moved:
             held = formula = state.gradient.nbytes_moved
         gradient_tier = _tier(row.gradient_tier, "gradient", moved)
@@ -234,7 +236,7 @@ def _communicators(sharded: ShardedModel, states: Sequence[BucketState]) -> list
 def _stepped_numel(state: BucketState) -> int:
     """Elements that an optimizer steps: of each group from its first to its last, padding at the ends left out."""
     bucket, layout = state.bucket, state.bucket.layout
-    if not state.gradient.is_watched:  # a piece for each parameter
+    if state.gradient.has_own_pieces:  # a piece for each parameter
         return layout.parameter_numel
     ranges = [layout.group_range(group, bucket.begin, bucket.end) for group in layout.groups]
     return sum(stop - start for start, stop in ranges)

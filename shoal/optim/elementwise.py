@@ -16,11 +16,12 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
+from shoal.optim.inner import inner_optimizers, takes_sparse_only
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.optim.wide_states import WideStates
 
-Kind = Literal["elementwise", "whole-tensor"]
+Kind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
 
 KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -39,11 +40,14 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
 
 REFUSED = {  # torch's own, by name, as not every torch has them all
     "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
-    "SparseAdam": "it takes sparse gradients only",
+    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not keep",
     "Adafactor": "it factors a matrix's second moment into rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
-INSTEAD = {"Muon": 'use shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.'}
+INSTEAD = {
+    "SparseAdam": "hand it in with stage 0, alone or in an optimizer that holds it and others.",
+    "Muon": 'use shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.',
+}
 
 PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
 PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, but of no larger block
@@ -62,6 +66,7 @@ def check(
     allow_untested: bool = False,
     refuse_untested: bool = False,
     world_size: int | None = None,
+    stage: int | None = None,
 ) -> Kind:
     """Judge an optimizer that was handed in.
 
@@ -69,6 +74,7 @@ def check(
         allow_untested: ``zero_allow_untested_optimizer``: a class that cannot be tried is taken with a warning.
         refuse_untested: the same key, set to false: a class that is not known is not tried.
         world_size: ranks that share the optimizer state; None: not known, so more than one.
+        stage: of ZeRO. At stage 0 an optimizer of sparse gradients, and one that holds others, is stepped directly.
 
     Returns: how it is to be stepped.
     Raises: OptimizerError: it is not elementwise, or it is not known to be and cannot be tried. A comparison of the
@@ -83,6 +89,8 @@ def check(
             do="use an optimizer whose step() takes no argument.",
             code="optimizer-closure",
         )
+    if takes_sparse_only(optimizer) and stage == 0:
+        return "direct"
     for name, reason in REFUSED.items():
         base = getattr(torch.optim, name, None)
         if isinstance(base, type) and isinstance(optimizer, base):
@@ -94,9 +102,12 @@ def check(
             f'{kind.__name__} is not an optimizer that Shoal knows, and "zero_allow_untested_optimizer" is false.',
             do="leave the key out: the optimizer is tried on a small matrix then; or set it to true.",
         )
+    inner = inner_optimizers(optimizer)
     try:
         difference = _first_difference(optimizer)
     except Exception as problem:
+        if inner:
+            return _direct(optimizer, inner, stage)
         message = (
             f"{kind.__name__} is not known to be elementwise, and could not be tried on a small matrix: "
             f"{type(problem).__name__}: {problem}"
@@ -111,6 +122,8 @@ def check(
         ) from problem
     if difference is None:
         return "elementwise"
+    if inner:
+        return _direct(optimizer, inner, stage)
     message = f"{kind.__name__} is not elementwise: {difference}"
     if allow_untested and world_size == 1:
         warnings.warn(
@@ -121,6 +134,18 @@ def check(
         message + ", so it would go wrong on shards.",
         do="use an elementwise optimizer, or derive it from shoal.optim.whole.WholeTensorOptimizer.",
         code="optimizer-not-elementwise",
+    )
+
+
+def _direct(optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None) -> Kind:
+    """Raises: OptimizerError: it holds others, which would step parameters that are not whole on any rank."""
+    if stage == 0:
+        return "direct"
+    raise OptimizerError(
+        f"{type(optimizer).__name__} holds optimizers of its own ({', '.join(type(o).__name__ for o in inner)}), which"
+        f" step the model's parameters themselves; stage {stage} has the optimizer step this rank's range only.",
+        do="take stage 0, or one optimizer with a parameter group for each.",
+        code="optimizer-of-optimizers",
     )
 
 

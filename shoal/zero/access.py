@@ -169,11 +169,8 @@ class Access:
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
-        scaled = value / self._unscale()
-        if state.is_native:
-            parameter.grad = scaled.to(parameter.dtype).view(parameter.shape).clone()
-        elif segment:
-            state.gradient.owned()[segment.start : segment.stop].copy_(self._part(state, segment, scaled))
+        if segment:
+            state.gradient.write(slot, segment, self._part(state, segment, value / self._unscale()))
         state.gradient.touched[slot] = 1
 
     @torch.no_grad()
@@ -190,10 +187,7 @@ class Access:
         if segment is None:
             return
         _check_numel(value, segment)
-        if state.is_native:  # one rank: its part is all of it
-            parameter.grad = (value / self._unscale()).to(parameter.dtype).view(parameter.shape).clone()
-        else:
-            state.gradient.owned()[segment.start : segment.stop].copy_(value.reshape(-1) / self._unscale())
+        state.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
         state.gradient.touched[slot] = 1
 
     # optimizer state

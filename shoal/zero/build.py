@@ -27,9 +27,11 @@ from shoal.zero.native import NativeGradient
 from shoal.zero.partition import UnitRules, UnitSpec, cut
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import UnitGradient
+from shoal.zero.row_gradient import RowGradient
 from shoal.zero.rows import RowSum
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.shelf import Disks
+from shoal.zero.shown import ShownGradient
 from shoal.zero.sparse import row_names
 from shoal.zero.step import BucketState
 from shoal.zero.table import Row, Table, row_of_stage
@@ -173,11 +175,14 @@ def build(
     *,
     decide: Decide | None = None,
     open_disks: Callable[[int, int], Disks] | None = None,
+    sparse: Collection[int] | None = None,
 ) -> tuple[ShardedModel, list[BucketState]]:
     """Shard ``model`` in place.
 
     Args:
         groups: the optimizer's parameter groups; a parameter in none of them is not trained.
+        sparse: None: the optimizer steps pieces of flat weights. Else it steps the model's own parameters (stage 0
+            only), and sees the gradients of those with these ``id`` as sparse tensors.
         decide: the tier of each unit; None: as the settings ask.
         open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
 
@@ -193,9 +198,9 @@ def build(
     modules = dict(model.named_modules())
     hybrid = axes.outer is not None and axes.outer.size > 1
     rows_of = row_names(model, takes_all=settings.sends_rows)
-    drafts = [
-        _Draft.of(spec, parameters, group_of, settings, precision, axes, rows_of, hybrid=hybrid) for spec in specs
-    ]
+    kept = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
+    tables = Tables(rows_of | kept, kept, has_direct_step=sparse is not None)
+    drafts = [_Draft.of(spec, parameters, group_of, settings, precision, axes, tables, hybrid=hybrid) for spec in specs]
     sizes = [draft.size(precision) for draft in drafts]
     tiers = (decide or settings.as_asked)(sizes)
     for draft, found in zip(drafts, tiers, strict=True):
@@ -211,7 +216,7 @@ def build(
     try:
         for index in order:
             built[specs[index].name] = _build_unit(
-                drafts[index], index, parameters, settings, precision, axes, device, pool, materializer, disks
+                drafts[index], index, parameters, settings, precision, axes, device, pool, materializer, disks, tables
             )
     except BaseException:
         disks.close()
@@ -238,7 +243,7 @@ def build(
         on_backward=on_backward,
         disks=disks,
     )
-    sharded.sent_as_rows = rows_of
+    sharded.sent_as_rows = tables.sent
     sharded.born_sharded = frozenset(materializer.born_sharded)
     return sharded, states
 
@@ -253,12 +258,22 @@ def _open(sizes: Sequence[UnitSize], rows: Sequence[Row], open_disks: Callable[[
 
 
 @dataclass(frozen=True)
+class Tables:
+    """Names of parameters whose gradients are zero but in a few rows."""
+
+    sent: frozenset[str]  # as rows
+    kept: frozenset[str]  # as rows, too, until the optimizer has seen them
+    has_direct_step: bool  # does the optimizer step the model's own parameters?
+
+
+@dataclass(frozen=True)
 class _DraftBucket:
     members: list[str]
     layout: BucketLayout
     dtype: torch.dtype
     is_trained: bool
     sends_rows: bool  # its one parameter is a table of which few rows have a gradient
+    keeps_rows: bool  # and its optimizer takes that as a sparse tensor
 
 
 @dataclass
@@ -280,7 +295,7 @@ class _Draft:
         settings: ZeroSettings,
         precision: Precision,
         axes: Axes,
-        rows_of: Collection[str],
+        tables: Tables,
         *,
         hybrid: bool,
     ) -> _Draft:
@@ -294,7 +309,7 @@ class _Draft:
         is_state_sharded = row.state.inner is Kind.SHARD
         comm = axes.inner if is_state_sharded else axes.all
         buckets = []
-        for members in _split(spec, parameters, group_of, settings, precision, rows_of):
+        for members in _split(spec, parameters, group_of, settings, precision, tables.sent):
             first = parameters[members[0]]
             is_trained = id(first) in group_of and first.requires_grad
             layout = lay_out(
@@ -304,8 +319,9 @@ class _Draft:
                 ],
                 num_shards=comm.size,
             )
-            sends_rows = is_trained and members[0] in rows_of
-            buckets.append(_DraftBucket(members, layout, _target_dtype(first, precision), is_trained, sends_rows))
+            sends_rows, keeps_rows = (is_trained and members[0] in names for names in (tables.sent, tables.kept))
+            dtype = _target_dtype(first, precision)
+            buckets.append(_DraftBucket(members, layout, dtype, is_trained, sends_rows, keeps_rows))
         return cls(spec, row, buckets, comm, axes.outer if is_state_sharded else None)
 
     def size(self, precision: Precision) -> UnitSize:
@@ -362,6 +378,7 @@ def _build_unit(
     pool: Pool,
     materializer: Materializer,
     disks: Disks,
+    tables: Tables,
 ) -> tuple[Unit, list[BucketState]]:
     spec, row, comm = draft.spec, draft.row, draft.comm
     is_state_apart = settings.is_apart(row.state_tier, device)
@@ -404,14 +421,20 @@ def _build_unit(
         else:
             master = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
         bucket.store_shard()
-        native = is_native and precision.gradient.accumulate_dtype in (None, dtype)
-        gradient_class = NativeGradient if native else BucketGradient
         sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
         policy = precision.policy_of(drafted.members[0])
         sums: Sums = comm
         if drafted.sends_rows and comm.size > 1:
             sums = RowSum(comm, *layout.slots[0].shape)
-        gradient = gradient_class(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
+        gradient: BucketGradient
+        if drafted.keeps_rows:
+            gradient = RowGradient(bucket, row, policy, comm, pool, sum_dtype)
+        elif tables.has_direct_step:
+            gradient = ShownGradient(bucket, row, policy, sums, None, pool, sum_dtype)
+        elif is_native and precision.gradient.accumulate_dtype in (None, dtype):
+            gradient = NativeGradient(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
+        else:
+            gradient = BucketGradient(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
         trained.append((bucket, gradient, master, has_own_master))
     unit = Unit(spec.name, index, row, buckets)
     states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]

@@ -91,6 +91,8 @@ class BucketGradient:
 
     is_native = False  # does the optimizer read ``parameter.grad`` itself?
     is_watched = True  # do hooks tell when a parameter has its gradient?
+    has_own_pieces = False  # does the optimizer step each parameter by itself?
+    keeps_rows = False  # is it a table's, of which only the rows that were looked up are held?
 
     def __init__(
         self,
@@ -406,6 +408,13 @@ class BucketGradient:
     def part(self, start: int, stop: int, segments: Sequence[Segment]) -> torch.Tensor:
         """Elements ``[start, stop)`` of the owned range, which hold ``segments``."""
         return self.owned()[start:stop]
+
+    def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
+        """Set the part of one parameter's reduced gradient that is this rank's. ``values``: 1-D."""
+        self.owned()[segment.start : segment.stop].copy_(values)
+
+    def take_back(self) -> None:
+        """A pass or a step begins: what parameters show of the sum in ``.grad`` is taken off them."""
 
     def reset(self) -> None:
         """Forget the gradient of this step; the memory stays, unless it ``rests_apart``."""

@@ -19,6 +19,7 @@ class NativeGradient(BucketGradient):
     """
 
     is_watched = False
+    has_own_pieces = True
 
     # The base class says it once and for all; here the accumulator may be widened while the step goes on.
     @property
@@ -71,6 +72,13 @@ class NativeGradient(BucketGradient):
         gradient = self.parameters[segment.slot].grad
         assert gradient is not None
         return gradient.reshape(-1)[segment.offset : segment.offset + stop - start]
+
+    def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
+        if not self.is_native:
+            super().write(slot, segment, values)
+            return
+        parameter = self.parameters[slot]  # one rank: its part is all of it
+        parameter.grad = values.to(parameter.dtype).view(parameter.shape).clone()
 
     def owned(self) -> torch.Tensor:
         """The gradients in one flat tensor; a copy where they are native (then for the accessors)."""

@@ -310,6 +310,9 @@ class ShardedModel:
                 self._outermost = backward_pass()
             return
         self._on_backward()  # first, since it may refuse
+        for entry in self.entries:
+            for gradient in entry.gradients:
+                gradient.take_back()
         self.in_pass = True
         self._outermost = backward_pass()
         self._recomputed.clear()

@@ -193,7 +193,7 @@ class ShardedStep:
     def _pieces_of(self, state: BucketState) -> Iterator[Piece]:
         bucket, layout = state.bucket, state.bucket.layout
         for group in layout.groups:
-            if state.is_native:
+            if state.gradient.has_own_pieces:
                 ranges = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots if slot.group == group]
             else:
                 ranges = [layout.group_range(group, bucket.begin, bucket.end)]
@@ -290,6 +290,15 @@ class ShardedStep:
         for group, params in zip(self.optimizer.param_groups, self._user_groups, strict=True):
             group["params"] = params
         self._user_groups = []
+
+    def update(self, units: Sequence[Unit], coefficient: float, touched: dict[int, bytes]) -> list[Work]:
+        """Between ``begin`` and ``end``: ``step_unit`` of every unit, then ``finish_unit``. Args, Returns: as there."""
+        works = []
+        for unit in units:
+            works += self.step_unit(unit, coefficient, touched)
+        for unit in units:
+            works += self.finish_unit(unit)
+        return works
 
     def step_unit(self, unit: Unit, coefficient: float, touched: dict[int, bytes]) -> list[Work]:
         """Update one unit's range, and start to make its parameters whole; on the host, start to update it.

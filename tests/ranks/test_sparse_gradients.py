@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,123 +13,27 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import NotBuiltError
+from tests.ranks.sparse_models import (
+    ROWS,
+    WIDTH,
+    Tables,
+    adagrad,
+    adam,
+    alone,
+    assert_close,
+    config,
+    model_of,
+    sgd,
+    tokens,
+    train,
+    weights,
+)
 
 # Of torch's own optimizers, about torch's own sparse tensors.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
-ROWS, WIDTH = 50, 6
-BATCH = 4  # samples of one rank's micro-batch
 TABLE_NBYTES = ROWS * WIDTH * 4
-
-
-class Tables(nn.Module):
-    """Two tables, a bag, and a head: which tokens a micro-batch looks up is the data's matter."""
-
-    def __init__(self, *, is_sparse: bool = True, is_tied: bool = False) -> None:
-        super().__init__()
-        self.words = nn.Embedding(ROWS, WIDTH, sparse=is_sparse)
-        self.bag = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=is_sparse)
-        self.middle = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, ROWS, bias=False)
-        if is_tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, tokens: torch.Tensor, with_bag: bool = True) -> torch.Tensor:
-        hidden = self.words(tokens).sum(dim=1)
-        if with_bag:
-            hidden = hidden + self.bag(tokens)
-        return self.head(torch.tanh(self.middle(hidden))).logsumexp(dim=1).mean() + hidden.square().mean()
-
-
-def tokens(index: int, rank: int, world: int) -> torch.Tensor:
-    """Micro-batch ``index`` of one rank: 12 tokens of 6 different ones, so some are repeated."""
-    return whole(index, world)[rank * BATCH : (rank + 1) * BATCH]
-
-
-def whole(index: int, world: int) -> torch.Tensor:
-    """Micro-batch ``index`` of all ranks."""
-    drawn = torch.randint(0, 6, (BATCH * world, 3), generator=torch.Generator().manual_seed(index))
-    return drawn * 8 + index % 3
-
-
-def model_of(**kwargs: Any) -> Tables:
-    torch.manual_seed(0)
-    return Tables(**kwargs)
-
-
-def sgd(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adagrad(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(parameters, lr=0.1)
-
-
-def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-def config(stage: int, **sections: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **sections,
-    }
-
-
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def train(
-    model: nn.Module, optimizer: Callable[..., Any], settings: dict[str, Any], *, steps: int = 3, **forward: Any
-) -> dict[str, torch.Tensor]:
-    """Train a copy of ``model`` on this rank. Returns: the weights, whole."""
-    world = current_world()
-    own = copy.deepcopy(model)
-    engine, *_ = shoal.initialize(model=own, optimizer=optimizer(list(own.parameters())), config=settings)
-    for micro in range(steps * engine.gradient_accumulation_steps()):
-        engine.backward(engine(tokens(micro, world.rank, world.size), **forward))
-        engine.step()
-    engine.destroy()
-    return weights(own)
-
-
-def alone(
-    model: nn.Module,
-    optimizer: Callable[..., Any],
-    world: int,
-    *,
-    steps: int = 3,
-    accumulation: int = 1,
-    clip: float = 0.0,
-) -> dict[str, torch.Tensor]:
-    """The same in plain PyTorch over the whole batch."""
-    own = copy.deepcopy(model)
-    made = optimizer(list(own.parameters()))
-    for step in range(steps):
-        for micro in range(step * accumulation, (step + 1) * accumulation):
-            (own(whole(micro, world)) / accumulation).backward()
-        if clip:
-            clip_sparse(own, clip)
-        made.step()
-        made.zero_grad()
-    return weights(own)
-
-
-def clip_sparse(model: nn.Module, limit: float) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.stack([g.coalesce().values().norm() if g.is_sparse else g.norm() for g in gradients]).norm()
-    if norm > limit:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad * (limit / (norm + 1e-6))
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adagrad])
@@ -235,3 +139,75 @@ def test_what_is_sent_are_indices_and_rows_of_the_most_that_a_rank_has() -> None
         # of each of two tables: a count, two indices, two rows
         assert rows == [("exchange", 8), ("all_gather", 16), ("all_gather", 2 * WIDTH * 4)] * 2
         assert sum(nbytes for _, nbytes in dense) < TABLE_NBYTES * 2
+
+
+def test_what_deepspeeds_engine_has_for_rows() -> None:
+    class Rows:
+        def __init__(self, gradient: torch.Tensor) -> None:
+            self.orig_dense_tensor = gradient
+            held = gradient.coalesce()
+            self.indices, self.values = held.indices()[0], held.values()
+
+        def to_coo_tensor(self) -> torch.Tensor:
+            return torch.sparse_coo_tensor(
+                self.indices.unsqueeze(0), self.values, (ROWS, WIDTH), check_invariants=False
+            )
+
+    def job() -> None:
+        rank, own = current_world().rank, copy.deepcopy(model)
+        engine, *_ = shoal.initialize(model=own, optimizer=sgd(list(own.parameters())), config=config(0))
+        assert engine.sparse_tensor_module_names == {"words.weight", "bag.weight"}
+        assert [part.tolist() for part in engine.all_gather_scalar(torch.tensor([float(rank)]))] == [[0.0], [1.0]]
+        ragged = engine.sparse_all_gather(torch.full((rank * 2, 3), float(rank)))
+        assert [tuple(part.shape) for part in ragged] == [(0, 3), (2, 3)]
+        assert ragged[1].unique().tolist() == [1.0]
+        dense = torch.zeros(ROWS, WIDTH)
+        dense[[rank, 5]] = 2.0
+        gradient = dense.to_sparse(1)
+        engine.sparse_allreduce_no_retain([Rows(gradient)], engine.data_parallel_group)
+        found = gradient.to_dense()
+        assert found[:, 0].nonzero().flatten().tolist() == [0, 1, 5]
+        assert found[[0, 1, 5], 0].tolist() == [1.0, 1.0, 2.0]
+        engine.gradient_average = False
+        assert engine.sparse_allreduce(Rows(dense.to_sparse(1))).to_coo_tensor().to_dense()[5, 0] == 4.0
+        with pytest.raises(NotBuiltError, match="not the group of all data-parallel ranks"):
+            engine.all_gather_scalar(torch.ones(1), object())
+        engine.destroy()
+
+    model = model_of()
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_table_whose_state_rests_elsewhere_trains_alike(tier: str, tmp_path: Path) -> None:
+    model = model_of()
+    place = {"device": tier, "nvme_path": str(tmp_path)} if tier == "nvme" else {"device": tier}
+    plain = config(2)["zero_optimization"]
+    settings = config(2, zero_optimization={**plain, "offload_optimizer": place})
+    kept = run_ranks(2, lambda: train(model, adam, config(2)))[0]
+    for found in run_ranks(2, lambda: train(model, adam, settings)):
+        assert_close(found, kept)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_checkpoint_of_tables_in_the_middle_of_a_step_goes_on(stage: int, tmp_path: Path) -> None:
+    model = model_of()
+    settings = config(stage, gradient_accumulation_steps=2)
+
+    def job(*, is_first: bool) -> dict[str, torch.Tensor]:
+        world, own = current_world(), copy.deepcopy(model)
+        engine, *_ = shoal.initialize(model=own, optimizer=sgd(list(own.parameters())), config=settings)
+        if not is_first:
+            engine.load_checkpoint(tmp_path)
+        for micro in range(3) if is_first else range(3, 4):
+            engine.backward(engine(tokens(micro, world.rank, world.size)))
+            engine.step()
+        if is_first:
+            engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        return weights(own)
+
+    for world in (1, 2):
+        run_ranks(world, lambda: job(is_first=True))
+        for found in run_ranks(world, lambda: job(is_first=False)):
+            assert_close(found, alone(model, sgd, world, steps=2, accumulation=2))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 SOURCES = sorted((ROOT / "shoal").rglob("*.py"))
 ERRORS = ROOT / "docs" / "reference" / "errors.md"
@@ -123,13 +125,20 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
     assert "'optimizer state': 21037056" in done.stdout
 
 
-def test_the_snippet_of_the_curriculum_page_prints_what_the_page_says() -> None:
-    (program,) = snippets("curriculum.md")
+@pytest.mark.parametrize(
+    ("page", "printed"),
+    [
+        ("curriculum.md", "8 1.0\n16 1.0\n16 0.952\n24 0.909\n24 0.87\n32 0.835\n"),
+        ("embeddings.md", "[[1, 2, 3, 4, 5]]\n"),
+    ],
+)
+def test_the_snippet_of_a_page_prints_what_the_page_says(page: str, printed: str) -> None:
+    (program,) = snippets(page)
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "8 1.0\n16 1.0\n16 0.952\n24 0.909\n24 0.87\n32 0.835\n"
+    assert done.stdout == printed
 
 
 def test_the_snippets_of_the_page_on_profiles_run() -> None:

@@ -1,0 +1,184 @@
+"""The step of an optimizer that updates the model's own parameters, whole, all in one call: as without Shoal.
+
+For optimizers that pieces of flat weights do not suit (``optim.inner``): torch's SparseAdam, and one that holds others
+and has them step. Every rank holds everything (stage 0), so every rank makes the same step.
+
+Between steps the state of each parameter is kept by piece, flat, as every other optimizer's is: that is what
+checkpoints and accessors know. The optimizer that steps a parameter has the same memory in the parameter's shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.errors import OptimizerError
+from shoal.optim.inner import inner_optimizers
+from shoal.zero.shown import ShownGradient
+from shoal.zero.step import BucketState, Piece, ShardedStep
+from shoal.zero.unit import Unit
+
+_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
+
+
+class DirectStep(ShardedStep):
+    """Runs one torch optimizer on the model's parameters, or on master weights in their shapes.
+
+    Args:
+        states: every trainable bucket; their gradients are ``ShownGradient``.
+
+    Raises: OptimizerError: an optimizer that it holds steps parameters that are in none of its own groups: no rank
+        would exchange their gradients.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, states: Sequence[BucketState], shard_comm: Communicator
+    ) -> None:
+        super().__init__(optimizer, states, shard_comm, block_numel=None, chunk_numel=None)
+        inner = inner_optimizers(optimizer)
+        self._holders = [*inner, optimizer]
+        self._home = {
+            id(parameter): holder
+            for holder in reversed(self._holders)
+            for group in holder.param_groups
+            for parameter in group["params"]
+        }
+        self._left: dict[int, dict[str, Any]] = {}  # by a parameter's id: what its optimizer was left with
+        self._check_known(inner)
+        self._lift()
+
+    def _check_known(self, inner: Sequence[torch.optim.Optimizer]) -> None:
+        known = {id(parameter) for _, _, _, parameter, _ in self._placed()}
+        unknown = [
+            parameter
+            for holder in inner
+            for group in holder.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known and parameter.requires_grad and parameter.numel()
+        ]
+        if unknown:
+            raise OptimizerError(
+                f"{type(self.optimizer).__name__} holds optimizers of {len(unknown)} parameters that are not in its own"
+                f" groups (the first has shape {tuple(unknown[0].shape)}).",
+                do="list every parameter in super().__init__(params, ...), too.",
+                code="optimizer-groups",
+            )
+
+    def _lift(self) -> None:
+        """State of steps that were taken before goes to where ``adopt_state`` finds it."""
+        for _, _, _, parameter, _ in self._placed():
+            holder = self._home.get(id(parameter), self.optimizer)
+            if holder is not self.optimizer and parameter in holder.state:
+                self.optimizer.state[parameter] = dict(holder.state.pop(parameter))
+
+    def update(self, units: Sequence[Unit], coefficient: float, touched: dict[int, bytes]) -> list[Work]:
+        targets: dict[int, nn.Parameter] = {}
+        for index, slot, state, parameter, piece in self._placed():
+            assert isinstance(state.gradient, ShownGradient)
+            state.gradient.take_back()
+            target = parameter
+            if state.has_own_master:
+                target = nn.Parameter(piece.param.detach().view(state.bucket.layout.slots[slot].shape))
+            targets[id(parameter)] = target
+            target.grad = None
+            if touched[index][slot]:
+                gradient = state.gradient.value(slot)
+                target.grad = _scaled(gradient, state.master.dtype, coefficient)
+        for state in self.states:
+            state.let_go()
+        with self._swapped(targets):
+            self._hand_state(targets)
+            self.optimizer.step()
+            self._take_state(targets)
+        for _, _, state, parameter, piece in self._placed():
+            targets[id(parameter)].grad = None
+            if state.has_own_master:
+                state.resting_parameters[piece.start : piece.stop].copy_(piece.param.detach())
+        return []
+
+    def _placed(self) -> Iterator[tuple[int, int, BucketState, nn.Parameter, Piece]]:
+        """Each trained parameter with its piece, as they are now: a load makes pieces anew."""
+        for index, state in enumerate(self.states):
+            for piece in state.pieces:
+                slot = piece.segments[0].slot
+                yield index, slot, state, state.bucket.parameters[slot], piece
+
+    @contextmanager
+    def _swapped(self, targets: Mapping[int, nn.Parameter]) -> Iterator[None]:
+        """Put the targets in the place of the parameters in all groups, for the length of a step."""
+        groups = [group for holder in self._holders for group in holder.param_groups]
+        own = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [targets.get(id(parameter), parameter) for parameter in group["params"]]
+        try:
+            yield
+        finally:
+            for group, parameters in zip(groups, own, strict=True):
+                group["params"] = parameters
+
+    # state
+
+    def _hand_state(self, targets: Mapping[int, nn.Parameter]) -> None:
+        """Give each parameter's optimizer its state, in the parameter's shape."""
+        for _, _, _, parameter, piece in self._placed():
+            holder = self._home.get(id(parameter), self.optimizer)
+            target = targets[id(parameter)]
+            found = holder.state.get(parameter)
+            if found is not None and not _is_same(found, self._left.get(id(parameter), {})):
+                continue  # the script has loaded it there
+            held = self.optimizer.state.get(piece.param, {})
+            if target is not parameter:
+                holder.state.pop(parameter, None)
+            if held:
+                holder.state[target] = {
+                    key: value.view(target.shape) if _is_flat(value, piece) else value for key, value in held.items()
+                }
+            else:
+                holder.state.pop(target, None)
+
+    def _take_state(self, targets: Mapping[int, nn.Parameter]) -> None:
+        """Keep what the step made of it, flat."""
+        for _, _, _, parameter, piece in self._placed():
+            target = targets[id(parameter)]
+            for holder in self._holders:
+                held = holder.state.get(target)
+                if not held:
+                    continue
+                self.optimizer.state[piece.param] = {
+                    key: value.reshape(-1) if _has_shape(key, value, target) else value for key, value in held.items()
+                }
+                if target is not parameter:
+                    del holder.state[target]
+                else:
+                    self._left[id(parameter)] = dict(held)
+                break
+
+    def free(self) -> None:
+        super().free()
+        self._left, self._home = {}, {}
+
+
+def _scaled(gradient: torch.Tensor, dtype: torch.dtype, coefficient: float) -> torch.Tensor:
+    if gradient.is_sparse or gradient.dtype != dtype:
+        gradient = gradient.to(dtype)
+        return gradient * coefficient if coefficient != 1.0 else gradient
+    return gradient.mul_(coefficient) if coefficient != 1.0 else gradient
+
+
+def _is_flat(value: Any, piece: Piece) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel()
+
+
+def _has_shape(key: str, value: Any, target: nn.Parameter) -> bool:
+    if not isinstance(value, torch.Tensor) or value.shape != target.shape:
+        return False
+    return value.dim() > 0 or key not in _OF_A_PARAMETER
+
+
+def _is_same(found: Mapping[str, Any], left: Mapping[str, Any]) -> bool:
+    return found.keys() == left.keys() and all(found[key] is left[key] for key in found)

@@ -147,6 +147,8 @@ class Moving:
                     state.master = copied(state.master)
                     _point(state)
         elif name == "optim_states":
+            if engine._optimizer_step is not None:
+                engine._optimizer_step.let_state_go()
             for held, key in self._optimizer_tensors():
                 held[key] = copied(held[key])
         elif name == "lp_grads":

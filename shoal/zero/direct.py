@@ -158,6 +158,12 @@ class DirectStep(ShardedStep):
                     self._left[id(parameter)] = dict(held)
                 break
 
+    def let_state_go(self) -> None:
+        for _, _, _, parameter, _ in self._placed():
+            for holder in self._holders:
+                holder.state.pop(parameter, None)
+        self._left.clear()
+
     def free(self) -> None:
         super().free()
         self._left, self._home = {}, {}

@@ -238,7 +238,12 @@ class BucketGradient:
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def accumulate(self) -> None:
-        """Add the parameters' gradients to the whole accumulator, without communication."""
+        """Add the parameters' gradients to the whole accumulator, without communication.
+
+        Once it holds the sum over the ranks, they stay where they are until the next reduction.
+        """
+        if self.state is GradientState.REDUCED:
+            return
         if self.state is GradientState.ACCUMULATING and self._has_unmoved():
             self._widen()
         self.accumulator()

@@ -274,6 +274,9 @@ class ShardedStep:
             if state.lane is not None:
                 state.lane.forget(state)
 
+    def let_state_go(self) -> None:
+        """Optimizer state is about to move elsewhere: hold none but by piece."""
+
     def settle(self) -> None:
         """Have everything as the last step leaves it, also where updates are still under way."""
         for state in self.states:

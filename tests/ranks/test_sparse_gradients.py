@@ -211,3 +211,12 @@ def test_a_checkpoint_of_tables_in_the_middle_of_a_step_goes_on(stage: int, tmp_
         run_ranks(world, lambda: job(is_first=True))
         for found in run_ranks(world, lambda: job(is_first=False)):
             assert_close(found, alone(model, sgd, world, steps=2, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hybrid_sharding_sums_rows_within_a_group_and_shards_over_the_groups(stage: int) -> None:
+    model = model_of()
+    zero = {**config(stage)["zero_optimization"], "mics_shard_size": 2}
+    settings = config(stage, zero_optimization=zero, gradient_accumulation_steps=2)
+    for found in run_ranks(4, lambda: train(model, sgd, settings)):
+        assert_close(found, alone(model, sgd, 4, accumulation=2))

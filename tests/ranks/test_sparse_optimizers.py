@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shoal.zero import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from shoal.zero.build import ZeroSettings
 from tests.ranks.sparse_models import (
     ROWS,
     WIDTH,
@@ -498,3 +500,86 @@ def test_processes_exchange_rows_as_threads_do(gloo: Callable[..., list[Any]]) -
     expected = alone(head_of(), Both, 2, accumulation=2)
     for found in gloo(2, job_on_gloo):
         assert_close(found, expected)
+
+
+@pytest.mark.parametrize("is_quiet", [False, True])
+def test_two_passes_before_a_step_add_up(is_quiet: bool) -> None:
+    model = head_of()
+
+    def job() -> dict[str, torch.Tensor]:
+        rank, own = current_world().rank, copy.deepcopy(model)
+        engine, *_ = shoal.initialize(model=own, optimizer=Both(own.parameters()), config=config(0))
+        engine.backward(engine(tokens(0, rank, 2)))
+        with engine.no_sync() if is_quiet else nullcontext():
+            engine.backward(engine(tokens(1, rank, 2)))
+        engine.step()
+        engine.destroy()
+        return weights(own)
+
+    own = copy.deepcopy(model)
+    made = Both(own.parameters())
+    for micro in range(2):
+        own(torch.cat([tokens(micro, rank, 2) for rank in range(2)])).backward()
+    made.step()
+    for found in run_ranks(2, job):
+        assert_close(found, weights(own))
+
+
+class Own(nn.Module):
+    """A table that is no module of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, found: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(found, self.table, sparse=True).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", [sparse_adam, partial(torch.optim.SGD, lr=0.1)])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sparse_gradient_of_any_parameter_is_taken(world: int, optimizer: Any) -> None:
+    model = Own()
+    for found in run_ranks(world, lambda: train(model, optimizer, config(0))):
+        assert_close(found, alone(model, optimizer, world))
+
+
+def test_states_that_rest_elsewhere_for_a_while_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_apart=True))
+    model = head_of()
+
+    def job(*, is_moved: bool) -> dict[str, torch.Tensor]:
+        rank, own = current_world().rank, copy.deepcopy(model)
+        made = Both(own.parameters())
+        settings = config(0, gradient_accumulation_steps=2)
+        engine, *_ = shoal.initialize(model=own, optimizer=made, config=settings)
+        for micro in range(4):
+            engine.backward(engine(tokens(micro, rank, 2)))
+            if is_moved:
+                engine.offload_states()
+                assert not made.tables.state and not made.rest.state
+                engine.reload_states()
+            engine.step()
+        engine.destroy()
+        return weights(own)
+
+    for one, other in zip(*(run_ranks(2, partial(job, is_moved=yes)) for yes in (False, True)), strict=True):
+        assert_close(one, other, rtol=0, atol=0)
+
+
+def test_rows_travel_in_the_format_that_the_config_names() -> None:
+    model = head_of()
+
+    def job(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[torch.dtype]]:
+        world, own = current_world(), copy.deepcopy(model)
+        engine, *_ = shoal.initialize(model=own, optimizer=Both(own.parameters()), config=settings)
+        with world.recorder.recording() as calls:
+            engine.backward(engine(tokens(0, world.rank, 2)))
+        engine.step()
+        engine.destroy()
+        return weights(own), [call.dtype for call in calls if call.op == "all_gather"]
+
+    wide, _ = run_ranks(2, lambda: job(config(0)))[0]
+    for found, formats in run_ranks(2, lambda: job(config(0, communication_data_type="bf16"))):
+        assert formats == [torch.int64, torch.bfloat16] * 2
+        assert_close(found, wide, rtol=0, atol=2e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +99,21 @@ def test_no_sync_communicates_no_gradient_at_any_stage() -> None:
 
     for stage in STAGES:
         assert run_ranks(2, job, stage) == [[], []]
+
+
+def test_a_pass_without_communication_after_a_reduced_one_adds_to_its_gradient() -> None:
+    def job(stage: int, *, is_quiet: bool) -> dict[str, torch.Tensor]:
+        engine = start(models.Plain, config(stage))
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        with engine.no_sync() if is_quiet else nullcontext():
+            engine.backward(engine(*batch(1, current_world().rank, 2)))
+        engine.step()
+        return finish(engine, []).parameters
+
+    for stage in STAGES:
+        loud, quiet = (run_ranks(2, partial(job, stage, is_quiet=is_quiet)) for is_quiet in (False, True))
+        for one, other in zip(loud, quiet, strict=True):
+            assert largest_difference(one, other) <= 1e-6
 
 
 def test_set_train_batch_size_changes_the_accumulation_steps() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shoal.compiler import make_optimizer
 from shoal.errors import NotBuiltError, OptimizerError
 from shoal.optim.elementwise import REFUSED, refusal
 from shoal.optim.lamb import Lamb
@@ -127,7 +128,7 @@ def build(
     if has_master or factory is not torch.optim.SGD:
         settings.update(_fused(factory, settings, groups))
     try:
-        return factory(groups, **settings), notes
+        return make_optimizer(factory, groups, **settings), notes
     except (TypeError, ValueError, RuntimeError) as problem:
         if isinstance(problem, OptimizerError):
             raise
@@ -223,8 +224,7 @@ def _fused(
         return {}
     try:
         for device in {param.device for param in params}:
-            # The base class, as which the factory is typed, has no such argument; `accepted_names` found it.
-            factory([torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)  # type: ignore[call-arg]
+            make_optimizer(factory, [torch.nn.Parameter(torch.zeros(1, device=device))], fused=True)
     except (RuntimeError, TypeError, ValueError):
         return {}
     return {"fused": True}

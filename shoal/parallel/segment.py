@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import UsageError
 from shoal.memory.placement import Tier
@@ -98,8 +99,7 @@ class Recompute:
         self._saved = SavedInputs(place)
         self._contexts = contexts_keeping(self.settings.operations) if self.settings.operations else None
         self.is_plain = self.settings == RecomputeSettings()  # a compiler can do it all by itself
-        # Made only where it is needed: torch's compiler takes a second to import.
-        self._run_uncompiled = None if self.is_plain else torch.compiler.disable(self._run)
+        self._run_uncompiled = None if self.is_plain else untraced(self._run)
         self._has_told_of_compilers = False
 
     # what it holds

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shoal.compiler import untraced
 from shoal.zero.at_rest import AtRestHook, Notice
 from shoal.zero.hook_switch import Switch
 from shoal.zero.reducer import UnitGradient
@@ -45,8 +46,8 @@ class HookSet:
             if called is model and switch.is_on:
                 runtime.after_model(output)
 
-        self._handles.append(model.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
-        self._handles.append(model.register_forward_hook(torch.compiler.disable(after)))
+        self._handles.append(model.register_forward_pre_hook(untraced(before), prepend=True))
+        self._handles.append(model.register_forward_hook(untraced(after)))
 
     def on_unit(self, module: nn.Module, unit: Unit, runtime: Runtime) -> None:
         switch = self.switch
@@ -60,8 +61,8 @@ class HookSet:
                 runtime.after_forward(unit, (args, kwargs), output)
 
         # The user's own hooks find the module as its forward does: whole.
-        self._handles.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True))
-        self._handles.append(module.register_forward_hook(torch.compiler.disable(after), with_kwargs=True))
+        self._handles.append(module.register_forward_pre_hook(untraced(before), prepend=True))
+        self._handles.append(module.register_forward_hook(untraced(after), with_kwargs=True))
 
     def on_gradient(self, parameter: nn.Parameter, entry: UnitGradient, index: int, runtime: Runtime) -> None:
         def ready(_parameter: torch.Tensor) -> None:

@@ -1,0 +1,71 @@
+"""torch's compiler, kept out of what it must not trace, and not imported before somebody compiles.
+
+``torch._dynamo`` takes a second of each rank's start and 70 MB of its memory. torch imports it when an optimizer is
+made and when one steps, for the sake of compiled callers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_imported() -> bool:
+    """Has anybody in this process compiled, or got ready to?"""
+    return "torch._dynamo" in sys.modules
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which runs as it is in compiled callers too: ``torch.compiler.disable``, once it is imported."""
+    disabled: list[Callable[P, R]] = []
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_imported():
+            return function(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    # What torch.compiler.disable sets, so that a traced caller calls this and does not look inside.
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
+
+
+def make_optimizer(kind: type[torch.optim.Optimizer], *args: Any, **settings: Any) -> torch.optim.Optimizer:
+    """``kind(*args, **settings)``, whose steps do not import the compiler either. Raises: what ``kind`` raises."""
+    if is_imported() or not _is_torchs(kind, "add_param_group"):
+        return kind(*args, **settings)
+    made = kind.__new__(kind)
+    # The constructor adds its groups through this, which it finds on the object before the class.
+    vars(made)["add_param_group"] = MethodType(inspect.unwrap(kind.add_param_group), made)
+    kind.__init__(made, *args, **settings)
+    del vars(made)["add_param_group"]
+    if _is_torchs(kind, "step") and not made.defaults.get("differentiable"):
+        vars(made)["step"] = MethodType(_without_break(kind.step), made)
+    return made
+
+
+def _without_break(step: Callable[..., Any]) -> Callable[..., Any]:
+    """An optimizer's step without the break that it makes in a graph being recorded, as long as none can be."""
+    unbroken = torch.optim.Optimizer.profile_hook_step(inspect.unwrap(step))  # with its hooks and its name in profiles
+
+    def run(optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None) -> Any:
+        if is_imported():
+            return step(optimizer, closure)
+        with torch.no_grad():
+            return unbroken(optimizer, closure)
+
+    return run
+
+
+def _is_torchs(kind: type[torch.optim.Optimizer], name: str) -> bool:
+    """Is the method written in torch.optim, so that what is wrapped around it is known?"""
+    return str(getattr(kind, name).__module__).startswith("torch.optim.")

@@ -81,13 +81,25 @@ class RowSum:
             num_passes: how often the dense collective moves the table.
         """
         table = self._table(full)
-        mine = (table != 0).any(dim=1).nonzero().flatten()
+        mine = rows_in(table)
         counts = exchange_counts(self._comm, len(mine), full.device, label=label)
         most = max(counts)
         row_nbytes = self._width * full.element_size()
         if self.size * most * (row_nbytes + INDEX_NBYTES) >= num_passes * self._num_rows * row_nbytes:
             return None
         return sum_rows(self._comm, mine, table[mine], counts, scale, label=label)
+
+
+def rows_in(table: torch.Tensor) -> torch.Tensor:
+    """Which rows are not zero, ascending; NaN is not. Shape: [n].
+
+    The largest and the smallest element of a row tell, in a sixth of the time that comparing each takes on a CPU; bits
+    of 16-bit numbers are compared as integers, which takes a fifth again (-0 counts as not zero, and adds nothing).
+    """
+    if not table.numel():
+        return torch.zeros(0, dtype=torch.int64, device=table.device)
+    numbers = table.view(torch.int16) if table.dtype.itemsize == 2 else table
+    return ((numbers.amax(dim=1) != 0) | (numbers.amin(dim=1) != 0)).nonzero().flatten()
 
 
 def exchange_counts(comm: Communicator, count: int, device: torch.device, *, label: str) -> list[int]:

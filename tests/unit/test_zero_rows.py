@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.comm.single import SingleCommunicator
-from shoal.zero.rows import RowSum, add_rows
+from shoal.zero.rows import RowSum, add_rows, rows_in
 from shoal.zero.sparse import row_names, summed
 
 
@@ -25,6 +25,15 @@ def test_the_ranges_of_all_ranks_together_hold_every_row_once(width: int, shard:
         part = start[begin : begin + shard].clone()
         add_rows(part, begin, width, rows, total)
         assert torch.equal(part, expected[begin : begin + shard])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rows_that_are_not_zero_are_found_whatever_is_in_them(dtype: torch.dtype) -> None:
+    table = torch.zeros(9, 3, dtype=dtype)
+    table[1, 0], table[2], table[4, 2], table[6, 1] = -1.0, torch.tensor([1.0, 0.0, -1.0]), float("nan"), float("-inf")
+    table[8, 1] = torch.finfo(dtype).tiny
+    assert rows_in(table).tolist() == [1, 2, 4, 6, 8]
+    assert rows_in(table[:1]).tolist() == rows_in(table[:0]).tolist() == rows_in(table[:, :0]).tolist() == []
 
 
 def test_no_rows_change_nothing() -> None:

@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,13 @@ def python() -> str:
     pytest.skip("DeepSpeed is not installed here; make bench installs it into .venv-bench")
 
 
-def train(python: str, size: int, out: Path, cases: list[str]) -> None:
+def train(python: str, size: int, out: Path, cases: list[str], what: str = "make") -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [python, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-port", str(port)]
     done = subprocess.run(
-        [*command, "-m", "tests.fixtures.deepspeed.make", str(out), *cases],
+        [*command, "-m", f"tests.fixtures.deepspeed.{what}", str(out), *cases],
         capture_output=True, text=True, timeout=240, check=False, cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
     )  # fmt: skip
@@ -84,3 +85,28 @@ def test_what_deepspeed_saves_is_what_its_processes_held(size: int, python: str,
     for rank, found in enumerate(run_ranks(size, go_on, tmp_path / "converted", "fp32", 3, 3, {}, size)):
         expected = [losses[rank] for losses in run["losses"][3:]]
         assert found["losses"] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_universal_checkpoint_that_deepspeed_makes_now_goes_on(size: int, python: str, tmp_path: Path) -> None:
+    cases = ["stage1-fp32", "stage3-fp32", "stage3-bf16-sub-groups"]
+    train(python, size, tmp_path, cases)
+    train(python, size, tmp_path, cases, "make_universal")
+    for case in cases:
+        folder = tmp_path / "unpacked" / case
+        with zipfile.ZipFile(tmp_path / case / "universal.zip") as archive:
+            archive.extractall(folder)
+        held = load_file(tmp_path / case / "held.safetensors")
+        source = DeepSpeedSource(folder)
+        names = {f"{kind}/{name}": (kind, name) for kind in source.kinds() for name in source.tensors(kind)}
+        assert set(names) - set(held) == {"model/shift"}, case
+        for key, tensor in held.items():
+            assert torch.equal(source.read(*names[key]).view(-1), tensor.view(-1)), (case, key)
+    for case in cases[:2]:
+        expected = json.loads((tmp_path / case / "run.json").read_text())["losses"][3:]
+        found = run_ranks(size, go_on, tmp_path / "unpacked" / case, "fp32", 2, 3, {}, size)
+        for rank in range(size):
+            assert found[rank]["losses"] == pytest.approx([losses[rank] for losses in expected], abs=1e-5), case
+    theirs = json.loads((tmp_path / "stage1-fp32" / "universal.json").read_text())["losses"]
+    ours = json.loads((tmp_path / "stage1-fp32" / "run.json").read_text())["losses"][3:]
+    assert theirs == [pytest.approx(losses, abs=1e-6) for losses in ours]

@@ -79,6 +79,17 @@ def test_deepspeed_that_goes_on_from_its_universal_folder_has_our_losses(case: s
     )
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_that_rests_on_host_or_disk_is_filled_too(stage: int, device: str, tmp_path: Path) -> None:
+    universal("stage3-fp32", tmp_path / "saved")
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    section = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": place}
+    if stage == 3:
+        section["offload_param"] = place
+    assert going_on("stage3-fp32", tmp_path / "saved", stage, zero_optimization=section) < 1e-6
+
+
 def test_one_rank_goes_on_with_what_two_saved(tmp_path: Path) -> None:
     universal("stage3-fp32", tmp_path)
     assert going_on("stage3-fp32", tmp_path, 3, size=1) < 1e-6

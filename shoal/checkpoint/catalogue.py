@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.formats.deepspeed_files import UNIVERSAL
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import Storage
@@ -168,8 +169,9 @@ def find_tag(storage: Storage, tag: str) -> str:
             return found.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
         raise _missing_manifest(storage, tag)
-    if is_deepspeeds(storage, tag):
-        return tag
+    deepspeeds = deepspeeds_folder(storage, tag)
+    if deepspeeds is not None:
+        return deepspeeds
     whole = [found.folder for found in others if found.manifest is not None]
     raise CheckpointError(
         f"there is no checkpoint {tag!r} in {storage.url}.",
@@ -187,12 +189,29 @@ def is_deepspeeds(storage: Storage, folder: str) -> bool:
 
 
 def deepspeeds_tag(storage: Storage) -> str | None:
-    """The tag of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
+    """The folder of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
     for file in (LATEST, LATEST_UNIVERSAL):
         tag = hint(storage, file)
         if tag is not None:
-            return tag if is_name(tag) and is_deepspeeds(storage, tag) else None
+            return deepspeeds_folder(storage, tag) if is_name(tag) else None
     return None
+
+
+def deepspeeds_folder(storage: Storage, tag: str) -> str | None:
+    """Where DeepSpeed's checkpoint of a tag lies: in the tag's folder, or aside, where a run that replaced it died."""
+    if is_deepspeeds(storage, tag):
+        return tag
+    for name in storage.names():
+        aside = STAGING.fullmatch(name)
+        if aside is not None and (aside["what"], aside["tag"]) == ("old", tag) and is_deepspeeds(storage, name):
+            return name
+    return None
+
+
+def is_only_deepspeeds(storage: Storage, folder: str) -> bool:
+    """Is it a checkpoint of DeepSpeed's, with nothing else in the folder?"""
+    names = storage.names(folder)
+    return is_deepspeeds(storage, folder) and all(name == UNIVERSAL or _BESIDE.fullmatch(name) for name in names)
 
 
 def is_name(tag: str) -> bool:

@@ -26,7 +26,17 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.catalogue import LATEST, STAGING, Found, hint, inspect, is_our_file, is_ours, look
+from shoal.checkpoint.catalogue import (
+    LATEST,
+    STAGING,
+    Found,
+    hint,
+    inspect,
+    is_only_deepspeeds,
+    is_our_file,
+    is_ours,
+    look,
+)
 from shoal.checkpoint.lock import FolderLock
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.storage import LocalStorage, Storage
@@ -113,7 +123,7 @@ class Commit:
         found = STAGING.fullmatch(name)
         if found is None or not storage.is_folder(name):
             return False
-        if storage.names(name) and not is_ours(storage, name):
+        if storage.names(name) and not is_ours(storage, name) and not is_only_deepspeeds(storage, name):
             return False
         return found["what"] == "tmp" or _is_whole(storage, found["tag"])
 
@@ -125,6 +135,8 @@ class Commit:
         if storage.is_folder(tag) and (
             not storage.names(tag) or is_ours(storage, tag) or storage.exists(f"{tag}/{manifests.NAME}")
         ):
+            return
+        if storage.can_rename and is_only_deepspeeds(storage, tag):  # it stays until the new one is whole
             return
         raise CheckpointError(
             f"{tag!r} is there already and is no checkpoint, so it is not replaced.",
@@ -159,7 +171,10 @@ class Commit:
 
         def collect() -> None:
             self._on_phase("gc")
-            if replaced is not None and is_ours(storage, replaced):
+            if replaced is not None and is_only_deepspeeds(storage, replaced):
+                logger.warning("%s was a checkpoint of DeepSpeed's; it is replaced.", tag)
+                storage.remove(replaced)
+            elif replaced is not None and is_ours(storage, replaced):
                 storage.remove(replaced)
             if not storage.can_rename:
                 kept = {file.name for file in manifest.files} | {manifests.NAME}

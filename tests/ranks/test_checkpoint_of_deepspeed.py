@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import shoal
+from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.native import write_shoal
+from shoal.checkpoint.storage import open_storage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.deepspeed import initialize
@@ -162,6 +165,55 @@ def test_a_latest_universal_that_leads_nowhere_is_an_error(named: str, tmp_path:
     with pytest.raises(CheckpointError) as caught:
         engine.load_checkpoint(tmp_path / "run")
     assert caught.value.code == ("checkpoint-unsafe" if named[0] == "." else "checkpoint-missing")
+    engine.destroy()
+
+
+# Saving over it
+
+
+def test_a_save_under_its_tag_replaces_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(MADE / "stage2-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
+    engine = engine_of()
+    engine.load_checkpoint(tmp_path)
+    with caplog.at_level(logging.WARNING, "shoal"):
+        engine.save_checkpoint(tmp_path, tag="global_step3")
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+    assert "global_step3 was a checkpoint of DeepSpeed's; it is replaced." in caplog.text
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step3"]
+    assert (tmp_path / "global_step3" / "manifest.json").exists()
+
+
+def test_other_files_beside_it_keep_it_from_being_replaced(tmp_path: Path) -> None:
+    shutil.copytree(MADE / "stage2-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "global_step3" / "notes.txt").write_text("mine")
+    engine = engine_of()
+    with pytest.raises(CheckpointError, match="'global_step3' is there already and is no checkpoint"):
+        engine.save_checkpoint(tmp_path, tag="global_step3")
+    engine.load_checkpoint(tmp_path)
+    assert engine.global_steps == 3
+    engine.destroy()
+
+
+@pytest.mark.parametrize("phase", ["rename", "latest", "gc"])
+def test_a_save_that_dies_while_it_replaces_it_loses_nothing(phase: str, tmp_path: Path) -> None:
+    folder = universal("stage1-fp32", tmp_path)
+    storage = open_storage(tmp_path)
+    aside = f"{folder.name}.old-0123456789ab"
+    if phase == "rename":  # between the two renames
+        storage.rename(folder.name, aside)
+    else:
+        storage.rename(folder.name, aside)
+        write_shoal(DeepSpeedSource(tmp_path, aside), tmp_path, folder.name)
+        if phase == "latest":
+            (tmp_path / "latest").unlink()
+    engine = engine_of(**UNIVERSAL)
+    path, _ = engine.load_checkpoint(tmp_path)
+    assert path == f"{tmp_path}/{aside if phase == 'rename' else folder.name}"
+    assert engine.global_steps == 3
+    engine.save_checkpoint(tmp_path, tag="next")
+    left = {entry.name for entry in tmp_path.iterdir() if entry.is_dir()}
+    assert left == ({aside, "next"} if phase == "rename" else {folder.name, "next"})
     engine.destroy()
 
 

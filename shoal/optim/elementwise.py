@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim.inner import inner_optimizers, takes_sparse_only
+from shoal.optim.inner import has_own_groups, inner_optimizers, takes_sparse_only
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.optim.wide_states import WideStates
@@ -103,10 +103,11 @@ def check(
             do="leave the key out: the optimizer is tried on a small matrix then; or set it to true.",
         )
     inner = inner_optimizers(optimizer)
+    is_direct = bool(inner) and (stage == 0 or has_own_groups(optimizer))
     try:
         difference = _first_difference(optimizer)
     except Exception as problem:
-        if inner:
+        if is_direct:
             return _direct(optimizer, inner, stage)
         message = (
             f"{kind.__name__} is not known to be elementwise, and could not be tried on a small matrix: "
@@ -122,7 +123,7 @@ def check(
         ) from problem
     if difference is None:
         return "elementwise"
-    if inner:
+    if is_direct:
         return _direct(optimizer, inner, stage)
     message = f"{kind.__name__} is not elementwise: {difference}"
     if allow_untested and world_size == 1:
@@ -143,7 +144,7 @@ def _direct(optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimi
         return "direct"
     raise OptimizerError(
         f"{type(optimizer).__name__} holds optimizers of its own ({', '.join(type(o).__name__ for o in inner)}), which"
-        f" step the model's parameters themselves; stage {stage} has the optimizer step this rank's range only.",
+        " step the model's parameters themselves; from stage 1 on a rank steps its range of them only.",
         do="take stage 0, or one optimizer with a parameter group for each.",
         code="optimizer-of-optimizers",
     )

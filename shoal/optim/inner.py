@@ -40,6 +40,12 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
     return list(found.values())
 
 
+def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it hold an optimizer whose groups are not its own ones? (A wrapper shares those of what it wraps.)"""
+    own = {id(group) for group in optimizer.param_groups}
+    return any(id(group) not in own for held in inner_optimizers(optimizer) for group in held.param_groups)
+
+
 def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
     """Does it refuse a gradient that is not a sparse tensor?"""
     return isinstance(optimizer, torch.optim.SparseAdam)

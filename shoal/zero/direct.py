@@ -150,7 +150,7 @@ class DirectStep(ShardedStep):
                 if not held:
                     continue
                 self.optimizer.state[piece.param] = {
-                    key: value.reshape(-1) if _has_shape(key, value, target) else value for key, value in held.items()
+                    key: _flat(value) if _has_shape(key, value, target) else value for key, value in held.items()
                 }
                 if target is not parameter:
                     del holder.state[target]
@@ -174,6 +174,11 @@ def _scaled(gradient: torch.Tensor, dtype: torch.dtype, coefficient: float) -> t
         gradient = gradient.to(dtype)
         return gradient * coefficient if coefficient != 1.0 else gradient
     return gradient.mul_(coefficient) if coefficient != 1.0 else gradient
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """SGD's momentum of a sparse gradient begins as a sparse tensor; from here on it is a dense one."""
+    return (value.to_dense() if value.is_sparse else value).reshape(-1)
 
 
 def _is_flat(value: Any, piece: Piece) -> bool:

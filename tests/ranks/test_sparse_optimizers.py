@@ -89,10 +89,19 @@ def sparse_adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
     return torch.optim.SparseAdam(list(parameters), lr=0.05)
 
 
-CASES: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [(head_of, Both), (only_tables, sparse_adam)]
+with_momentum = partial(
+    Both, tables=partial(torch.optim.SGD, lr=0.1, momentum=0.9), rest=partial(torch.optim.Adagrad, lr=0.05)
+)
+
+CASES: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
+    (head_of, Both),
+    (only_tables, sparse_adam),
+    (head_of, with_momentum),
+]
+IDS = ["two optimizers", "SparseAdam", "momentum of rows"]
 
 
-@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=["two optimizers", "SparseAdam"])
+@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=IDS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_lazy_optimizers_train_as_on_one_rank_over_the_whole_batch(make: Any, optimizer: Any, world: int) -> None:
     model = make()
@@ -102,7 +111,7 @@ def test_lazy_optimizers_train_as_on_one_rank_over_the_whole_batch(make: Any, op
         assert_close(found, ranks[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=["two optimizers", "SparseAdam"])
+@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=IDS)
 def test_clipping_and_accumulation_with_lazy_optimizers_are_those_of_one_rank(make: Any, optimizer: Any) -> None:
     model = make()
     settings = config(0, gradient_accumulation_steps=3, gradient_clipping=0.05)
@@ -111,7 +120,7 @@ def test_clipping_and_accumulation_with_lazy_optimizers_are_those_of_one_rank(ma
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=["two optimizers", "SparseAdam"])
+@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=IDS)
 def test_in_bf16_lazy_optimizers_step_fp32_master_weights(make: Any, optimizer: Any, accumulation: int) -> None:
     model = make()
     settings = config(0, gradient_accumulation_steps=accumulation, bf16={"enabled": True})
@@ -308,7 +317,7 @@ def test_accessors_read_and_set_gradients_and_state_of_a_table() -> None:
 
 
 @pytest.mark.parametrize("worlds", [(2, 2), (2, 1), (1, 3)])
-@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=["two optimizers", "SparseAdam"])
+@pytest.mark.parametrize(("make", "optimizer"), CASES, ids=IDS)
 def test_a_checkpoint_goes_on_as_if_nothing_had_happened(
     make: Any, optimizer: Any, worlds: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -457,6 +466,33 @@ def test_sharded_stages_refuse_them_and_say_what_to_do(stage: int) -> None:
     only = only_tables()
     with pytest.raises(OptimizerError, match=r"sparse gradients only, which stages 1 to 3 (.|\n)*with stage 0"):
         shoal.initialize(model=only, optimizer=sparse_adam(only.parameters()), config=config(stage))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps what it was given after counting; its groups are those of what it wraps."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self.inner = inner
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        return self.inner.step()
+
+
+@pytest.mark.filterwarnings("ignore:Wrapper is not known to be elementwise")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_wrapper_that_shares_the_groups_of_what_it_wraps_is_stepped_as_before(stage: int) -> None:
+    model = head_of()
+
+    def optimizer(parameters: Iterable[Any]) -> Wrapper:
+        return Wrapper(torch.optim.SGD(list(parameters), lr=0.1, momentum=0.9))
+
+    settings = config(stage, zero_allow_untested_optimizer=True)
+    for found in run_ranks(2, lambda: train(model, optimizer, settings)):
+        assert_close(found, alone(model, optimizer, 2))
 
 
 def test_parameters_that_only_an_optimizer_that_is_held_knows_are_an_error() -> None:

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
+from shoal.comm.world import current_world, fake_world
 from shoal.errors import NotBuiltError
 from tests.ranks.sparse_models import (
     ROWS,
@@ -220,3 +221,18 @@ def test_hybrid_sharding_sums_rows_within_a_group_and_shards_over_the_groups(sta
     settings = config(stage, zero_optimization=zero, gradient_accumulation_steps=2)
     for found in run_ranks(4, lambda: train(model, sgd, settings)):
         assert_close(found, alone(model, sgd, 4, accumulation=2))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_dry_run_counts_the_dense_exchange_since_it_knows_no_rows(stage: int) -> None:
+    def received(*, is_sparse: bool) -> int:
+        with fake_world(8, rank=3) as world, FakeTensorMode(allow_non_fake_inputs=True):
+            own = model_of(is_sparse=is_sparse)
+            engine, *_ = shoal.initialize(model=own, optimizer=sgd(own.parameters()), config=config(stage))
+            with world.recorder.recording() as calls:
+                engine.backward(engine(torch.zeros(4, 3, dtype=torch.int64)))
+                engine.step()
+            engine.destroy()
+        return sum(call.nbytes for call in calls if call.op in ("all_reduce", "reduce_scatter"))
+
+    assert received(is_sparse=True) == received(is_sparse=False) > 0

@@ -167,7 +167,7 @@ def _initialize(
     wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
     device = Device(world.device)
     if not device.is_cuda and not heap_is_set():
-        device.heap = HostHeap.keep()
+        device.heap = HostHeap.begin()
     engine_box: list[Engine] = []
     offload = Offload(settings, plan, model, axes.all, device, world.rank)
     with device.use():

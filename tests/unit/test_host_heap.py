@@ -20,13 +20,15 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C
 FAULTS = """
 import resource, sys, torch
 from shoal.host_heap import HostHeap, resident_nbytes
-heap = HostHeap.keep() if sys.argv[1] == "keep" else None
+heap = HostHeap.begin() if sys.argv[1] == "keep" else None
 MIB = 2**20
 def use():
     torch.ones(48 * MIB, dtype=torch.uint8)
     torch.ones(20 * MIB, dtype=torch.uint8)
 for _ in range(8):  # until places are found that fit with their alignment
     use()
+    if heap and not HostHeap.is_kept:
+        heap.after_step()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
     use()
@@ -66,6 +68,7 @@ def test_the_heap_goes_back_where_the_process_has_grown_by_a_quarter(monkeypatch
 
     monkeypatch.setattr(host_heap, "resident_nbytes", resident)
     monkeypatch.setattr(host_heap, "_library", Library)
+    monkeypatch.setattr(HostHeap, "is_kept", True)
     heap = HostHeap()
     for _ in range(6):
         heap.after_step()
@@ -89,3 +92,27 @@ def test_what_the_user_said_about_the_heap_stays(monkeypatch: pytest.MonkeyPatch
     assert heap() is not None
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert heap() is None
+
+
+# Where a step's places lie is told by the map of the process.
+LASTS = """
+import torch, shoal
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1},
+          "bf16": {"enabled": True}}
+engine = shoal.initialize(model=model, config=config)[0]
+for _ in range(2):
+    engine.backward(engine(torch.ones(64, 512, dtype=torch.bfloat16)).float().sum())
+    engine.step()
+heap = next(line for line in open("/proc/self/maps") if line.endswith("[heap]\\n"))
+start, end = (int(address, 16) for address in heap.split()[0].split("-"))
+pieces = [piece.param for state in engine.optimizer.sharded_step.states for piece in state.pieces]
+moments = [value for state in engine.optimizer.optimizer.state.values() for value in state.values() if value.dim()]
+large = [tensor for tensor in pieces + moments if tensor.nbytes >= 2**17]
+print(sum(start <= tensor.data_ptr() < end for tensor in large), len(large))
+"""
+
+
+def test_master_weights_and_the_optimizers_state_lie_outside_of_the_places_that_steps_take_and_free() -> None:
+    done = subprocess.run([sys.executable, "-c", LASTS], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split()[-2:] == ["0", "12"]  # of four weights: masters and two moments each

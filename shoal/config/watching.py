@@ -59,7 +59,7 @@ class FlopsProfiler(Section):
     """Operations of one step, by module."""
 
     enabled: bool = key(False, "count the operations of one step")
-    profile_step: int = key(1, "which step", ge=0)
+    profile_step: int = key(1, "which step", alias=("step",), ge=0)
     module_depth: int = key(-1, "depth of the printed tree; -1: all", ge=-1)
     top_modules: int = key(1, "modules printed at each depth", ge=1)
     detailed: bool = key(True, "print the whole tree")

@@ -100,6 +100,20 @@ def test_a_gpt_has_the_flops_of_its_formula(tmp_path: Path) -> None:
     assert run_ranks(2, job)[0] * 2 * 3 == shape.flops_per_token() * 2 * 8
 
 
+def test_the_step_may_go_by_its_short_name(tmp_path: Path) -> None:
+    path = tmp_path / "profile.txt"
+
+    def job() -> Any:
+        engine = start(models.Plain, config(0, flops_profiler={"enabled": True, "step": 2, "output_file": str(path)}))
+        train(engine, 2)
+        assert not path.exists()
+        train(engine, 1)
+        return engine.flops_profiler_profile_step()
+
+    assert run_ranks(1, job) == [2]
+    assert "Flops Profiler: step 2" in path.read_text()
+
+
 def test_several_micro_batches_are_one_profile_of_the_last(tmp_path: Path) -> None:
     path = tmp_path / "profile.txt"
     settings = config(1, flops_profiler=profiling(path), gradient_accumulation_steps=3)

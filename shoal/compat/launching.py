@@ -6,6 +6,7 @@
     --master_port, --master_addr    where rank 0 listens; left out, a free port
     --module, --no_python           the script is a module's name; the script is a program
     --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
+    --elastic_training              start all ranks anew when one fails; with --no_ssh also when machines come or go
 
     localhost slots=4               a hostfile: one machine a line
     localhost:0,2@worker-1          --include and --exclude: machines, each with its slots; no slots: all of them
@@ -37,7 +38,6 @@ NOT_THERE = {
     "bind_cores_to_rank": "set OMP_NUM_THREADS, or start the command under numactl.",
     "bind_core_list": "set OMP_NUM_THREADS, or start the command under numactl.",
     "enable_each_rank_log": "leave it out: every line of the output bears its rank.",
-    "elastic_training": "leave it out.",
     "force_multi": "leave it out: one machine needs no ssh.",
     "save_pid": "leave it out: the command ends with its ranks, and they with it.",
     "venv_script": "activate the environment first.",
@@ -55,8 +55,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("-i", "--include", default="", help="only these: NAME[:SLOT,...][@NAME...]")
     add("-e", "--exclude", default="", help="all but these, likewise")
     add("--num_nodes", type=int, default=-1, help="the first so many machines; all")
-    add("--min_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
-    add("--max_elastic_nodes", type=int, default=-1, help=argparse.SUPPRESS)
+    add("--elastic_training", action="store_true", help="start all ranks anew when one fails, or machines come or go")
+    add("--min_elastic_nodes", type=int, default=-1, help="with fewer machines wait for more; 1")
+    add("--max_elastic_nodes", type=int, default=-1, help="take no more machines; all")
     add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each machine; all devices")
     add("--master_port", type=int, default=None, help="of rank 0; on one machine a free one, else 29500")
     add("--master_addr", default="", help="of rank 0; the first machine")
@@ -72,7 +73,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--world", default="", help=argparse.SUPPRESS)  # what the launching machine tells the others
     add("--log_level", default="info", help="without effect")
     add("-q", "--quiet", action="store_true", help="without effect")
-    for flag in ("force_multi", "save_pid", "elastic_training", "bind_cores_to_rank"):
+    for flag in ("force_multi", "save_pid", "bind_cores_to_rank"):
         add(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
     for flag in ("bind_core_list", "venv_script", "autotuning"):
         add(f"--{flag}", default=None, help=argparse.SUPPRESS)
@@ -135,13 +136,14 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
     environment = for_children()
     if devices:
         environment |= showing(slots[:count], devices)
-    if options.master_port is not None or options.master_addr:
+    elastic = machines.elastic_of(options, 1)
+    if elastic is None and (options.master_port is not None or options.master_addr):
         environment |= {
             "MASTER_ADDR": options.master_addr or "127.0.0.1",
             "MASTER_PORT": str(options.master_port or machines.DEFAULT_PORT),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
         }
-    return LocalJob(_program(options), count, environment=environment)
+    return LocalJob(_program(options), count, environment=environment, elastic=elastic)
 
 
 def _wanted(
@@ -176,8 +178,6 @@ def _refuse_what_is_not_there(options: argparse.Namespace) -> None:
     for name, do in NOT_THERE.items():
         if getattr(options, name) not in (None, False, "", "None"):
             raise not_built(f"--{name}", do)
-    if options.max_elastic_nodes > 1:
-        raise not_built(f"--max_elastic_nodes {options.max_elastic_nodes}", "leave it out.")
     if options.node_rank >= 0 and not options.no_ssh:
         raise ConfigError(
             f"--node_rank {options.node_rank} without --no_ssh.",

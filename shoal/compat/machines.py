@@ -23,7 +23,7 @@ from pathlib import Path
 from shoal.compat.absent import not_built
 from shoal.compat.environment import exported, for_children, showing
 from shoal.errors import ConfigError
-from shoal.launch import LocalJob, Place, RemoteJob
+from shoal.launch import Elastic, LocalJob, Place, RemoteJob
 
 Slot = int | str
 Pool = dict[str, list[Slot]]  # the slots of each machine, machine 0 first
@@ -122,14 +122,47 @@ def here(
                 code="launch-devices",
             )
         environment |= showing(named, devices)
-    place = Place(options.node_rank, len(pool), *address)
-    return LocalJob(program, len(slots), environment=environment, place=place)
+    elastic = elastic_of(options, len(pool))
+    most = options.max_elastic_nodes if options.max_elastic_nodes > 0 else len(pool)
+    place = Place(options.node_rank, most, *address)
+    return LocalJob(program, len(slots), environment=environment, place=place, elastic=elastic)
+
+
+def elastic_of(options: argparse.Namespace, num_nodes: int) -> Elastic | None:
+    """What ``--elastic_training`` asks for; None without it.
+
+    Raises: ConfigError: bounds that no number of machines keeps, or bounds without ``--elastic_training``.
+    """
+    low, high = options.min_elastic_nodes, options.max_elastic_nodes
+    given = [f"--{name}_elastic_nodes {value}" for name, value in (("min", low), ("max", high)) if value != -1]
+    if not options.elastic_training:
+        if given:
+            raise ConfigError(
+                f"{' '.join(given)} without --elastic_training.",
+                do="add --elastic_training, or leave them out.",
+                code="launch-elastic",
+            )
+        return None
+    low, high = low if low != -1 else 1, high if high != -1 else num_nodes
+    if not 1 <= low <= high <= num_nodes:
+        raise ConfigError(
+            f"--elastic_training on {low} to {high} of {num_nodes} machines.",
+            do=f"give 1 <= --min_elastic_nodes <= --max_elastic_nodes <= {num_nodes}.",
+            code="launch-elastic",
+        )
+    return Elastic(min_nodes=low)
 
 
 def everywhere(
     options: argparse.Namespace, pool: Pool, address: tuple[str, int], is_here: Callable[[str], bool]
 ) -> RemoteJob:
-    """The inner command on every machine. Raises: NotBuiltError: a launcher that is not ssh."""
+    """The inner command on every machine. Raises: NotBuiltError: a launcher that is not ssh; an elastic job."""
+    if elastic_of(options, len(pool)) is not None:
+        raise not_built(
+            "--elastic_training by ssh",
+            "give the command on every machine, with --no_ssh --node_rank N --master_addr ADDRESS: by ssh, the first"
+            " machine that goes ends the job.",
+        )
     if options.launcher.lower() not in BY_SSH:
         raise not_built(
             f"--launcher {options.launcher}",

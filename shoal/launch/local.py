@@ -14,11 +14,12 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from shoal.launch.environment import read_environment
 CHILD = Path(__file__).with_name("child.py")
 _SHUTDOWN_SECONDS = 5  # from the signal that asks a rank to end until the one that it cannot refuse
 _MEETING_SECONDS = 900  # until all machines of a job are there
+_LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 _TAIL_LINES = 60
 # A rank that only witnessed another's end says so in one of these ways; it is not the one that failed first.
 _WITNESS_MARKS = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
@@ -50,6 +52,21 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """A job whose ranks are all started anew, where one fails, and where machines come or go; the program loads its
+    last checkpoint.
+
+    Args:
+        min_nodes: with fewer machines it waits for more. The job's ``Place`` says how many there are at most; machine
+            0, where they meet, has to be there all the time.
+        max_restarts: after so many failures the job fails; machines that come or go are none.
+    """
+
+    min_nodes: int = 1
+    max_restarts: int = 100
+
+
+@dataclass(frozen=True)
 class LocalJob:
     """What to run, how often, and who keeps the terminal.
 
@@ -60,6 +77,7 @@ class LocalJob:
             ranks only a failure is shown.
         environment: variables for the ranks, beside those that this process has.
         place: this machine's part of a job on several; None: there is this one.
+        elastic: None: when a rank fails, the job has failed.
     """
 
     program: Sequence[str]
@@ -67,6 +85,7 @@ class LocalJob:
     rank_0_keeps_terminal: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
+    elastic: Elastic | None = None
 
 
 @dataclass(frozen=True)
@@ -101,8 +120,8 @@ def run_local(job: LocalJob) -> Outcome:
     log_dir = Path(tempfile.mkdtemp(prefix="shoal-run-"))
     config = LaunchConfig(
         nproc_per_node=job.num_ranks,
-        **_rendezvous(job.place),
-        max_restarts=0,
+        **_rendezvous(job.place, job.elastic),
+        max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
         **_shutdown(LaunchConfig),
         log_line_prefix_template="[rank ${rank}] ",
@@ -115,7 +134,7 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        with _quiet_torchelastic():
+        with _quiet_torchelastic() if job.elastic is None else nullcontext():  # it tells of failures that are no end
             elastic_launch(config, sys.executable)(*arguments)
         return Outcome(0)
     except ChildFailedError as error:
@@ -130,25 +149,56 @@ def run_local(job: LocalJob) -> Outcome:
         shutil.rmtree(log_dir, ignore_errors=True)
 
 
-def _rendezvous(place: Place | None) -> dict[str, Any]:
+def _rendezvous(place: Place | None, elastic: Elastic | None) -> dict[str, Any]:
+    if elastic is not None:
+        from shoal.launch.rounds import register
+
+        backend = register()
     if place is None:
         return {
             "min_nodes": 1,
             "max_nodes": 1,
             "run_id": uuid.uuid4().hex,
-            "rdzv_backend": "c10d",
+            "rdzv_backend": "c10d" if elastic is None else backend,
             "rdzv_endpoint": "127.0.0.1:0",
             "rdzv_configs": {"is_host": True},
             "local_addr": "127.0.0.1",  # a machine's own name need not resolve
         }
+    if elastic is None:
+        return {
+            "min_nodes": place.num_nodes,
+            "max_nodes": place.num_nodes,
+            "run_id": "shoal",
+            "rdzv_backend": "static",
+            "rdzv_endpoint": f"{place.address}:{place.port}",
+            "rdzv_configs": {"rank": place.node_rank, "timeout": _MEETING_SECONDS},
+        }
+    is_host = place.node_rank == 0
     return {
-        "min_nodes": place.num_nodes,
+        "min_nodes": elastic.min_nodes,
         "max_nodes": place.num_nodes,
         "run_id": "shoal",
-        "rdzv_backend": "static",
+        "rdzv_backend": backend,
         "rdzv_endpoint": f"{place.address}:{place.port}",
-        "rdzv_configs": {"rank": place.node_rank, "timeout": _MEETING_SECONDS},
+        "rdzv_configs": {
+            "is_host": is_host,
+            "join_timeout": _MEETING_SECONDS,
+            "last_call_timeout": _LAST_CALL_SECONDS,
+            "read_timeout": _MEETING_SECONDS,  # machine 0 may come last
+        },
+        "local_addr": place.address if is_host else _own_address(place),
     }
+
+
+def _own_address(place: Place) -> str | None:
+    """This machine's address on the way to machine 0, by which others reach its ranks; None: there is no way yet."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+            way.connect((place.address, place.port))  # sends nothing
+            address: str = way.getsockname()[0]
+            return address
+    except OSError:
+        return None
 
 
 def _shutdown(config: type[Any]) -> dict[str, Any]:
@@ -229,7 +279,9 @@ def _last_traceback(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _stderr_of(rank: int, log_dir: Path) -> Path | None:
-    return next(log_dir.glob(f"*/attempt_0/{rank}/stderr.log"), None)
+    """Of the last attempt."""
+    found = {int(path.parts[-3].rpartition("_")[2]): path for path in log_dir.glob(f"*/attempt_*/{rank}/stderr.log")}
+    return found[max(found)] if found else None
 
 
 def _shell_code(code: int) -> int:

@@ -13,7 +13,7 @@ from shoal.compat import launching
 from shoal.compat.environment import exported
 from shoal.compat.launching import parse_hostfile, parse_inclusion_exclusion, parse_resource_filter
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.launch import LocalJob, Place, RemoteJob
+from shoal.launch import Elastic, LocalJob, Place, RemoteJob
 
 PYTHON = (sys.executable, "-u", "-m", "shoal.compat.deepspeed")
 
@@ -110,12 +110,10 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--max_elastic_nodes", "2"],
         ["--autotuning", "run"],
         ["--bind_cores_to_rank"],
         ["--save_pid"],
         ["--force_multi"],
-        ["--elastic_training"],
         ["--venv_script", "x"],
         ["--enable_each_rank_log", "logs"],
     ],
@@ -124,6 +122,33 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 def test_flags_of_what_is_not_there_are_refused_by_name(flags: list[str]) -> None:
     with pytest.raises(NotBuiltError, match=flags[0]):
         job(*flags, "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_elastic_training_starts_the_ranks_anew() -> None:
+    assert job("--num_gpus", "2", "a.py").elastic is None
+    alone = job("--num_gpus", "2", "--elastic_training", "--master_port", "29512", "a.py")
+    assert alone.elastic == Elastic(min_nodes=1, max_restarts=100) and alone.place is None
+    assert "MASTER_PORT" not in alone.environment  # a new one each time
+    flags = ["--no_ssh", "--node_rank", "1", "--num_nodes", "4", "--num_gpus", "2", "--master_addr", "worker-0"]
+    part = job(*flags, "--elastic_training", "--min_elastic_nodes", "2", "--max_elastic_nodes", "3", "a.py")
+    assert part.elastic == Elastic(min_nodes=2)
+    assert part.place == Place(node_rank=1, num_nodes=3, address="worker-0", port=29500)
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_elastic_training_that_cannot_be_is_refused(two_machines: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--min_elastic_nodes 2 --max_elastic_nodes 3 without --elastic_training"):
+        job("--min_elastic_nodes", "2", "--max_elastic_nodes", "3", "a.py")
+    with pytest.raises(ConfigError, match="on 1 to 2 of 1 machines"):
+        job("--elastic_training", "--max_elastic_nodes", "2", "a.py")
+    for low, high in (("0", "2"), ("3", "2"), ("1", "3")):
+        with pytest.raises(ConfigError, match=f"on {low} to {high} of 2 machines") as caught:
+            job(*two_machines, "--no_ssh", "--node_rank", "0", "--elastic_training", "--min_elastic_nodes", low,
+                "--max_elastic_nodes", high, "a.py")  # fmt: skip
+        assert caught.value.code == "launch-elastic"
+    with pytest.raises(NotBuiltError, match="--elastic_training by ssh"):
+        jobs(*two_machines, "--elastic_training", "a.py")
 
 
 @pytest.mark.usefixtures("no_devices")

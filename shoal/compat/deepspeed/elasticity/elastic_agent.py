@@ -6,7 +6,7 @@ from shoal.compat.absent import absent_class
 
 DSElasticAgent = absent_class(
     "deepspeed.elasticity.elastic_agent.DSElasticAgent",
-    "start the job under torchrun with --nnodes MIN:MAX --max-restarts N: its agent starts the ranks anew, and a"
+    "start the job by `shoal deepspeed --elastic_training`: TorchElastic's agent starts the ranks anew, and a"
     " checkpoint loads on any number of them.",
 )
 

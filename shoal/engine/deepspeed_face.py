@@ -18,6 +18,7 @@ from shoal.engine.sparse_face import SparseFace
 from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
+from shoal.observe.timers import StepTimers
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
 
@@ -63,6 +64,7 @@ class DeepSpeedFace(SparseFace):
         by_step: ByStep
         world: World
         progress: Progress | None
+        timers: StepTimers
         _config_object: Config
         _losses: Losses
 
@@ -225,6 +227,11 @@ class DeepSpeedFace(SparseFace):
         """Where values over steps go; ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
         held = self.progress.monitor if self.progress is not None else None
         return held if held is not None else Monitor()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of ``fwd``, ``bwd`` and ``step``, with ``wall_clock_breakdown``; reading them resets nothing."""
+        names = ("fwd", "bwd", "step") if self.timers.is_on else ()
+        return {name: self.timers(name).elapsed(reset=False) for name in names}
 
     # gradients
 

@@ -193,7 +193,6 @@ NOT_HERE = {
     "get_compile_time": _DEEPCOMPILE,
     "engine_timers": _MEASURED,
     "engine_timers_cache": _MEASURED,
-    "get_wall_clock_timers": _MEASURED,
     "tput_timer": _MEASURED,
     "print_forward_breakdown": _MEASURED,
     "autotuning_model_info": "autotuning is not built yet",

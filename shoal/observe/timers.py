@@ -8,6 +8,15 @@ from contextlib import contextmanager
 
 from shoal.device import Device
 
+# DeepSpeed's names of the phases.
+_PHASES = {
+    "fwd": "forward",
+    "fwd_microstep": "forward",
+    "bwd": "backward",
+    "bwd_microstep": "backward",
+    "step_microstep": "step",
+}
+
 
 class StepTimers:
     """Wall-clock time by phase, since the last ``take()``.
@@ -20,25 +29,83 @@ class StepTimers:
         self.is_on = is_on
         self._device = device
         self._seconds: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self.began: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         if not self.is_on:
             yield
             return
-        self._device.synchronize()
-        start = time.perf_counter()
+        start = self.now()
         try:
             yield
         finally:
-            self._device.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self.add(name, self.now() - start)
+
+    def __call__(self, name: str) -> PhaseTimer:
+        """One phase's timer (``forward``, ``backward``, ``step``, or DeepSpeed's ``fwd``, ``bwd``), or one of the
+        script's own, by any other name.
+        """
+        return PhaseTimer(self, _PHASES.get(name, name))
+
+    def now(self) -> float:
+        """Seconds, once the device is done."""
+        self._device.synchronize()
+        return time.perf_counter()
+
+    def add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def milliseconds(self, name: str) -> tuple[float, int]:
+        """Of a phase so far, and how often it was passed."""
+        return self._seconds.get(name, 0.0) * 1e3, self._counts.get(name, 0)
+
+    def reset(self, name: str) -> None:
+        self._seconds.pop(name, None)
+        self._counts.pop(name, None)
 
     def take(self) -> dict[str, float]:
         """Milliseconds by phase, and start anew."""
         taken = {name: seconds * 1e3 for name, seconds in self._seconds.items()}
         self._seconds.clear()
+        self._counts.clear()
         return taken
+
+
+class PhaseTimer:
+    """One name of ``StepTimers``, with the methods of DeepSpeed's timers. While those are off it measures nothing."""
+
+    def __init__(self, timers: StepTimers, name: str) -> None:
+        self._timers = timers
+        self._name = name
+
+    def start(self) -> None:
+        if self._timers.is_on:
+            self._timers.began[self._name] = self._timers.now()
+
+    def stop(self, reset: bool = False, record: bool = True) -> None:
+        began = self._timers.began.pop(self._name, None)
+        if began is not None:
+            if reset:
+                self.reset()
+            self._timers.add(self._name, self._timers.now() - began)
+
+    def reset(self) -> None:
+        self._timers.reset(self._name)
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds so far, since the last line of ``steps_per_print`` or the last reset."""
+        milliseconds, _ = self._timers.milliseconds(self._name)
+        if reset:
+            self.reset()
+        return milliseconds
+
+    def mean(self) -> float:
+        """Milliseconds of one passage."""
+        milliseconds, count = self._timers.milliseconds(self._name)
+        return milliseconds / max(1, count)
 
 
 class Throughput:

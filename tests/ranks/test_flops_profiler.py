@@ -16,7 +16,7 @@ from shoal.engine.profiling import ProfilingTimers
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.observe.timers import StepTimers
 from tests.ranks import models
-from tests.ranks.training import BF16, ROWS, STAGES, batch, config, named, start
+from tests.ranks.training import BF16, ROWS, STAGES, batch, config, make, named, start, start_with
 
 # Plain: rows x tokens, through 3 blocks of 12 -> 24 -> 12, and a head of 12 -> 13
 MACS = ROWS * models.SEQUENCE * (3 * 2 * 12 * 24 + 12 * 13)
@@ -228,3 +228,37 @@ def test_bf16_is_counted_alike_and_timers_can_be_on_as_well(tmp_path: Path) -> N
         return engine.flops_profiler.macs, set(engine.timers.take())
 
     assert run_ranks(2, job)[0] == (MACS, {"forward", "backward", "step"})
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compiled_blocks_are_counted_and_go_on_as_they_were_compiled(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "profile.txt"
+
+    def job(settings: dict[str, Any]) -> tuple[list[float], list[int], shoal.Engine]:
+        graphs: list[Any] = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        model = make(models.Plain)
+        for block in model.blocks:
+            block.compile(backend=backend)
+        engine = start_with(model, settings)
+        losses, compiled = [], []
+        for step in range(5):
+            loss = engine(*batch(step, 0, 1))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            compiled.append(len(graphs))
+        return losses, compiled, engine
+
+    profile = {"flops_profiler": profiling(path, profile_step=2)}
+    ((plain, _, _),) = run_ranks(1, lambda: job(config(stage)))
+    ((losses, compiled, engine),) = run_ranks(1, lambda: job(config(stage, **profile)))
+    assert losses == plain
+    assert compiled[1:] == [compiled[1]] * 4 and compiled[1] > 0
+    assert engine.flops_profiler is not None and engine.flops_profiler.macs == MACS
+    assert "3 compiled modules ran uncompiled while they were counted" in path.read_text()

@@ -66,8 +66,7 @@ class Device:
     def step_block_numel(self) -> int | None:
         """Elements of the optimizer step that are done together; None: no limit.
 
-        On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache, so the
-        step
+        On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache: the step
         moves each byte through memory once. A GPU wants one large launch instead.
         """
         return None if self.is_cuda else 512 * 1024

@@ -19,9 +19,10 @@ from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import rectangles
 from shoal.errors import CheckpointError
 from shoal.memory.bucket import ParameterBucket
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.build import Axes
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.zero.step import BucketState
+from shoal.zero.bucket_state import BucketState
 
 
 def layout_of(states: Sequence[BucketState]) -> list[list[Any]]:

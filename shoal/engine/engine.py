@@ -36,13 +36,14 @@ from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
 from shoal.zero.access import Access
 from shoal.zero.agree import Agreement, agree, refuse_unused
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.build import Axes
 from shoal.zero.gradient import GradientState
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.registry import OWNERS
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 
 class Engine(EngineFacts):

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from shoal.optim.loss_scale import LossScale
     from shoal.parallel.activations import HostActivations
     from shoal.parallel.recompute import Recompute
-    from shoal.zero.step import BucketState, ShardedStep
+    from shoal.zero.bucket_state import BucketState
+    from shoal.zero.step import ShardedStep
 
 
 class EngineFacts(StoredEngine):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState
 
 logger = logging.getLogger("shoal")
 

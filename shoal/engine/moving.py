@@ -24,7 +24,7 @@ from shoal.memory.available import host_available_nbytes
 from shoal.memory.bucket import ParameterBucket
 from shoal.memory.placement import Tier
 from shoal.text import format_bytes
-from shoal.zero.step import BucketState
+from shoal.zero.bucket_state import BucketState
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shoal.engine.settings import Plan
+    from shoal.zero.bucket_state import BucketState
     from shoal.zero.build import Axes
     from shoal.zero.runtime import ShardedModel
-    from shoal.zero.step import BucketState
 
 
 _LABEL = "rows of a script"

@@ -12,8 +12,9 @@ from shoal.device import Device, MemoryReading
 from shoal.memory.placement import Kind, Tier
 from shoal.text import format_bytes
 from shoal.text import table as text_table
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 KINDS = (
     "parameter",

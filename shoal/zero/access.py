@@ -13,8 +13,9 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.memory.layout import Segment
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 
 class Access:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from shoal.optim.elementwise import KNOWN, settings_of
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.bucket_state import BucketState
+from shoal.zero.step import ShardedStep
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 

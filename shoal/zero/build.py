@@ -20,6 +20,7 @@ from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import BucketLayout, lay_out
 from shoal.memory.placement import Kind, Tier
 from shoal.memory.pool import Pool
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.buffer_formats import buffer_formats
 from shoal.zero.gradient import BucketGradient, GradientPolicy, Sums
 from shoal.zero.materialize import Materializer
@@ -33,7 +34,6 @@ from shoal.zero.runtime import ShardedModel
 from shoal.zero.shelf import Disks
 from shoal.zero.shown import ShownGradient
 from shoal.zero.sparse import row_names
-from shoal.zero.step import BucketState
 from shoal.zero.table import Row, Table, row_of_stage
 from shoal.zero.tiers import Decide, Tiers, UnitSize, as_asked
 from shoal.zero.unit import Unit

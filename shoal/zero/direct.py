@@ -19,8 +19,9 @@ from torch import nn
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
 from shoal.optim.inner import inner_optimizers
+from shoal.zero.bucket_state import BucketState, Piece
 from shoal.zero.shown import ShownGradient
-from shoal.zero.step import BucketState, Piece, ShardedStep
+from shoal.zero.step import ShardedStep
 from shoal.zero.unit import Unit
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape

@@ -34,7 +34,7 @@ from shoal.optim.host import HostStep
 from shoal.optim.host_rules import Kind, Rule, kind_of
 
 if TYPE_CHECKING:
-    from shoal.zero.step import BucketState, Piece
+    from shoal.zero.bucket_state import BucketState, Piece
 
 Mark = tuple[int, int]
 """Which gradient it is: how often it was reduced since the last step, and its memory's version."""

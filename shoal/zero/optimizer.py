@@ -11,8 +11,9 @@ from torch import nn
 
 from shoal.errors import OptimizerError
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.step import BucketState, ShardedStep
+from shoal.zero.step import ShardedStep
 
 
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from shoal.zero.access import Access
+from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.step import BucketState
 
 
 class Owner(Protocol):

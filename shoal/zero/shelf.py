@@ -23,7 +23,8 @@ from shoal.memory.bucket import ParameterBucket, stand_in
 from shoal.memory.shelf import Place, Shelf
 
 if TYPE_CHECKING:
-    from shoal.zero.step import BucketState, ShardedStep
+    from shoal.zero.bucket_state import BucketState
+    from shoal.zero.step import ShardedStep
 
 MASTER = "master"
 _AHEAD = 1  # buckets whose state is read before their turn

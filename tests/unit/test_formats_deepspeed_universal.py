@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from shoal.cli.app import app
 from shoal.errors import CheckpointError, NotBuiltError
 from tests.fixtures.deepspeed.make_universal import UNIVERSAL_CASES
 from tests.unit.deepspeed_made import DTYPES, MADE, MATRICES, VECTORS, everything, made, universal
+from tests.unit.test_formats_deepspeed import PROGRAM
 
 
 @pytest.mark.parametrize("case", UNIVERSAL_CASES)
@@ -176,3 +179,31 @@ def test_experts_are_not_built(tmp_path: Path) -> None:
     rewrite(path, {**open_file(path, verify=True), "is_expert_param": True})
     with pytest.raises(NotBuiltError, match="mixture-of-experts layers"):
         DeepSpeedSource(folder)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_reading_takes_the_memory_of_one_parameter_not_of_the_model(stage: int, tmp_path: Path) -> None:
+    """200 MB in 51 tensors of 4 MB; only what is not shared with the file counts."""
+    names = {f"layers.{index}.weight": torch.Size([1024, 1024]) for index in range(17)}
+    module = {name: torch.empty(0) if stage == 3 else torch.ones(()).expand(shape) for name, shape in names.items()}
+    model = {"module": module, "buffer_names": [], "param_shapes": [names], "dp_world_size": 1, "shared_params": {}}
+    torch.save(model, tmp_path / f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt")
+    for name in names:
+        (tmp_path / "zero" / name).mkdir(parents=True)
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            value = torch.ones(1 << 20)
+            held = value if stage == 3 else {"param": value.view(1024, 1024)}
+            torch.save(held, tmp_path / "zero" / name / f"{key}.pt")
+    torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / "zero" / "optimizer_state.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(universal("stage1-fp32", tmp_path / "small"))],
+        capture_output=True, text=True, timeout=50, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    total, extra = (int(word) for word in done.stdout.split())
+    assert total == 3 * 17 * (4 << 20)
+    assert extra < 12 << 20  # a tensor, and the next one before it is dropped

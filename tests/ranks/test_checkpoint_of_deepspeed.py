@@ -284,7 +284,7 @@ def test_at_stage_0_names_are_those_of_the_engines_groups(tmp_path: Path) -> Non
 # What is wrong with it
 
 
-@pytest.mark.parametrize(("key", "rank"), [("fp32", 0), ("exp_avg_sq", 1)])
+@pytest.mark.parametrize(("key", "rank"), [("fp32", 0), ("exp_avg", 1)])
 def test_a_damaged_file_is_found_by_the_rank_whose_share_it_is_and_told_to_all(
     key: str, rank: int, tmp_path: Path
 ) -> None:
@@ -324,8 +324,8 @@ def test_another_model_is_listed_name_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_not_read_yet_is_said_by_name_on_every_rank(tmp_path: Path) -> None:
-    folder = universal("stage1-fp32", tmp_path)
-    (folder / "mp_rank_01_model_states.pt").touch()
+    shutil.copytree(MADE / "stage1-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
+    (tmp_path / "global_step3" / "mp_rank_01_model_states.pt").touch()
 
     def job() -> None:
         engine = engine_of()

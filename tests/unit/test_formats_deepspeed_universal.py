@@ -6,8 +6,11 @@ import os
 import shutil
 import subprocess
 import sys
+import types
+import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +109,84 @@ def test_a_parameter_that_never_had_a_gradient_has_weights_and_no_state(tmp_path
     assert "norm.bias" in source.tensors(MODEL)
     assert "norm.bias" not in source.tensors("optimizer/exp_avg")
     assert "norm.bias" not in source.about.scalars
+
+
+# Tensor parallelism
+
+
+def split_in_two(stage: int, folder: Path) -> Path:
+    """What the real ds_to_universal made of a Llama that two tensor-parallel ranks trained."""
+    made_of = MADE.parent / "clients" / "continued" / f"tensor-parallel-stage{stage}.zip"
+    with zipfile.ZipFile(made_of) as archive:
+        archive.extractall(folder)
+    return folder / "whole"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_tensor_parallelism_split_is_whole(stage: int, tmp_path: Path) -> None:
+    folder = split_in_two(stage, tmp_path)
+    source = DeepSpeedSource(folder)
+    block = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (96, 8),
+        "lm_head.weight": (96, 8),
+        "model.norm.weight": (8,),
+        f"{block}.input_layernorm.weight": (8,),
+        f"{block}.post_attention_layernorm.weight": (8,),
+        **{f"{block}.self_attn.{name}_proj.weight": (8, 8) for name in "qkvo"},
+        f"{block}.mlp.gate_proj.weight": (12, 8),
+        f"{block}.mlp.up_proj.weight": (12, 8),
+        f"{block}.mlp.down_proj.weight": (8, 12),
+    }
+    assert {name: info.shape for name, info in source.about.parameters.items()} == shapes
+    for kind in ("model", "optimizer/exp_avg", "optimizer/exp_avg_sq"):
+        assert {name: info.shape for name, info in source.tensors(kind).items()} == shapes
+    assert source.about.scalars == {name: {"step": 3.0} for name in shapes}
+    assert source.about.num_ranks == 1 and source.about.optimizer == "AdamW"
+    if stage == 1:
+        parts = [torch.load(folder / f"mp_rank_0{r}_model_states.pt", weights_only=True)["module"] for r in range(2)]
+        for name, dim in ((f"{block}.self_attn.k_proj.weight", 0), (f"{block}.mlp.down_proj.weight", 1)):
+            assert torch.equal(source.read(MODEL, name), torch.cat([part[name].detach() for part in parts], dim))
+
+
+def test_what_was_not_trained_has_to_be_the_same_on_all_tensor_parallel_ranks(tmp_path: Path) -> None:
+    folder = split_in_two(1, tmp_path)
+    path = folder / "mp_rank_00_model_states.pt"
+    state = torch.load(path, weights_only=True)
+    for name in ("model.norm.weight", "model.layers.0.mlp.down_proj.weight"):
+        for members in state["param_shapes"]:
+            members.pop(name, None)
+        rewrite(path, state)
+        if name == "model.norm.weight":  # every rank has it whole
+            source = DeepSpeedSource(folder)
+            assert source.about.group_of.get(name) is None and source.read(MODEL, name).shape == (8,)
+        else:
+            with pytest.raises(NotBuiltError, match=r"not trained \(model\.layers\.0\.mlp\.down_proj\.weight\)"):
+                DeepSpeedSource(folder)
+
+
+def test_a_tensor_of_several_in_another_shape_is_refused_by_name(tmp_path: Path) -> None:
+    folder = split_in_two(1, tmp_path)
+    path = folder / "zero" / "model.layers.0.self_attn.q_proj.weight" / "fp32.pt"
+    rewrite(path, {"param": open_file(path, verify=True)["param"].view(2, 4, 8)})
+    with pytest.raises(NotBuiltError, match="a tensor whose shape is not kept"):
+        DeepSpeedSource(folder)
+
+
+def test_what_a_client_says_of_several_parameters_in_one_is_held_and_not_made(tmp_path: Path) -> None:
+    """Written as DeepSpeed would write it: an object of a class that is not imported here."""
+    folder = universal("stage1-fp32", tmp_path)
+    kind = type("SubparamShape", (), {"__module__": "deepspeed.checkpoint.universal_checkpoint"})
+    said = kind()
+    vars(said).update(patterns=["x"], shape=((5, 6), 7), partition_dim=0)
+    path = folder / "zero" / "embed.weight" / "fp32.pt"
+    value = open_file(path, verify=True)["param"].detach().clone()
+    names = ("deepspeed", "deepspeed.checkpoint", "deepspeed.checkpoint.universal_checkpoint")
+    modules = {name: types.ModuleType(name) for name in names}
+    vars(modules[names[2]])["SubparamShape"] = kind
+    with mock.patch.dict(sys.modules, modules):
+        rewrite(path, {"param": value, "sub_param_shape": said})
+    assert torch.equal(DeepSpeedSource(folder).read(MODEL, "embed.weight"), value)
 
 
 # Damage

@@ -51,7 +51,8 @@ class DeepSpeedSource:
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with tensor, pipeline or expert parallelism, or offloaded to NVMe.
+        NotBuiltError: it was made with tensor (unless it is universal), pipeline or expert parallelism, or offloaded
+            to NVMe.
     """
 
     about: About
@@ -77,7 +78,9 @@ class DeepSpeedSource:
 
     def _open(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, turns: Turns) -> None:
         model = open_file(files.model[0], verify=turns.take())
-        self._module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3)
+        self._module = ModelFile(
+            model, str(files.model[0]), is_stage_3=files.is_stage_3, is_universal=files.universal is not None
+        )
         notes = self._module.notes
         size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:

@@ -101,9 +101,9 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
         found = [name for name in names if pattern.fullmatch(name)]
         if found:
             raise not_built(what, f"{place}/{found[0]}")
-    model = _by_rank(place, names, _MODEL)
-    optimizer = _by_rank(place, names, _OPTIMIZER)
     universal = place / UNIVERSAL if UNIVERSAL in names else None
+    model = _by_rank(place, names, _MODEL, is_universal=universal is not None)
+    optimizer = _by_rank(place, names, _OPTIMIZER)
     if not model:
         raise CheckpointError(
             "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's.",
@@ -228,12 +228,16 @@ def _tags(root: Path) -> str:
     return f"Tags in it: {', '.join(list(dict.fromkeys(found))[:8])}." if found else "No tag is in it."
 
 
-def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str]) -> dict[int | None, Path]:
+def _by_rank(
+    place: Path, names: Iterable[str], pattern: re.Pattern[str], *, is_universal: bool = False
+) -> dict[int | None, Path]:
     found: dict[int | None, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
             continue
+        if int(match["mp"]) > 0 and is_universal:
+            continue  # of a tensor-parallel run; its tensors are whole in the universal folder
         if int(match["mp"]) > 0:
             raise not_built("tensor parallelism (mp_rank above 0)", str(place / name))
         if match["more"]:

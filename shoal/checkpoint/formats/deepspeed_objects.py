@@ -4,6 +4,7 @@ can do nothing; DeepSpeed itself is never imported.
     deepspeed.runtime.fp16.loss_scaler.LossScaler, DynamicLossScaler       a loss scale's numbers
     deepspeed.runtime.zero.config.ZeroStageEnum                            an integer, 0 to 3
     deepspeed.utils.tensor_fragment.fragment_address                       numel and start, of a rank's part
+    deepspeed.checkpoint.universal_checkpoint.SubparamShape                sizes of parameters that lie in one
 """
 
 from __future__ import annotations
@@ -45,6 +46,12 @@ class FragmentAddress(Record):
     __slots__ = ()
 
 
+class SubparamShape(Record):
+    """Sizes of parameters that lie in one tensor: ``shape``, ``partition_dim``."""
+
+    __slots__ = ()
+
+
 class ZeroStage(int):
     """The ZeRO stage."""
 
@@ -54,5 +61,6 @@ STAND_INS: tuple[tuple[Any, str], ...] = (
     (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
     (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 )

@@ -8,12 +8,16 @@ kind of state, whole.
     FOLDER/TAG/zero/NAME/exp_avg.pt               the optimizer's state, under its name
     FOLDER/TAG/zero/NAME/step.pt                  its step; of stage 3 it stands in optimizer_state.pt
 
-Of stages 1 and 2 a file holds ``{"param": tensor}``, of stage 3 the flattened tensor.
+Of stages 1 and 2, and of tensor parallelism, a file holds ``{"param": tensor}``, else of stage 3 the flattened tensor.
+A run with tensor parallelism (but no pipeline) is read like any other: its tensors are whole, and their shapes stand
+in the files. What its model files hold of parameters that were not trained is a part, so those have to be the same on
+all of its ranks.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,15 +43,26 @@ class UniversalState:
         self._infos: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
         self._files: dict[tuple[str, str], Path] = {}
 
-    def add(self, folder: Path, name: str, shape: Sequence[int], group: int, turns: Turns) -> None:
-        """Look at a parameter's files. Raises: CheckpointError: one is missing, or is another parameter's."""
+    def add(
+        self, folder: Path, name: str, shape: Sequence[int], group: int, turns: Turns, *, is_part: bool = False
+    ) -> None:
+        """Look at a parameter's files.
+
+        Args:
+            is_part: ``shape`` is that of a tensor-parallel rank's part.
+
+        Raises: CheckpointError: one is missing, or is another parameter's.
+        """
         self.group_of[name] = group
         found = sorted(path for path in folder.iterdir() if path.suffix == ".pt") if folder.is_dir() else []
         if not any(path.stem == "fp32" for path in found):
             raise damaged(f"the weights of {name} are missing", str(folder / "fp32.pt"))
-        for path in found:
-            value = _value_of(open_value(path, verify=turns.take()), shape, path)
+        for path in sorted(found, key=lambda path: path.stem != "fp32"):
+            held = open_value(path, verify=turns.take())
             is_weight = path.stem == "fp32"
+            if is_part and is_weight:
+                shape = _whole_shape(held, len(shape), path)
+            value = _value_of(held, shape, path)
             if not is_weight and _is_number(value):
                 self.scalars.setdefault(name, {}).update(sort_state({path.stem: value}, (), self.notes)[1])
                 continue
@@ -113,8 +128,28 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
                 )
             if numbers and math.prod(shape):
                 found.scalars[name] = dict(numbers)
-            found.add(folder / name, name, tuple(shape), group, turns)
+            found.add(folder / name, name, tuple(shape), group, turns, is_part=module.is_part)
+    if module.is_part:
+        _refuse_parts(module, found)
     return found, state.get("loss_scaler")
+
+
+def _refuse_parts(module: ModelFile, found: UniversalState) -> None:
+    """Raises: NotBuiltError: a parameter was not trained, and may be a part."""
+    information = module.state.get("universal_checkpoint_info")
+    patterns = information.get("tp_replicated_parameter_patterns") if isinstance(information, Mapping) else None
+    untrained = [name for name in module.parameters() if name not in found.group_of]
+    # Patterns are compared, not run: those that DeepSpeed's AutoTP writes are one for each name.
+    split = [name for name in untrained if f"^{re.escape(name)}$" not in (patterns or ())]
+    if split:
+        raise not_built(f"tensor parallelism of parameters that are not trained ({', '.join(split[:3])})", module.file)
+
+
+def _whole_shape(held: Any, num_dims: int, path: Path) -> tuple[int, ...]:
+    value = held.get("param") if isinstance(held, Mapping) else None
+    if not isinstance(value, torch.Tensor) or value.dim() != num_dims:
+        raise not_built("tensor parallelism of a tensor whose shape is not kept", str(path))
+    return tuple(value.shape)
 
 
 def _numbers_of(state: Any) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Runs of Transformers' Trainer, Accelerate and Lightning that DeepSpeed began, saved, and that go on in Shoal.
+"""Runs that DeepSpeed began, saved, and that go on in Shoal: of Trainer, Accelerate, Lightning, and of tensor
+parallelism.
 
 Under DeepSpeed itself a case trains on past its checkpoint, and puts the checkpoint into the folder that
 SHOAL_CONTINUED_FOLDER names (tests/fixtures/clients/continued). Under Shoal it resumes from what lies there.
@@ -13,12 +14,13 @@ import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.clients.scripts import accelerate_cases, trainer_making
-from tests.clients.scripts.common import Case, gpt2, run_cases
+from tests.clients.scripts.common import Case, Sequences, gpt2, mean_over_ranks, run_cases
 
 MADE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "clients" / "continued"
 IS_SHOAL = "+shoal" in version("deepspeed")
@@ -105,6 +107,58 @@ def lit(stage: int) -> Run:
     return run
 
 
+def tensor_parallel(stage: int) -> Run:
+    """DeepSpeed splits the layers over both ranks, and converts; Shoal has them whole, and the same rows on both."""
+
+    def run(place: Path, is_whole: bool) -> dict[str, list[float]]:
+        import deepspeed
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 2,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "gradient_clipping": 1.0,
+        }
+        config |= {"tensor_parallel": {"autotp_size": 2}} if is_whole else {"checkpoint": {"load_universal": True}}
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 2}
+        torch.manual_seed(17 if is_whole else 99)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=96, num_hidden_layers=1, tie_word_embeddings=False, **sizes))
+        engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+        rows = Sequences(12).rows
+        losses: list[float] = []
+
+        def train(first: int) -> None:
+            for step in range(first, first + 3):
+                batch = rows[2 * step : 2 * step + 2]
+                loss = engine(input_ids=batch, labels=batch).loss
+                engine.backward(loss)
+                engine.step()
+                losses.append(mean_over_ranks(float(loss)))
+
+        if is_whole:
+            train(0)
+            engine.save_checkpoint(str(place), tag="split")
+            if int(os.environ["RANK"]) == 0:
+                _convert(place / "split", place / "whole")
+            _keep_only(place / "whole")
+        else:
+            engine.load_checkpoint(str(place), tag="whole")
+        train(3)
+        engine.destroy()
+        return {"loss": losses[-3:]}
+
+    return run
+
+
+def _convert(source: Path, target: Path) -> None:
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    settings = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+    places = {"input_folder": str(source), "output_folder": str(target)}
+    main(SimpleNamespace(**places, **settings, inject_missing_state=True))
+
+
 def _keep_only(folder: Path) -> None:
     """Later checkpoints are not looked at."""
     _meet()
@@ -124,6 +178,8 @@ RUNS = {
     "accelerate-stage3": accelerated(3),
     "lightning-stage2": lit(2),
     "lightning-stage3": lit(3),
+    "tensor-parallel-stage1": tensor_parallel(1),
+    "tensor-parallel-stage3": tensor_parallel(3),
 }
 CASES = {name: continued(name, run) for name, run in RUNS.items()}
 

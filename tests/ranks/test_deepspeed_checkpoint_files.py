@@ -230,17 +230,6 @@ def test_a_checkpoint_is_replaced_pruned_and_loaded_with_what_lies_beside_it(tmp
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step2", "global_step3"]
 
 
-def test_a_checkpoint_of_deepspeeds_is_not_replaced(tmp_path: Path) -> None:
-    folder = tmp_path / "global_step0"
-    folder.mkdir()
-    (folder / "mp_rank_00_model_states.pt").write_bytes(b"weights")
-    engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(0), dist_init_required=False)
-    with pytest.raises(CheckpointError, match="is there already and is no checkpoint"):
-        engine.save_checkpoint(tmp_path)
-    engine.destroy()
-    assert (folder / "mp_rank_00_model_states.pt").read_bytes() == b"weights"
-
-
 def test_where_nothing_was_saved_nothing_is_loaded_as_in_deepspeed(tmp_path: Path) -> None:
     engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(1), dist_init_required=False)
     assert engine.load_checkpoint(tmp_path) == (None, None)

@@ -293,8 +293,9 @@ def live_tensor_bytes() -> int:
     storages = {}
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor) and not found.is_meta:
-            storage = found.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
+            for part in (found,) if found.layout is torch.strided else (found._indices(), found._values()):
+                storage = part.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 

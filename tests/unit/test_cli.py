@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,8 @@ def test_help_lists_the_commands() -> None:
 def test_help_is_there_at_once_because_nothing_heavy_is_imported() -> None:
     run = "import sys, shoal.cli; sys.argv = ['shoal', '--help']\ntry: shoal.cli.main()"
     code = run + "\nexcept SystemExit: print(*sys.modules)"
-    began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    took = time.perf_counter() - began
     assert not {"torch", "numpy", "tensorboard"} & set(done.stdout.splitlines()[-1].split())
-    assert took < 1.5
 
 
 def test_defaults_are_zero_3_adamw_and_clipping() -> None:

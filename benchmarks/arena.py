@@ -40,6 +40,7 @@ class Result:
     in_order: list[float] = field(default_factory=list)  # all of them, as they were taken
     peak_bytes: int = 0
     own_bytes: int = 0
+    once_bytes: int = 0  # the peak, with memory shared by n ranks counted as 1/n
     shared_bytes: int = 0
     imported_bytes: int = 0
     host_peak_bytes: int = 0
@@ -66,6 +67,7 @@ class Result:
             "quiet_steps": len(self.quiet),
             "peak_mib": round(self.peak_bytes / 2**20, 1),
             "own_mib": round(self.own_bytes / 2**20, 1),
+            "once_mib": round(self.once_bytes / 2**20, 1),
             "shared_mib": round(self.shared_bytes / 2**20, 1),
             "imported_mib": round(self.imported_bytes / 2**20, 1),
             "host_peak_mib": round(self.host_peak_bytes / 2**20, 1),
@@ -213,6 +215,7 @@ def compete(
                 host = answers[0]["host_seconds"]
                 result.host_seconds = {key: value / steps for key, value in host.items()}
                 result.own_bytes = max(answer["own_bytes"] for answer in answers)
+                result.once_bytes = max(answer["once_bytes"] for answer in answers)
                 result.shared_bytes = max(answer["shared_bytes"] for answer in answers)
                 result.loss = sum(answer["loss"] for answer in answers) / len(answers)
     finally:

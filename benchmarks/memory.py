@@ -88,14 +88,13 @@ def main() -> None:
             results = compete(group, task, arguments.ranks, rounds=2, steps=2)
             peaks += [result.as_dict(None) for result in results.values()]
         print(f"\npeak of the largest rank's process in training steps, {arguments.ranks} ranks, {precision}")
-        lines = [["contender", "peak MiB", "after imports MiB", "difference", "between steps", "of it shared"]]
+        lines = [["contender", "peak MiB", "shared counted once", "after imports", "between steps", "of it shared"]]
         for row in peaks:
             if "error" in row:
                 lines.append([row["contender"], "failed", *[""] * 5])
                 print(row["error"])
                 continue
-            values = (row["peak_mib"], row["imported_mib"], row["peak_mib"] - row["imported_mib"])
-            values += (row["own_mib"], row["shared_mib"])
+            values = (row["peak_mib"], row["once_mib"], row["imported_mib"], row["own_mib"], row["shared_mib"])
             lines.append([row["contender"], *(f"{value:.0f}" for value in values)])
         print(table(lines), flush=True)
         report["runs"].append({"precision": precision, "ledgers": ledgers, "peaks": peaks})

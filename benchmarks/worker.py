@@ -69,7 +69,8 @@ def _serve(answers: Any) -> None:
                     "host_seconds": _since(before, step),
                     "host_peak_bytes": _memory("VmHWM"),
                     "shared_bytes": _memory("RssShmem"),
-                    "own_bytes": _own_memory(),
+                    "own_bytes": _proportional("Pss"),
+                    "once_bytes": _memory("VmHWM") - _memory("RssShmem") + _proportional("Pss_Shmem"),
                     "peak_bytes": _memory("VmHWM") if task.device == "cpu" else torch.cuda.max_memory_allocated(),
                 }
             )
@@ -112,10 +113,10 @@ def _memory(key: str) -> int:
     return 0
 
 
-def _own_memory() -> int:
-    """Resident bytes of this process, memory shared by n processes counted as 1/n (``Pss``)."""
+def _proportional(key: str) -> int:
+    """Resident bytes of this process, memory shared by n processes counted as 1/n: ``Pss``, or ``Pss_Shmem`` of it."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
+        if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     return 0
 

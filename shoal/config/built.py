@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.config.clean import Cleaned, Given
 from shoal.config.problems import Problem, shown
-from shoal.config.verdicts import OBEYED, PARAMS, SWITCHES, TYPES_NOT_BUILT, Kind, Verdict, verdict_of
+from shoal.config.verdicts import AT_STAGE_3, OBEYED, PARAMS, SWITCHES, TYPES_NOT_BUILT, Kind, Verdict, verdict_of
 
 OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), {})
 
@@ -36,12 +36,14 @@ class Judged:
 def judge(found: Cleaned) -> list[Judged]:
     """Every key that the file sets, in its order."""
     judged = []
+    chosen = found.given.get("zero_optimization.stage")
+    stage = 0 if chosen is None else chosen.value
     for path, given in found.given.items():
         if not given.schema_path:
             verdict = PARAMS.get(path.rpartition(".")[2], OBEYED)
             judged.append(Judged(path, given.value, verdict, asks=_is_on(given.value)))
             continue
-        verdict = verdict_of(given.schema_path)
+        verdict = _verdict(given.schema_path, stage)
         part = TYPES_NOT_BUILT.get(str(given.value).casefold().replace("_", ""))
         if given.schema_path == "optimizer.type" and part is not None:
             judged.append(Judged(path, given.value, Verdict("not built", part), asks=True))
@@ -62,6 +64,12 @@ def judge(found: Cleaned) -> list[Judged]:
             )
         )
     return judged
+
+
+def _verdict(path: str, stage: Any) -> Verdict:
+    if path in AT_STAGE_3 and isinstance(stage, int) and stage != 3:
+        return Verdict("no effect", f"only stage 3 shards parameters, and this is stage {stage}")
+    return verdict_of(path)
 
 
 def _is_switch_off(switch: str, default: Any, found: Cleaned) -> bool:

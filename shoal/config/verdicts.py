@@ -261,6 +261,11 @@ VERDICTS: dict[str, Verdict] = {
     "memory.**": later("planner"),
 }
 
+# Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.
+AT_STAGE_3 = frozenset(
+    {"zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"}
+)
+
 # Types that are known and not built; every other type is the optimizer's business.
 TYPES_NOT_BUILT: dict[str, str] = {
     "onebitadam": "1-bit optimizers",

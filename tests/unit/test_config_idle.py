@@ -11,6 +11,7 @@ from shoal.config.idle import _IDLE
 from shoal.config.schema import Schema
 from shoal.config.tree import walk
 from shoal.config.verdicts import verdict_of
+from shoal.errors import ConfigError
 
 
 def idle(config: dict[str, Any]) -> list[str]:
@@ -110,3 +111,14 @@ def test_a_key_that_has_an_effect_or_was_left_at_its_default_needs_no_line(confi
 def test_every_listed_key_is_one_that_is_obeyed() -> None:
     obeyed = {path for path, key in walk(Schema) if key.model is None and verdict_of(path).kind == "obeyed"}
     assert set(_IDLE) <= obeyed
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_a_part_of_stage_3_that_is_not_built_is_no_error_where_nothing_is_gathered(key: str, stage: int) -> None:
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": stage, key: True}}
+    said = f"zero_optimization.{key} = true: accepted, no effect: only stage 3 shards parameters, and this is stage"
+    assert f"{said} {stage}." in load(config, world_size=1).notes()
+    config["zero_optimization"] = {"stage": 3, key: True}
+    with pytest.raises(ConfigError, match=rf"{key}: true asks for a part that is not built yet"):
+        load(config, world_size=1)

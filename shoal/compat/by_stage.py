@@ -39,3 +39,12 @@ def stage_of(optimizer: ShardedOptimizer) -> int:
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
     """Does it update parameters of that format?"""
     return any(state.bucket.dtype == dtype for state in optimizer.sharded_step.states)
+
+
+def take_class(optimizer: ShardedOptimizer) -> None:
+    """``isinstance`` finds the wrapped optimizer's class too: DeepSpeed wraps nothing at stage 0 in fp32.
+
+    A class made of the two, since clients derive from ``optimizer.__class__``, whose ``step()`` must stay the engine's.
+    """
+    wrapped = type(optimizer.optimizer)
+    optimizer.__class__ = type(f"Sharded{wrapped.__name__}", (ShardedOptimizer, wrapped), {})

@@ -35,7 +35,7 @@ class CountsOptimizers(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
             return True
-        held = instance.optimizer if type(instance) is ShardedOptimizer else instance
+        held = instance.optimizer if isinstance(instance, ShardedOptimizer) else instance
         return isinstance(held, torch.optim.Optimizer) and vars(held).get(_STANDS_FOR) == cls.__name__
 
 

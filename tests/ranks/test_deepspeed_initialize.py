@@ -111,7 +111,15 @@ def test_the_optimizer_stands_for_the_one_that_was_handed_in(stage: int) -> None
         assert optimizer == given and given == optimizer and hash(optimizer) == hash(given)
         assert optimizer != torch.optim.AdamW(nn.Linear(2, 2).parameters())
         assert isinstance(optimizer, ShardedOptimizer)
-        assert not isinstance(optimizer, FusedAdam)
+        assert isinstance(optimizer, torch.optim.AdamW) == (stage == 0)  # at stage 0 in fp32 DeepSpeed wraps nothing
+        assert not isinstance(optimizer, FusedAdam | torch.optim.SGD)
+        before = model.weight.detach().clone()
+        derived = type("Derived", (optimizer.__class__,), {})  # as Lightning's Fabric does
+        optimizer.__class__ = derived
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        optimizer.step()
+        assert engine.global_steps == 1
+        assert not torch.equal(model.weight, before)
         engine.destroy()
 
     on_one_rank(job)

@@ -14,6 +14,7 @@ from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.absent import absent_function, not_built
 from shoal.compat.assertions import be_assertion
+from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
 from shoal.compat.config_optimizers import mark
 from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -103,8 +104,12 @@ def initialize(
     _round_masters(engine)
     _mark_leaves(engine)
     engine.follows_deepspeed = True
-    if optimizer is None and engine.sharded_optimizer is not None:
-        mark(engine.sharded_optimizer, engine._config_object)
+    made = engine.sharded_optimizer
+    if made is not None and optimizer is None:
+        mark(made, engine._config_object)
+    is_wrapped = engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled()
+    if made is not None and not is_wrapped:
+        take_class(made)
     engine.checkpoints.beside = prepare
     if engine._config_object.checkpoint.async_save and engine.zero_optimization_stage() < 3:
         say_on_rank_0(

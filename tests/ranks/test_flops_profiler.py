@@ -230,6 +230,10 @@ def test_bf16_is_counted_alike_and_timers_can_be_on_as_well(tmp_path: Path) -> N
     assert run_ranks(2, job)[0] == (MACS, {"forward", "backward", "step"})
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 13),
+    reason="older torch crashes where it compiles in a thread, as ranks that are threads do",
+)
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.parametrize("stage", [0, 3])
 def test_compiled_blocks_are_counted_and_go_on_as_they_were_compiled(stage: int, tmp_path: Path) -> None:

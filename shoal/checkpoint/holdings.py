@@ -20,8 +20,8 @@ from shoal.checkpoint.rectangles import rectangles
 from shoal.errors import CheckpointError
 from shoal.memory.bucket import ParameterBucket
 from shoal.zero.bucket_state import BucketState
-from shoal.zero.build import Axes
 from shoal.zero.runtime import ShardedModel
+from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
 

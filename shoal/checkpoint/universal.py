@@ -89,14 +89,14 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> Made:
             do=f"name another output, as {folder.name}_universal beside it.",
             code="checkpoint-target",
         )
-    files = [folder / record.name for record in source.manifest.files]
+    files = [*(folder / record.name for record in source.manifest.files), *_beside(folder)]
     commit = Commit(storage, name)
     try:
         storage.make_folder("")
         is_near = os.stat(folder).st_dev == os.stat(storage.root).st_dev
         commit.begin(0 if is_near else source.manifest.nbytes)
         place = storage.root / commit.folder
-        linked = _take([*files, *_beside(folder)], place)
+        linked = _take(files, place)
         manifest = source.manifest.model_copy(update={"tag": name, "is_for_resuming": False})
         commit.publish(manifest, Retention(), save_latest=False)
     except OSError as error:
@@ -105,7 +105,7 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> Made:
         ) from error
     finally:
         commit.end()
-    return Made("shoal", linked, len(files) + len(list(_beside(folder))) - linked)
+    return Made("shoal", linked, len(files) - linked)
 
 
 def _beside(folder: Path) -> Iterable[Path]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from shoal.engine.losses import Losses
     from shoal.engine.progress import Progress
     from shoal.engine.weights import Weights
-    from shoal.zero.build import Axes
     from shoal.zero.runtime import ShardedModel
+    from shoal.zero.settings import Axes
 
 # Of parts that are not built, as a script without them finds them in DeepSpeed.
 _PLAIN: Mapping[str, Any] = {

@@ -37,12 +37,12 @@ from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
 from shoal.zero.access import Access
 from shoal.zero.agree import Agreement, agree, refuse_unused
 from shoal.zero.bucket_state import BucketState
-from shoal.zero.build import Axes
 from shoal.zero.gradient import GradientState
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.reducer import UnitGradient
 from shoal.zero.registry import OWNERS
 from shoal.zero.runtime import ShardedModel
+from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
 

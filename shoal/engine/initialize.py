@@ -45,10 +45,11 @@ from shoal.parallel.recompute import (
     recompute_blocks,
 )
 from shoal.zero.adopted_state import adopt_state
-from shoal.zero.build import Axes, build
+from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
 from shoal.zero.init import suspended
 from shoal.zero.registry import OWNERS
+from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
 Initialized = tuple[Engine, Any, Any, Any]

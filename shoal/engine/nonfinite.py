@@ -13,7 +13,7 @@ from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
 from shoal.zero.agree import Agreement, first_bad_parameter
 from shoal.zero.bucket_state import BucketState
-from shoal.zero.build import Axes
+from shoal.zero.settings import Axes
 
 # Steps in a row whose loss, before it was scaled, is not finite. A smaller scale mends none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward

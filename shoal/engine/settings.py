@@ -11,9 +11,9 @@ from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.memory.placement import Tier
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
-from shoal.zero.build import Precision, ZeroSettings
 from shoal.zero.gradient import GradientPolicy
 from shoal.zero.partition import UnitRules
+from shoal.zero.settings import Precision, ZeroSettings
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,

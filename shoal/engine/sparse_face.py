@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from shoal.errors import NotBuiltError
-from shoal.zero.rows import exchange_counts
+from shoal.zero.rows import exchange_counts, gather_padded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shoal.engine.settings import Plan
     from shoal.zero.bucket_state import BucketState
-    from shoal.zero.build import Axes
     from shoal.zero.runtime import ShardedModel
+    from shoal.zero.settings import Axes
 
 
 _LABEL = "rows of a script"
@@ -86,11 +86,8 @@ class SparseFace(nn.Module):
     @torch.no_grad()
     def _gathered(self, value: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         comm, most, shape = self.axes.all, max(lengths), value.shape[1:]
-        mine = torch.zeros(most, *shape, dtype=value.dtype, device=value.device)
-        mine[: len(value)] = value
-        full = comm.empty(comm.size * mine.numel(), value.dtype, value.device)
-        if mine.numel():
-            comm.all_gather(full, mine.view(-1), label=_LABEL).drain()
+        numel = most * shape.numel()
+        full = gather_padded(comm, value.reshape(-1), numel, label=_LABEL) if numel else value.new_empty(0)
         rows = full.view(comm.size, most, *shape)
         return [rows[rank, :length].clone() for rank, length in enumerate(lengths)]
 

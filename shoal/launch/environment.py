@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from shoal.config.elastic import SCHEDULERS_VARIABLE
 from shoal.errors import UsageError
 
 Launcher = Literal["torchelastic", "slurm", "openmpi", "mpich", "none"]
@@ -68,6 +67,9 @@ def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
 
 def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | None:
     """The section ``elasticity`` that a job's scheduler has planned with, as JSON; None: nobody says."""
+    # Here, since the command line reads the environment too, and would take twice as long with the config's schema.
+    from shoal.config.elastic import SCHEDULERS_VARIABLE
+
     return (os.environ if variables is None else variables).get(SCHEDULERS_VARIABLE)
 
 

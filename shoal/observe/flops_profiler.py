@@ -235,9 +235,9 @@ def get_model_profile(
     model.eval()
     try:
         for _ in range(warm_up):
-            call(*given, **named)  # type: ignore[operator]
+            call(*given, **named)  # type: ignore[operator]  # a module's generate() has no type
         profiler.start_profile(ignore_modules)
-        call(*given, **named)  # type: ignore[operator]
+        call(*given, **named)  # type: ignore[operator]  # a module's generate() has no type
         profiler.stop_profile()
         if print_profile:
             profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)

@@ -142,13 +142,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            module = importlib.import_module("torch.utils.tensorboard.writer")
-        except ImportError as error:
-            raise UsageError(
-                "writing TensorBoard events needs the 'tensorboard' package, which is not installed.",
-                do="pip install tensorboard, or leave it out of the config.",
-            ) from error
+        module = _needed("torch.utils.tensorboard.writer", "writing TensorBoard events", "tensorboard", "tensorboard")
         self._writer: Any = module.SummaryWriter(log_dir=str(folder))
 
     def write(self, events: Sequence[Event]) -> None:
@@ -166,13 +160,7 @@ class WandbWriter:
     """
 
     def __init__(self, project: str, *, group: str | None = None, team: str | None = None) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise UsageError(
-                "logging to Weights & Biases needs the 'wandb' package, which is not installed.",
-                do="pip install 'shoal[wandb]', or leave it out of the config.",
-            ) from error
+        wandb = _needed("wandb", "logging to Weights & Biases", "wandb", "'shoal[wandb]'")
         self._run: Any = wandb.init(project=project, group=group, entity=team)
 
     def write(self, events: Sequence[Event]) -> None:
@@ -196,13 +184,7 @@ class CometWriter:
     """
 
     def __init__(self, *, every: int = 1, name: str | None = None, **start: Any) -> None:
-        try:
-            comet = importlib.import_module("comet_ml")
-        except ImportError as error:
-            raise UsageError(
-                "logging to Comet needs the 'comet_ml' package, which is not installed.",
-                do="pip install 'shoal[comet]', or leave it out of the config.",
-            ) from error
+        comet = _needed("comet_ml", "logging to Comet", "comet_ml", "'shoal[comet]'")
         self.experiment: Any = comet.start(**start)
         self._every = every
         self._last: dict[str, int] = {}
@@ -217,6 +199,17 @@ class CometWriter:
 
     def close(self) -> None:
         self.experiment.end()
+
+
+def _needed(module: str, what: str, package: str, install: str) -> Any:
+    """Raises: UsageError: the package is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{what} needs the {package!r} package, which is not installed.",
+            do=f"pip install {install}, or leave it out of the config.",
+        ) from error
 
 
 def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:

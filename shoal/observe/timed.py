@@ -71,19 +71,28 @@ class TimedCommunicator:
         self._inner.close()
 
     def _work(self, kind: str, label: str, nbytes: int, issue: Callable[[], Work]) -> Work:
-        def until_done() -> Work:
-            work = issue()
-            work.wait()
-            return work
+        return self._timed(kind, label, nbytes, issue, lambda work: work.wait())
 
-        return self._timed(kind, label, nbytes, until_done) if self._log.wants(kind, label) else issue()
-
-    def _timed(self, kind: str, label: str, nbytes: int, call: Callable[[], _Result]) -> _Result:
+    def _timed(
+        self,
+        kind: str,
+        label: str,
+        nbytes: int,
+        call: Callable[[], _Result],
+        finish: Callable[[_Result], object] = lambda result: None,
+    ) -> _Result:
         if not self._log.wants(kind, label):
             return call()
-        self._device.synchronize()
-        began = time.perf_counter()
-        result = call()
-        self._device.synchronize()
-        self._log.add(kind, nbytes, (time.perf_counter() - began) * 1e3, size=self.size, caller=label)
+        result, milliseconds = timed(self._device, call, finish)
+        self._log.add(kind, nbytes, milliseconds, size=self.size, caller=label)
         return result
+
+
+def timed(device: Device, call: Callable[[], _Result], finish: Callable[[_Result], object]) -> tuple[_Result, float]:
+    """What ``call`` returns, and the milliseconds until ``finish`` of that and the device are done."""
+    device.synchronize()
+    began = time.perf_counter()
+    result = call()
+    finish(result)
+    device.synchronize()
+    return result, (time.perf_counter() - began) * 1e3

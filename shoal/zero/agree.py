@@ -12,8 +12,8 @@ from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import ModelError
 from shoal.zero.bucket_state import BucketState
-from shoal.zero.build import Axes
 from shoal.zero.reducer import Reducer
+from shoal.zero.settings import Axes
 
 
 @dataclass(frozen=True)

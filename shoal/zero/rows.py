@@ -133,8 +133,8 @@ def sum_rows(
     most, width = max(counts), values.shape[1]
     if most == 0:
         return indices, values.to(wide)
-    all_indices = _gather(comm, indices, most, label).view(comm.size, most)
-    all_values = _gather(comm, values.reshape(-1), most * width, label).view(comm.size, most, width)
+    all_indices = gather_padded(comm, indices, most, label=label).view(comm.size, most)
+    all_values = gather_padded(comm, values.reshape(-1), most * width, label=label).view(comm.size, most, width)
     parts = [all_indices[rank, :count] for rank, count in enumerate(counts)]
     rows, places = torch.unique(torch.cat(parts), return_inverse=True)
     total = torch.zeros(len(rows), width, dtype=wide, device=values.device)
@@ -143,8 +143,8 @@ def sum_rows(
     return rows, total if scale == 1.0 else total.mul_(scale)
 
 
-def _gather(comm: Communicator, mine: torch.Tensor, numel: int, label: str) -> torch.Tensor:
-    """Every rank's 1-D tensor, padded to ``numel``, one after the other."""
+def gather_padded(comm: Communicator, mine: torch.Tensor, numel: int, *, label: str) -> torch.Tensor:
+    """Every rank's 1-D tensor, padded to ``numel``, one after the other. Order: blocks until every rank has come."""
     full = comm.empty(comm.size * numel, mine.dtype, mine.device)
     own = full[comm.rank * numel : (comm.rank + 1) * numel]
     own[: mine.numel()] = mine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,3 +125,66 @@ def clip_sparse(model: nn.Module, limit: float) -> None:
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerance: Any) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Both(torch.optim.Optimizer):
+    """Tables to one optimizer, the rest to another; each steps by groups of its own."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], tables: Any = None, rest: Any = None) -> None:
+        listed = list(parameters)
+        super().__init__(listed, {})
+        is_table = [tuple(p.shape) == (ROWS, WIDTH) for p in listed]
+        self.tables = (tables or partial(torch.optim.SparseAdam, lr=0.05))(
+            [p for p, yes in zip(listed, is_table, strict=True) if yes]
+        )
+        self.rest = (rest or partial(torch.optim.Adam, lr=0.05))(
+            [p for p, yes in zip(listed, is_table, strict=True) if not yes]
+        )
+
+    def step(self, closure: Any = None) -> Any:
+        self.tables.step()
+        self.rest.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.tables.zero_grad()
+        self.rest.zero_grad()
+
+
+class TablesOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=True)
+        self.bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
+
+    def forward(self, found: torch.Tensor) -> torch.Tensor:
+        return (self.words(found).sum(dim=1) + self.bag(found)).square().mean()
+
+
+def only_tables() -> TablesOnly:
+    torch.manual_seed(0)
+    return TablesOnly()
+
+
+def head_of() -> Tables:
+    model = model_of()
+    model.head = nn.Linear(WIDTH, 7, bias=False)  # not of a table's shape
+    return model
+
+
+def sparse_adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SparseAdam(list(parameters), lr=0.05)
+
+
+with_momentum = partial(
+    Both, tables=partial(torch.optim.SGD, lr=0.1, momentum=0.9), rest=partial(torch.optim.Adagrad, lr=0.05)
+)
+
+
+CASES: list[tuple[Callable[[], nn.Module], Callable[..., Any]]] = [
+    (head_of, Both),
+    (only_tables, sparse_adam),
+    (head_of, with_momentum),
+]
+
+
+IDS = ["two optimizers", "SparseAdam", "momentum of rows"]

@@ -21,7 +21,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.engine import moving
 from shoal.errors import OutOfMemoryError, UsageError
-from shoal.zero.build import ZeroSettings
+from shoal.zero.settings import ZeroSettings
 from tests.ranks.test_offload import MODEL, VOCABULARY, config, make_apart
 
 KINDS = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]

@@ -18,7 +18,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
 from shoal.memory.placement import Tier
-from shoal.zero.build import ZeroSettings
+from shoal.zero.settings import ZeroSettings
 
 VOCABULARY = 13
 

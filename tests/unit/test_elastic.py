@@ -145,7 +145,7 @@ def test_a_missing_section_and_another_type() -> None:
     with pytest.raises(ElasticityConfigError, match="no section"):
         compute_elastic_config({}, "0.19.8")
     with pytest.raises(ValueError, match="not a dict"):
-        compute_elastic_config("ds.json", "0.19.8")  # type: ignore[arg-type]
+        compute_elastic_config("ds.json", "0.19.8")  # type: ignore[arg-type]  # what is refused
     assert not elasticity_enabled({}) and not elasticity_enabled({"elasticity": {}})
     assert elasticity_enabled({"elasticity": {"enabled": True}})
 

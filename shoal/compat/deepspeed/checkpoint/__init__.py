@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.compat.absent import absent_class, absent_function
 from shoal.compat.deepspeed.checkpoint import constants
-from shoal.compat.deepspeed.checkpoint.constants import *  # noqa: F403
+from shoal.compat.deepspeed.checkpoint.constants import *  # noqa: F403  # all of __all__ below
 from shoal.compat.deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from shoal.compat.deepspeed.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from shoal.device import Device
 from shoal.engine.log import say_on_rank_0
 from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log, current_log
+from shoal.observe.timed import timed
 
 __all__ = [
     "P2POp",
@@ -86,19 +86,17 @@ def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
     kind = function.__name__
     can_wait = kind not in ("isend", "irecv")
 
+    def finish(work: Any) -> None:
+        if can_wait and isinstance(work, dist.Work):
+            work.wait()
+
     @functools.wraps(function)
     def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any) -> Any:
         log = current_log()
         if log is None or not log.is_on or not (prof or log.wants(kind, log_name)):
             return function(*args, **kwargs)
         device = Device(current_world().device)
-        device.synchronize()
-        began = time.perf_counter()
-        work = function(*args, **kwargs)
-        if can_wait and isinstance(work, dist.Work):
-            work.wait()
-        device.synchronize()
-        milliseconds = (time.perf_counter() - began) * 1e3
+        work, milliseconds = timed(device, lambda: function(*args, **kwargs), finish)
         group = kwargs.get("group")
         size = dist.get_world_size(group if isinstance(group, ProcessGroup) else None)
         nbytes = _nbytes(kind, args, kwargs)

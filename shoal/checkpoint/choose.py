@@ -81,8 +81,8 @@ def _resumable(storage: Storage) -> list[str]:
     if deepspeeds is not None:
         if meant:
             logger.warning(
-                "%r, which DeepSpeed saved, is the one that is named: it is loaded. Pass tag=%r to load the newest of"
-                " Shoal's.",
+                "%s names %r, which DeepSpeed saved: it is loaded. Pass tag=%r to load the newest of Shoal's.",
+                catalogue.LATEST,
                 deepspeeds,
                 meant[0].folder,
             )

@@ -147,10 +147,10 @@ class Load:
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
-        for bucket, state in self._holdings.buckets():
-            for slot in bucket.layout.slots:
+        for bucket, group in self._holdings.buckets():
+            for slot in bucket.layout.specs:
                 held[slot.name] = slot.shape
-                if state is None:
+                if group is None:
                     frozen.add(slot.name)
         missing = [name for name in held if name not in saved]
         left_out = [name for name in missing if name in frozen]
@@ -210,10 +210,10 @@ class Load:
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
             slot.name
-            for bucket, state in self._holdings.buckets()
-            if state is not None
-            for slot in bucket.layout.slots
-            if slot.name in wide and wide[slot.name].itemsize > state.master.dtype.itemsize
+            for bucket, group in self._holdings.buckets()
+            if group is not None
+            for slot in bucket.layout.specs
+            if slot.name in wide and wide[slot.name].itemsize > group.main.dtype.itemsize
         ]
         if narrowed:
             problems.append(f"its master weights are wider than this run's, which would lose digits: {_some(narrowed)}")
@@ -258,7 +258,7 @@ class Load:
         Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.
         """
         axes = self._holdings.axes
-        for comm in (axes.all, axes.inner):
+        for comm in (axes.world, axes.shard):
             comm.drain()  # peers may still read what is about to change
         if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
             self._make_room(chosen.manifest)
@@ -282,30 +282,30 @@ class Load:
         for tensor in manifest.tensors:
             if tensor.kind.startswith(OPTIMIZER):
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
-        for state in self._holdings.states:
-            slots = state.bucket.layout.slots
+        for group in self._holdings.states:
+            slots = group.buffer.layout.specs
             dtypes = []
             for slot in slots:
                 master = manifest.find(MODEL, slot.name)
                 # State in its master weight's dtype stays so where the master weights have become wider.
                 dtypes.append(
                     {
-                        key: state.master.dtype
+                        key: group.main.dtype
                         if master is not None and dtype == master.dtype
                         else tree.dtype_of(dtype)
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )
-            with state.at_hand():
-                step.make_room(state, [scalars.get(slot.name, {}) for slot in slots], dtypes)
+            with group.resident():
+                step.allocate_state(group, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
         """From the master weights to the parameters, and from the owners to all ranks."""
         works = []
-        for bucket, state in self._holdings.buckets():
-            if state is not None and state.has_own_master:
-                with state.at_hand(), bucket.shard_at_hand(is_overwritten=True):
-                    owned_range(bucket).copy_(state.master)
+        for bucket, group in self._holdings.buckets():
+            if group is not None and group.has_own_main:
+                with group.resident(), bucket.resident_shard(is_overwritten=True):
+                    owned_range(bucket).copy_(group.main)
             if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
                 works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))
         for work in works:

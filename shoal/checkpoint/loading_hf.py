@@ -20,7 +20,7 @@ from torch import nn
 from shoal.checkpoint.formats.huggingface import Weights
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
-from shoal.memory.bucket import stand_in
+from shoal.sharding.parameter_buffer import placeholder
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.init import Init
 from shoal.zero.registry import OWNERS, Owner
@@ -128,7 +128,7 @@ def _gathered(parameter: torch.Tensor) -> Owner | None:
     if owner is None:
         return None
     unit = owner.sharded.unit_of[id(parameter)]
-    return owner if any(bucket.is_sharded and bucket.is_full for bucket in unit.buckets) else None
+    return owner if any(group.buffer.is_sharded and group.buffer.is_full for group in unit.groups) else None
 
 
 # names
@@ -219,37 +219,29 @@ def _fill_shard(parameter: torch.Tensor, early: EarlyShard, weights: Weights, na
     end = min(begin + length, early.numel)
     if dtype != early.dtype:
         early.shard, early.dtype = early.shard.to(dtype), dtype
-        parameter.data = stand_in(tuple(early.shape), dtype, early.shard.device)
+        parameter.data = placeholder(tuple(early.shape), dtype, early.shard.device)
     early.shard[: end - begin].copy_(weights.read_range(name, begin, end))
 
 
 def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: Weights, name: str) -> None:
     assert isinstance(parameter, nn.Parameter)
-    unit = owner.sharded.unit_of[id(parameter)]
-    for bucket in unit.buckets:
-        for index, held in enumerate(bucket.parameters):
-            if held is not parameter:
-                continue
-            slot = bucket.layout.slots[index]
-            is_trained = owner.access.knows(parameter)
-            if not bucket.is_sharded:
-                value = weights.read(name)
-                if is_trained:
-                    owner.access.set_full_parameter(parameter, value)
-                else:
-                    bucket.comm.drain()
-                    bucket.views[index].copy_(value)
-                return
-            low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-            if low < high:
-                value = weights.read_range(name, low - slot.offset, high - slot.offset)
-                if is_trained:
-                    owner.access.set_local_parameter(parameter, value)
-                else:
-                    bucket.comm.drain()
-                    with bucket.shard_at_hand():
-                        bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
-            return
+    group, slot = owner.sharded.home_of[id(parameter)]
+    buffer, part = group.buffer, group.buffer.owned_part(slot)
+    if not buffer.is_sharded:
+        value = weights.read(name)
+        if group.is_trained:
+            owner.access.set_full_parameter(parameter, value)
+        else:
+            buffer.comm.drain()
+            buffer.views[slot].copy_(value)
+    elif part is not None:
+        value = weights.read_range(name, part.offset, part.offset + part.stop - part.start)
+        if group.is_trained:
+            owner.access.set_local_parameter(parameter, value)
+        else:
+            buffer.comm.drain()
+            with buffer.resident_shard():
+                buffer.shard[part.start : part.stop].copy_(value)
 
 
 # building

@@ -32,13 +32,13 @@ def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
 
 def stage_of(optimizer: ShardedOptimizer) -> int:
     """The ZeRO stage of the engine that it belongs to; 0 where that engine is gone."""
-    owner = OWNERS.get(optimizer.sharded_step.states[0].bucket.parameters[0])
+    owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
     return owner.zero_optimization_stage() if isinstance(owner, Engine) else 0
 
 
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
     """Does it update parameters of that format?"""
-    return any(state.bucket.dtype == dtype for state in optimizer.sharded_step.states)
+    return any(group.buffer.dtype == dtype for group in optimizer.sharded_step.groups)
 
 
 def take_class(optimizer: ShardedOptimizer) -> None:

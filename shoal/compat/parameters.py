@@ -21,10 +21,10 @@ from torch import nn
 from shoal.comm.world import process_group
 from shoal.engine.engine import Engine
 from shoal.errors import UsageError
+from shoal.sharding.unit import Unit, UnitState
 from shoal.zero.early import EARLY, EarlyShard, EarlyShards
 from shoal.zero.gathered import GatheredParameters
 from shoal.zero.registry import OWNERS
-from shoal.zero.unit import Unit, UnitState
 
 
 class ZeroParamStatus(Enum):
@@ -93,13 +93,10 @@ def part_of(parameter: torch.Tensor) -> torch.Tensor:
     held = _held(parameter, "ds_tensor")
     if isinstance(held, EarlyShard):
         return held.shard
-    for bucket in held[1].buckets:
-        for slot, member in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            if member is parameter:
-                low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-                own = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
-                return own[low - bucket.begin : max(low, high) - bucket.begin]
-    raise AttributeError("ds_tensor")
+    group, slot = held[0].sharded.home_of[id(parameter)]
+    part = group.buffer.owned_part(slot)
+    owned = group.buffer.owned_parameters
+    return owned[part.start : part.stop] if part is not None else owned[:0]
 
 
 def _persist(parameter: torch.Tensor) -> bool:
@@ -235,7 +232,7 @@ def _convert(parameter: torch.Tensor) -> Callable[[Iterable[nn.Parameter]], None
 
 def _partition_numel(parameter: torch.Tensor) -> Callable[[], int]:
     held = _held(parameter, "partition_numel")
-    size = held._comm.size if isinstance(held, EarlyShard) else held[0].axes.inner.size
+    size = held._comm.size if isinstance(held, EarlyShard) else held[0].axes.shard.size
     return lambda: -(-parameter.numel() // size)
 
 

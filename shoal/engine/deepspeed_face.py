@@ -169,7 +169,7 @@ class DeepSpeedFace(SparseFace):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number among the data-parallel ones."""
-        return self.axes.all.rank
+        return self.axes.world.rank
 
     def get_model_parallel_rank(self) -> int:
         """0: there is no model parallelism."""
@@ -185,7 +185,7 @@ class DeepSpeedFace(SparseFace):
     @property
     def seq_dp_world_size(self) -> int:
         """Data-parallel times sequence-parallel ranks."""
-        return self.axes.all.size
+        return self.axes.world.size
 
     @property
     def data_parallel_group(self) -> Any:
@@ -285,7 +285,7 @@ class DeepSpeedFace(SparseFace):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Whole values by name on rank 0, None on the others. Every rank calls."""
         self._check_alive()
-        is_first = self.axes.all.rank == 0
+        is_first = self.axes.world.rank == 0
         found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, is_kept=is_first)
         return found if is_first else None
 

@@ -19,12 +19,12 @@ from torch import nn
 
 from shoal.device import in_backward
 from shoal.errors import ModelError, UsageError
-from shoal.memory.placement import Tier
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.kept import Form, Kept, KeptInPlace, Segment
 from shoal.parallel.on_host import CopiesOf, OnHost
 from shoal.parallel.recompute_blocks import RecomputedBlocks, recompute_blocks
 from shoal.parallel.saved_inputs import Packed, SavedInputs
+from shoal.sharding.placement import Tier
 
 LEAST_NBYTES = 4096  # smaller tensors cost more to copy than to keep
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.memory.placement import Tier
 from shoal.parallel.kept import Form, Kept, KeptInPlace, Place, Segment
+from shoal.sharding.placement import Tier
 
 
 class KeptPart:

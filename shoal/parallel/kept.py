@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from shoal.errors import UsageError
-from shoal.memory.placement import Tier
+from shoal.sharding.placement import Tier
 
 
 class Kept(Protocol):

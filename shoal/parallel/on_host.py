@@ -22,8 +22,8 @@ import torch
 
 from shoal.device import is_fake
 from shoal.errors import UsageError
-from shoal.memory.placement import Tier
 from shoal.parallel.kept import Form, Kept, KeptInPlace, Segment, input_changed, version_of
+from shoal.sharding.placement import Tier
 
 
 class Done(Protocol):

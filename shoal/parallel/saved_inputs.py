@@ -12,8 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.device import is_fake
-from shoal.memory.placement import Tier
 from shoal.parallel.kept import Kept, KeptInPlace, Place, Segment, is_plain, version_of
+from shoal.sharding.placement import Tier
 
 Packed = tuple[Segment, Kept]
 

@@ -25,7 +25,6 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import UsageError
-from shoal.memory.placement import Tier
 from shoal.memory.stream_copies import copies_of as stream_copies_of
 from shoal.parallel.in_parts import InParts
 from shoal.parallel.kept import InPlace, Place
@@ -34,6 +33,7 @@ from shoal.parallel.rng_tracker import RngTracker
 from shoal.parallel.saved_inputs import SavedInputs
 from shoal.parallel.segment_times import SegmentTimes
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
+from shoal.sharding.placement import Tier
 
 logger = logging.getLogger("shoal")
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.memory.layout import Segment
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.gradient import GradientState
+from shoal.sharding.layout import Segment
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import ShardedStep
 
@@ -29,7 +30,7 @@ class Access:
     def __init__(
         self,
         sharded: ShardedModel,
-        states: Sequence[BucketState],
+        groups: Sequence[ParameterGroup],
         step: ShardedStep | None,
         unscale: Callable[[], float],
         before: Callable[[], None] = lambda: None,
@@ -39,90 +40,92 @@ class Access:
         self._unscale = unscale
         self._before = before
         self._home = {
-            id(parameter): (state, slot) for state in states for slot, parameter in enumerate(state.bucket.parameters)
+            id(parameter): (group, slot) for group in groups for slot, parameter in enumerate(group.buffer.parameters)
         }
 
     def knows(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._home
 
-    def _find(self, parameter: nn.Parameter) -> tuple[BucketState, int, Segment | None]:
+    def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
         self._before()
         try:
-            state, slot = self._home[id(parameter)]
+            group, slot = self._home[id(parameter)]
         except KeyError:
             raise UsageError(
                 f"a parameter of shape {tuple(parameter.shape)} is not trained by this engine.",
                 do="pass a parameter of engine.module that is in an optimizer group.",
                 code="access-unknown",
             ) from None
-        bucket = state.bucket
+        bucket = group.buffer
         for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
             if segment.slot == slot:
-                return state, slot, segment
-        return state, slot, None
+                return group, slot, segment
+        return group, slot, None
 
-    def _full(self, state: BucketState, slot: int, segment: Segment | None, owned: torch.Tensor | None) -> torch.Tensor:
+    def _full(
+        self, group: ParameterGroup, slot: int, segment: Segment | None, owned: torch.Tensor | None
+    ) -> torch.Tensor:
         """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""
-        info = state.bucket.layout.slots[slot]
-        comm = state.bucket.comm
-        whole = torch.zeros(info.numel, dtype=torch.float32, device=state.master.device)
+        info = group.buffer.layout.specs[slot]
+        comm = group.buffer.comm
+        whole = torch.zeros(info.numel, dtype=torch.float32, device=group.main.device)
         if segment is not None and owned is not None:
             whole[segment.offset : segment.offset + owned.numel()] = owned
-        if state.bucket.end - state.bucket.begin < state.bucket.layout.numel and info.numel:
+        if group.buffer.end - group.buffer.begin < group.buffer.layout.numel and info.numel:
             # Each element comes from one rank only, so the sum is exact.
-            comm.all_reduce(whole, label=f"{state.bucket.label}: {info.name}").drain()
+            comm.all_reduce(whole, label=f"{group.buffer.label}: {info.name}").drain()
         return whole.view(info.shape)
 
-    def _part(self, state: BucketState, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+    def _part(self, group: ParameterGroup, segment: Segment, value: torch.Tensor) -> torch.Tensor:
         return value.detach().reshape(-1)[segment.offset : segment.offset + segment.stop - segment.start]
 
     # master weights
 
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
         """The fp32 master weight. Communicates: one all_reduce of it where it is sharded."""
-        state, slot, segment = self._find(parameter)
-        with state.at_hand():
-            owned = state.master[segment.start : segment.stop].float() if segment else None
-            return self._full(state, slot, segment, owned)
+        group, slot, segment = self._find(parameter)
+        with group.resident():
+            owned = group.main[segment.start : segment.stop].float() if segment else None
+            return self._full(group, slot, segment, owned)
 
     def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the master weight, 1-D, not a copy (but of one on a disk); None where it owns nothing."""
-        state, _, segment = self._find(parameter)
+        group, _, segment = self._find(parameter)
         if segment is None:
             return None
-        with state.at_hand():
-            part = state.master[segment.start : segment.stop]
-            return part if state.shelf is None else part.clone()
+        with group.resident():
+            part = group.main[segment.start : segment.stop]
+            return part if group.disk is None else part.clone()
 
     @torch.no_grad()
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the master weight and the parameter. Called with the same value on every rank. Communicates nothing."""
-        state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
-        state.bucket.comm.drain()
+        group, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
+        group.buffer.comm.drain()
         if segment:
-            part = self._part(state, segment, value)
-            with state.at_hand():
-                state.master[segment.start : segment.stop].copy_(part)
-            if state.has_own_master:
-                with state.bucket.shard_at_hand():
-                    state.owned_parameters[segment.start : segment.stop].copy_(part)
-        if not state.bucket.is_sharded:
-            state.bucket.views[slot].copy_(value)
+            part = self._part(group, segment, value)
+            with group.resident():
+                group.main[segment.start : segment.stop].copy_(part)
+            if group.has_own_main:
+                with group.buffer.resident_shard():
+                    group.owned_parameters[segment.start : segment.stop].copy_(part)
+        if not group.buffer.is_sharded:
+            group.buffer.views[slot].copy_(value)
 
     @torch.no_grad()
     def set_local_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set this rank's part. Called on every rank; replicas of the parameter follow after the next step."""
-        state, _, segment = self._find(parameter)
+        group, _, segment = self._find(parameter)
         if segment is None:
             return
         _check_numel(value, segment)
-        state.bucket.comm.drain()
-        with state.at_hand():
-            state.master[segment.start : segment.stop].copy_(value.reshape(-1))
-        if state.has_own_master:
-            with state.bucket.shard_at_hand():
-                state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
+        group.buffer.comm.drain()
+        with group.resident():
+            group.main[segment.start : segment.stop].copy_(value.reshape(-1))
+        if group.has_own_main:
+            with group.buffer.resident_shard():
+                group.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
 
     # gradients
 
@@ -130,49 +133,48 @@ class Access:
         """The reduced gradient of the step under way, fp32, as the optimizer will see it before clipping; None
         before backward.
         """
-        state, slot, segment = self._find(parameter)
-        if not self._has_gradient(state):
+        group, slot, segment = self._find(parameter)
+        if not self._has_gradient(group):
             return None
         owned = None
         if segment:
-            owned = state.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
-        return self._full(state, slot, segment, owned)
+            owned = group.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
+        return self._full(group, slot, segment, owned)
 
     def has_gradient(self, parameter: nn.Parameter) -> bool:
         """Did a backward pass reach it since the last step?"""
         return self._has_gradient(self._find(parameter)[0])
 
-    def _has_gradient(self, state: BucketState) -> bool:
+    def _has_gradient(self, group: ParameterGroup) -> bool:
         self._sharded.finish_backward()
-        if state.gradient.is_moved:
+        if group.gradient.is_moved:
             raise UsageError(
                 "the gradients are in host memory since offload_states().",
                 do="call engine.reload_states() first.",
                 code="states-away",
             )
-        if state.is_native:
-            return any(parameter.grad is not None for parameter in state.gradient.parameters)
-        return state.gradient.state.value != "NONE"
+        group.gradient.sync_view()
+        return group.gradient.state is not GradientState.NONE
 
     def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the reduced gradient, 1-D, fp32; None before backward or where it owns nothing."""
-        state, _, segment = self._find(parameter)
-        if segment is None or not self._has_gradient(state):
+        group, _, segment = self._find(parameter)
+        if segment is None or not self._has_gradient(group):
             return None
-        return state.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
+        return group.gradient.owned()[segment.start : segment.stop].float() * self._unscale()
 
     @torch.no_grad()
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient. Called with the same value on every rank, after backward at the boundary."""
-        state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
-        if not self._has_gradient(state):
+        group, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
+        if not self._has_gradient(group):
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
         if segment:
-            state.gradient.write(slot, segment, self._part(state, segment, value / self._unscale()))
-        state.gradient.touched[slot] = 1
+            group.gradient.write(slot, segment, self._part(group, segment, value / self._unscale()))
+        group.gradient.has_grad[slot] = 1
 
     @torch.no_grad()
     def set_local_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -180,57 +182,54 @@ class Access:
 
         Raises: UsageError: there is no gradient, or another number of elements than this rank owns.
         """
-        state, slot, segment = self._find(parameter)
-        if not self._has_gradient(state):
+        group, slot, segment = self._find(parameter)
+        if not self._has_gradient(group):
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
         if segment is None:
             return
         _check_numel(value, segment)
-        state.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
-        state.gradient.touched[slot] = 1
+        group.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
+        group.gradient.has_grad[slot] = 1
 
     # optimizer state
 
     def _state_parts(
         self, parameter: nn.Parameter, key: str, *, create: bool = False
-    ) -> tuple[BucketState, int, Segment | None, torch.Tensor | None]:
-        state, slot, segment = self._find(parameter)
+    ) -> tuple[ParameterGroup, int, Segment | None, torch.Tensor | None]:
+        group, slot, segment = self._find(parameter)
         if self._step is None or segment is None:
-            return state, slot, segment, None
-        with state.at_hand():
-            return state, slot, segment, self._parts_at_hand(state, slot, key, create=create)
+            return group, slot, segment, None
+        with group.resident():
+            return group, slot, segment, self._resident_parts(group, slot, key, create=create)
 
-    def _parts_at_hand(self, state: BucketState, slot: int, key: str, *, create: bool) -> torch.Tensor | None:
+    def _resident_parts(self, group: ParameterGroup, slot: int, key: str, *, create: bool) -> torch.Tensor | None:
         assert self._step is not None
         parts = []
-        for piece, part in self._step.pieces_of_slot(state, slot):
-            held = (
-                self._step.optimizer.state[piece.param] if create else self._step.optimizer.state.get(piece.param, {})
-            )
+        for part_range, segment in group.ranges_of(slot):
+            state = self._step.optimizer.state
+            held = state[part_range.param] if create else state.get(part_range.param, {})
             if key not in held:
                 if not create:
                     return None
-                held[key] = torch.zeros_like(piece.param.detach())
-            parts.append(held[key][part.start : part.stop])
+                held[key] = torch.zeros_like(part_range.param.detach())
+            parts.append(held[key][segment.start : segment.stop])
         whole = torch.cat(parts) if len(parts) != 1 else parts[0]
-        return whole if state.shelf is None or len(parts) != 1 else whole.clone()
+        return whole if group.disk is None or len(parts) != 1 else whole.clone()
 
     def full_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """One per-element state, whole, fp32; None before the first step. Communicates as ``full_parameter``."""
         if key in ("fp32_param", "master"):
             return self.full_parameter(parameter)
-        state, slot, segment, owned = self._state_parts(parameter, key)
-        if not self._anywhere(owned is not None, state):
+        group, slot, segment, owned = self._state_parts(parameter, key)
+        if not self._anywhere(owned is not None, group):
             return None
-        return self._full(state, slot, segment, owned.float() if owned is not None else None)
+        return self._full(group, slot, segment, owned.float() if owned is not None else None)
 
-    def _anywhere(self, flag: bool, state: BucketState) -> bool:
-        comm = state.bucket.comm
-        if comm.size == 1:
-            return flag
-        return bool(comm.exchange(torch.tensor([float(flag)], device=state.master.device), label="state").wait().any())
+    def _anywhere(self, flag: bool, group: ParameterGroup) -> bool:
+        comm = group.buffer.comm
+        return bool(comm.exchange(torch.tensor([float(flag)], device=group.main.device), label="state").wait().any())
 
     def local_optimizer_state(self, parameter: nn.Parameter, key: str) -> torch.Tensor | None:
         """This rank's part of one per-element state, 1-D; None before the first step or where it owns nothing."""
@@ -244,28 +243,28 @@ class Access:
         if key in ("fp32_param", "master"):
             self.set_full_parameter(parameter, value)
             return
-        state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        group, slot, segment = self._find(parameter)
+        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
         if segment:
-            self._write_state(state, slot, key, self._part(state, segment, value))
+            self._write_state(group, slot, key, self._part(group, segment, value))
 
     @torch.no_grad()
     def set_local_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
-        state, slot, segment = self._find(parameter)
+        group, slot, segment = self._find(parameter)
         if segment is not None:
             _check_numel(value, segment)
-            self._write_state(state, slot, key, value.reshape(-1))
+            self._write_state(group, slot, key, value.reshape(-1))
 
-    def _write_state(self, state: BucketState, slot: int, key: str, flat: torch.Tensor) -> None:
+    def _write_state(self, group: ParameterGroup, slot: int, key: str, flat: torch.Tensor) -> None:
         assert self._step is not None
         done = 0
-        with state.at_hand():
-            for piece, part in self._step.pieces_of_slot(state, slot):
-                held = self._step.optimizer.state[piece.param]
+        with group.resident():
+            for part_range, segment in group.ranges_of(slot):
+                held = self._step.optimizer.state[part_range.param]
                 if key not in held:
-                    held[key] = torch.zeros_like(piece.param.detach())
-                numel = part.stop - part.start
-                held[key][part.start : part.stop].copy_(flat[done : done + numel])
+                    held[key] = torch.zeros_like(part_range.param.detach())
+                numel = segment.stop - segment.start
+                held[key][segment.start : segment.stop].copy_(flat[done : done + numel])
                 done += numel
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
-from shoal.memory.bucket import stand_in
+from shoal.sharding.parameter_buffer import placeholder
 
 _MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
 _MAX_WHOLE = 32
@@ -47,7 +47,7 @@ class EarlyShard:
         dtype = dtype if dtype is not None and value.is_floating_point() else value.dtype
         self.shape, self.numel, self.dtype = value.shape, value.numel(), dtype
         self._keep(value, source)
-        parameter.data = stand_in(tuple(self.shape), dtype, self.device)
+        parameter.data = placeholder(tuple(self.shape), dtype, self.device)
 
     def _keep(self, value: torch.Tensor, source: int) -> None:
         """Keep this rank's range of rank ``source``'s value."""
@@ -87,7 +87,7 @@ class EarlyShard:
         """Keep this rank's range of the parameter, as rank ``source`` has it (None: as it was)."""
         if source is not None:
             self.write(parameter, source)
-        parameter.data = stand_in(tuple(self.shape), self.dtype, self.device)
+        parameter.data = placeholder(tuple(self.shape), self.dtype, self.device)
 
     # blocks that hold it whole
 

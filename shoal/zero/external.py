@@ -13,8 +13,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from shoal.sharding.unit import Unit
 from shoal.zero.touch import DATA_ACCESS, TouchMode
-from shoal.zero.unit import Unit
 
 
 def external_use(unit_of: dict[int, Unit], on_use: Callable[[Unit], None]) -> TouchMode:
@@ -27,7 +27,7 @@ def external_use(unit_of: dict[int, Unit], on_use: Callable[[Unit], None]) -> To
 
     def touched(parameter: nn.Parameter) -> None:
         unit = unit_of.get(id(parameter))
-        if unit is not None and unit.is_at_rest:
+        if unit is not None and unit.is_released:
             on_use(unit)
 
     return TouchMode(touched, leave_out=DATA_ACCESS)

@@ -11,9 +11,9 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
+from shoal.sharding.unit import Unit
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.registry import OWNERS, Owner
-from shoal.zero.unit import Unit
 
 
 class GatheredParameters:
@@ -78,7 +78,7 @@ class GatheredParameters:
             sharded = owner.sharded
             parameters.sort(key=lambda p: sharded.number_of[id(p)])
             units = list(dict.fromkeys(sharded.unit_of[id(p)] for p in parameters))
-            context = sharded.gathered([unit for unit in units if unit.is_sharded], keeps_others=True)
+            context = sharded.gathered([unit for unit in units if unit.is_sharded], keep_user_views=True)
             context.__enter__()
             self._contexts.append(context)
             self._live.append((owner, parameters, units))
@@ -168,27 +168,26 @@ def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
     Master weights change only where the parameter did, so they keep their precision elsewhere.
     """
     unit = owner.sharded.unit_of[id(parameter)]
-    for bucket in unit.buckets:
-        for slot, held in zip(bucket.layout.slots, bucket.parameters, strict=True):
+    for group in unit.groups:
+        bucket = group.buffer
+        for slot, held in zip(bucket.layout.specs, bucket.parameters, strict=True):
             if held is not parameter or not slot.numel:
                 continue
             everyone = owner.sharded.comm
             if parameter.data_ptr() != bucket.full[slot.offset :].data_ptr():
                 bucket.full[slot.offset : slot.offset + slot.numel].copy_(parameter.data.reshape(-1))
             value = bucket.full[slot.offset : slot.offset + slot.numel]
-            if everyone.size > 1:
-                everyone.broadcast(value, source, label=bucket.label).drain()
+            everyone.broadcast(value, source, label=bucket.label).drain()
             bucket.comm.drain()
-            state = next((s for s in owner.bucket_states if s.bucket is bucket), None)
             low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
             if low >= high:
                 continue
             new = bucket.full[low:high]
             start, stop = low - bucket.begin, high - bucket.begin
-            if state is not None:
-                state.follow(start, stop, new)
+            if group.is_trained:
+                group.update_main(start, stop, new)
             if bucket.is_sharded:
-                with bucket.shard_at_hand():
+                with bucket.resident_shard():
                     bucket.shard[start:stop].copy_(new)
 
 
@@ -202,7 +201,7 @@ def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> N
         return
     reader = owner.sharded.reader_of(module)
     if reader is not None:
-        owner.sharded.add_external(reader, owner.sharded.unit_of[id(parameter)])
+        owner.sharded.add_shared(reader, owner.sharded.unit_of[id(parameter)])
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
@@ -211,5 +210,5 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
     if owner is None:
         return
     unit, reader = owner.sharded.unit_of[id(parameter)], owner.sharded.reader_of(module)
-    if reader is not None and unit in reader.externals:
-        reader.externals.remove(unit)
+    if reader is not None and unit in reader.shared:
+        reader.shared.remove(unit)

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.access import Access
-from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
 
 
@@ -26,7 +26,7 @@ class Owner(Protocol):
         ...
 
     @property
-    def bucket_states(self) -> list[BucketState]: ...
+    def trained_groups(self) -> list[ParameterGroup]: ...
 
 
 class _Registry:

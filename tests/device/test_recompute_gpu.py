@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shoal.device import Device
-from shoal.memory.placement import Tier
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
+from shoal.sharding.placement import Tier
 
 pytestmark = pytest.mark.device
 

@@ -17,7 +17,7 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
-from shoal.memory.placement import Tier
+from shoal.sharding.placement import Tier
 from shoal.zero.settings import ZeroSettings
 
 VOCABULARY = 13
@@ -84,7 +84,7 @@ def train(settings: dict[str, Any], folder: str | None = None, steps: int = 3) -
 
 def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool = True) -> None:
     """Gradients that autograd keeps are summed for the norm in another order, so neither side leaves them there."""
-    settings = partial(ZeroSettings, is_host_apart=is_apart, can_be_native=False)
+    settings = partial(ZeroSettings, is_host_separate=is_apart)
     monkeypatch.setattr("shoal.engine.settings.ZeroSettings", settings)
 
 
@@ -167,10 +167,10 @@ def test_a_stage_that_cannot_offload_what_was_asked_is_an_error() -> None:
 
 def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:
     cpu = torch.device("cpu")
-    assert not ZeroSettings().is_apart(Tier.HOST, cpu)
-    assert ZeroSettings().is_apart(Tier.HOST, torch.device("cuda"))
-    assert not ZeroSettings().is_apart(Tier.DEVICE, torch.device("cuda"))
-    assert ZeroSettings(is_host_apart=True).is_apart(Tier.HOST, cpu)
+    assert not ZeroSettings().is_offloaded(Tier.HOST, cpu)
+    assert ZeroSettings().is_offloaded(Tier.HOST, torch.device("cuda"))
+    assert not ZeroSettings().is_offloaded(Tier.DEVICE, torch.device("cuda"))
+    assert ZeroSettings(is_host_separate=True).is_offloaded(Tier.HOST, cpu)
 
 
 def on_disk(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

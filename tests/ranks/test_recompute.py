@@ -10,11 +10,11 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.parallel import recompute
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.parallel.selective import operations_of
+from shoal.sharding.placement import Tier
 from tests.ranks import models
 from tests.ranks.models import HIDDEN, SEQUENCE
 from tests.ranks.training import (

@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import ConfigError, UsageError
-from shoal.memory.placement import Tier
 from shoal.parallel.kept import Form
 from shoal.parallel.recompute import Recompute, RecomputeSettings
 from shoal.parallel.selective import operations_of
+from shoal.sharding.placement import Tier
 from tests.slow_copies import SlowCopies
 from tests.unit.recompute_models import HIDDEN, ROWS, X_NBYTES, Block, Chain, assert_same, inputs, recomputed, run
 

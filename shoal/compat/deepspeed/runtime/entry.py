@@ -126,10 +126,10 @@ def _round_masters(engine: Engine) -> None:
     Shoal by its own name begins with the model's values.
     """
     with torch.no_grad():
-        for state in engine.bucket_states:
-            if state.has_own_master:
-                with state.at_hand(), state.bucket.shard_at_hand():
-                    state.master.copy_(state.owned_parameters)
+        for group in engine.trained_groups:
+            if group.has_own_main:
+                with group.resident(), group.buffer.resident_shard():
+                    group.main.copy_(group.owned_parameters)
 
 
 def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sums a table that is zero but in a few rows over the ranks by sending those rows alone.
+"""Sums an embedding's gradient, which is zero but in a few rows, over the ranks by sending those rows alone.
 
     rank 0   rows 1, 4      exchange   how many rows each rank has: 2, 1
     rank 1   row  4         all_gather their numbers, padded to the most any rank has: 1 4 | 4 -
@@ -13,6 +13,7 @@ taken instead; every rank decides alike, from the counts.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
@@ -21,8 +22,8 @@ from shoal.device import is_fake, read_vector
 INDEX_NBYTES = 8
 
 
-class RowSum:
-    """``all_reduce`` and ``reduce_scatter`` of a flat table along one axis, as a ``Communicator`` has them.
+class SparseSum:
+    """``all_reduce`` and ``reduce_scatter`` of a flat embedding gradient along one axis, as ``Communicator`` has them.
 
     Both block until every rank has come. In a dry run, which knows no values, they are the dense ones.
 
@@ -38,8 +39,9 @@ class RowSum:
         self._num_rows = num_rows
         self._width = width
 
-    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._comm.empty(numel, dtype, device)
+    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+        """As ``Communicator.all_gather``."""
+        return self._comm.all_gather(full, shard, label=label)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         """As ``Communicator.all_reduce``.
@@ -175,3 +177,20 @@ def add_rows(out: torch.Tensor, begin: int, width: int, rows: torch.Tensor, tota
         if low < high and len(value):
             part = out[low - begin : high - begin]
             part.copy_(part.to(total.dtype) + value[0, low - row * width : high - row * width])
+
+
+def sparse_names(model: nn.Module, *, takes_all: bool) -> frozenset[str]:
+    """The names of the trained weights, as ``named_parameters`` has them, whose gradients are sent as rows:
+    those of embeddings that were made with ``sparse=True``, or of all.
+
+    Args:
+        takes_all: every embedding's; else those of embeddings with ``sparse=True``.
+    """
+    weights = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        and (takes_all or module.sparse)
+        and module.weight.requires_grad
+    }
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in weights)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.zero.unit import Unit, UnitState
+from shoal.sharding.unit import Unit, UnitState
 
 _WHOLE = "`with shoal.zero.GatheredParameters(model.parameters()):`, on every rank"
 

@@ -1,7 +1,7 @@
-"""Optimizer state that is there when the optimizer is handed in goes along.
+"""Imports the optimizer state that a client optimizer has when it is passed to ``initialize``.
 
-It is of steps that the optimizer took before, or its constructor made it (torch's Adagrad). Each parameter's part goes
-to the pieces of its range, in the master weights' format, and the whole is let go: no rank keeps it.
+The state is of earlier steps, or its constructor made it (torch's Adagrad). Each parameter's part is copied to the
+ranges that hold it, in the main parameters' dtype, and the whole is freed on every rank.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 from torch import nn
 
 from shoal.optim.elementwise import KNOWN, settings_of
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.step import ShardedStep
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
 
-def adopt_state(step: ShardedStep) -> None:
-    """Move the state of the user's parameters to the pieces. Every rank calls with the same state.
+def import_state(step: ShardedStep) -> None:
+    """Move the state of the user's parameters to the ranges. Every rank calls with the same state.
 
     Optimizers that need whole parameters (LAMB, Muon) begin anew. Communicates nothing.
     """
     optimizer = step.optimizer
     if step.is_whole_tensor or not optimizer.state:
         return
-    for state in step.states:
-        parameters = state.bucket.parameters
+    for group in step.groups:
+        parameters = group.buffer.parameters
         held = [dict(optimizer.state.pop(parameter, {})) for parameter in parameters]
         if not any(held):
             continue
@@ -40,22 +40,22 @@ def adopt_state(step: ShardedStep) -> None:
             for own, wide in zip(held, ranges, strict=True)
         ]
         dtypes = [
-            {key: state.master.dtype if value.dtype == parameter.dtype else value.dtype for key, value in wide.items()}
+            {key: group.main.dtype if value.dtype == parameter.dtype else value.dtype for key, value in wide.items()}
             for wide, parameter in zip(ranges, parameters, strict=True)
         ]
-        step.make_room(state, scalars, dtypes)
+        step.allocate_state(group, scalars, dtypes)
         for slot, wide in enumerate(ranges):
-            _fill(step, state, slot, wide)
+            _fill(step, group, slot, wide)
 
 
 @torch.no_grad()
-def _fill(step: ShardedStep, state: BucketState, slot: int, wide: dict[str, torch.Tensor]) -> None:
-    for piece, segment in step.pieces_of_slot(state, slot):
-        held = step.optimizer.state[piece.param]
+def _fill(step: ShardedStep, group: ParameterGroup, slot: int, wide: dict[str, torch.Tensor]) -> None:
+    for part, segment in group.ranges_of(slot):
+        held = step.optimizer.state[part.param]
         for key, value in wide.items():
             target = held[key][segment.start : segment.stop]
             if value.is_meta:
-                target.fill_(_first_value(step.optimizer, piece.group, key))
+                target.fill_(_first_value(step.optimizer, part.group, key))
             else:
                 target.copy_(value.reshape(-1)[segment.offset : segment.offset + target.numel()])
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
-from shoal.zero.rows import RowSum
+from shoal.sharding.sparse_sum import SparseSum
 
 ALIGNMENT = 8
 
@@ -61,7 +61,7 @@ def test_the_sum_of_rows_is_the_dense_sum(
     def job() -> None:
         here = current_world()
         comm = here.communicator("dp", Mesh.of(world, dp_shard=world, dp_replicate=1))
-        rows = RowSum(comm, num_rows, width)
+        rows = SparseSum(comm, num_rows, width)
         mine = tables[here.rank]
         wholes, shards = [], []
         for sums in (comm, rows):
@@ -88,7 +88,7 @@ def test_a_rank_may_have_its_shard_in_the_table_itself(is_in_place: bool) -> Non
         full.view(64, 4)[[5, 40]] = here.rank + 1.0
         own = full[here.rank * 128 : (here.rank + 1) * 128]
         out = own if is_in_place else torch.full((128,), 7.0)
-        RowSum(comm, 64, 4).reduce_scatter(full, out, scale=0.5, label="table").drain()
+        SparseSum(comm, 64, 4).reduce_scatter(full, out, scale=0.5, label="table").drain()
         expected = torch.zeros(32, 4)
         expected[5 if here.rank == 0 else 8] = 1.5
         assert torch.equal(out.view(32, 4), expected)

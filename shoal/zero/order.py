@@ -1,4 +1,4 @@
-"""The order in which units are used, recorded in one pass and used to gather ahead in the next.
+"""The order in which units are used: recorded in one pass, followed in the next to gather ahead.
 
 When a pass departs from the recorded order it goes on without prefetch, the departure is counted and the order is
 recorded anew: nothing is wrong, only slower.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.zero.unit import Unit
+from shoal.sharding.unit import Unit
 
 
 class UnitOrder:
     """One recorded order per kind of pass (training, evaluation).
 
     Args:
-        prefetch_numel: gather ahead at most this many elements.
+        prefetch_numel: gather ahead at most this many elements, or one unit; 0: nothing.
         max_live_numel: gather ahead only while fewer elements than this are gathered.
     """
 
@@ -63,7 +63,7 @@ class UnitOrder:
                 self.departures += 1
 
     def ahead(self, live_numel: int) -> list[Unit]:
-        """Units to gather now, because they come next.
+        """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
 
         Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be
         released.
@@ -75,9 +75,11 @@ class UnitOrder:
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
             if in_backward != self._visited[-1][1]:
                 break
-            if numel + unit.numel > self._prefetch_numel or live_numel + numel + unit.numel > self._max_live_numel:
+            if live_numel + numel + unit.numel > self._max_live_numel:
                 break
-            if unit.is_at_rest and unit not in chosen:
+            if chosen and numel + unit.numel > self._prefetch_numel:
+                break
+            if unit.is_released and unit not in chosen:
                 chosen.append(unit)
                 numel += unit.numel
         return chosen
@@ -88,7 +90,7 @@ class UnitOrder:
             yield from self._recorded[self._key][len(self._visited) :]
 
     def reuse_distance(self, unit: Unit) -> int | None:
-        """Elements gathered for other units before ``unit`` is used again; None: it is not, or nobody knows."""
+        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown."""
         if not self._is_following:
             return None
         numel = 0

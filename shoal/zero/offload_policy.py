@@ -1,11 +1,11 @@
-"""Which tier each unit's parameters and state rest on: arithmetic on sizes, the same on every rank, without a tensor.
+"""Which tier each unit's parameters and optimizer state are stored on: arithmetic, the same on every rank.
 
-Two ways to decide: ``as_asked`` follows the file's keys (device, ``ratio``, ``max_in_cpu``), ``fill`` takes what is
-free, the device first, then the host, then the disk.
+Two ways to decide: ``from_config`` follows the file's keys (device, ``ratio``, ``max_in_cpu``), ``fit_to_memory`` takes
+what is free, the device first, then the host, then the disk.
 
-Which units stay nearer, where not all can: the first in forward. Their gradients come last in backward, so a host that
-updates beside backward would have the least time for them; their parameters are the first that the next forward waits
-for; and while they compute, those of the later ones are read.
+Where not all units fit, the first in forward stay on the nearer tier. Their gradients arrive last in backward, so a CPU
+optimizer that updates beside backward would have the least time for them; the next forward waits for their parameters
+first; and while they compute, those of later units are read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import OutOfMemoryError
-from shoal.memory.placement import Tier
+from shoal.sharding.memory_model import UnitMemory
+from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
 
 ACTIVATION_SHARE = 0.3  # of the device's free memory, kept for activations and what the allocator cannot use
@@ -23,42 +24,24 @@ HOST_SHARE = 0.1  # of the host's, kept for everything else that runs there
 
 
 @dataclass(frozen=True)
-class UnitSize:
-    """What one unit needs on one rank, in bytes (``*_numel``: elements, padding included)."""
-
-    name: str
-    shard_numel: int  # of parameters at rest
-    trained_numel: int  # of them, those that this rank's optimizer owns
-    parameter_nbytes: int  # at rest
-    gathered_nbytes: int  # whole, while it computes; 0 where it is always whole
-    gradient_nbytes: int  # between micro-batches, on the device
-    reduce_nbytes: int  # of the whole gradient, while it is reduced
-    state_nbytes: int  # master weights and two states an element (what Adam keeps), on the device
-    state_away_nbytes: int  # the same elsewhere, where parameters cannot be their own master weights
-    travel_nbytes: int  # of gradients and parameters on the host, on their way to and from an update there
-    can_move_parameters: bool = False  # they are sharded
-    can_move_state: bool = True
-
-
-@dataclass(frozen=True)
 class Tiers:
-    """Where one unit rests."""
+    """The tiers of one unit."""
 
     parameter: Tier = Tier.DEVICE
     state: Tier = Tier.DEVICE
 
 
-Decide = Callable[[Sequence[UnitSize]], Sequence[Tiers]]
+Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
 
-def as_asked(
-    sizes: Sequence[UnitSize], parameter: Tier, state: Tier, *, ratio: float = 1.0, max_host_numel: int = 0
+def from_config(
+    sizes: Sequence[UnitMemory], parameter: Tier, state: Tier, *, ratio: float = 1.0, max_host_numel: int = 0
 ) -> list[Tiers]:
     """The tiers that the file names.
 
     Args:
-        ratio: share of the trained elements whose state rests on ``state``; of the first units in forward it stays on
-            the device, as long as that is at most ``1 - ratio`` of all (DeepSpeed's ZeRO-Offload++, "Twin-Flow").
+        ratio: share of the trained elements whose state is stored on ``state``; of the first units in forward it
+            stays on the device, as long as that is at most ``1 - ratio`` of all (DeepSpeed's ZeRO-Offload++, "Twin-Flow").
         max_host_numel: elements of this rank's parameters that stay in host memory though ``parameter`` is the disk.
     """
     kept = (1 - ratio) * sum(size.trained_numel for size in sizes)
@@ -66,8 +49,8 @@ def as_asked(
     found = []
     for size in sizes:
         parameter_tier, state_tier = parameter, state
-        if parameter is Tier.DISK and size.can_move_parameters and held + size.shard_numel <= max_host_numel:
-            held += size.shard_numel
+        if parameter is Tier.DISK and size.can_move_parameters and held + size.stored_numel <= max_host_numel:
+            held += size.stored_numel
             parameter_tier = Tier.HOST
         if state is not Tier.DEVICE and 0 < size.trained_numel <= kept:
             kept -= size.trained_numel
@@ -95,8 +78,8 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Filled:
-    """What ``fill`` decided, and from which numbers."""
+class FittedTiers:
+    """What ``fit_to_memory`` decided, and from which numbers."""
 
     tiers: tuple[Tiers, ...]
     free: Free
@@ -128,7 +111,7 @@ class Filled:
         )
 
 
-def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
+def fit_to_memory(sizes: Sequence[UnitMemory], free: Free) -> FittedTiers:
     """Fill the device, then the host, then the disk.
 
     Kept free on the device: ``ACTIVATION_SHARE`` of it, the two largest units gathered, all gradients and two of the
@@ -155,7 +138,7 @@ def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
         used[tier] += nbytes
         return True
 
-    def refuse(size: UnitSize, what: str, nbytes: int) -> OutOfMemoryError:
+    def refuse(size: UnitMemory, what: str, nbytes: int) -> OutOfMemoryError:
         left = ", ".join(f"{tier.value} {format_bytes(max(0, room[tier] - used[tier]))}" for tier in Tier)
         total = sum(s.parameter_nbytes + s.state_nbytes for s in sizes)
         return OutOfMemoryError(
@@ -168,7 +151,7 @@ def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
             code="offload-auto-no-room",
         )
 
-    def put(size: UnitSize, what: str, nbytes: int, *, can_move: bool) -> Tier:
+    def put(size: UnitMemory, what: str, nbytes: int, *, can_move: bool) -> Tier:
         tiers = [Tier.HOST] * (free.host > 0) + [Tier.DISK] * (free.disk is not None)
         for tier in tiers if can_move else []:
             if fits(tier, nbytes):
@@ -179,17 +162,17 @@ def fill(sizes: Sequence[UnitSize], free: Free) -> Filled:
         if fits(Tier.DEVICE, size.parameter_nbytes):
             parameters[index] = Tier.DEVICE
     for index, size in enumerate(sizes):
-        if fits(Tier.DEVICE, size.state_nbytes if index in parameters else size.state_away_nbytes):
+        if fits(Tier.DEVICE, size.state_nbytes if index in parameters else size.offloaded_state_nbytes):
             states[index] = Tier.DEVICE
-    for index, size in enumerate(sizes):  # whether its state rests on the host or on the disk
-        if index not in states and free.host > 0 and not fits(Tier.HOST, size.travel_nbytes):
-            raise refuse(size, "optimizer state", size.travel_nbytes)
+    for index, size in enumerate(sizes):  # also where its state is on the disk
+        if index not in states and free.host > 0 and not fits(Tier.HOST, size.transfer_nbytes):
+            raise refuse(size, "optimizer state", size.transfer_nbytes)
     for index, size in enumerate(sizes):
         if index not in parameters:
             nbytes = size.parameter_nbytes
             parameters[index] = put(size, "parameters", nbytes, can_move=size.can_move_parameters)
     for index, size in enumerate(sizes):
         if index not in states:
-            states[index] = put(size, "optimizer state", size.state_away_nbytes, can_move=size.can_move_state)
+            states[index] = put(size, "optimizer state", size.offloaded_state_nbytes, can_move=size.can_move_state)
     tiers = tuple(Tiers(parameters[index], states[index]) for index in range(len(sizes)))
-    return Filled(tiers, free, activations, gathered, gradients, tuple(used.items()))
+    return FittedTiers(tiers, free, activations, gathered, gradients, tuple(used.items()))

@@ -1,7 +1,7 @@
-"""The gradient of a table whose optimizer sees it as a sparse tensor: rows from autograd to the step, nothing dense.
+"""The gradient of an embedding whose optimizer sees it as a sparse tensor: rows from autograd to the step.
 
-Only where every rank holds the whole table (stage 0) and the optimizer steps the model's own parameters; elsewhere rows
-are added up in a dense accumulator and sent as rows (``rows``).
+Only where every rank holds the whole embedding (stage 0) and the optimizer steps the model's own parameters; elsewhere
+rows are added up in a dense accumulator and sent as rows (``sparse_sum``).
 """
 
 from __future__ import annotations
@@ -11,44 +11,30 @@ from typing import Any
 
 import torch
 
-from shoal.comm.protocol import Communicator
-from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import Segment
-from shoal.memory.pool import Pool
-from shoal.zero.gradient import GradientPolicy, GradientState, sum_of_squares
-from shoal.zero.rows import exchange_counts, sum_rows
-from shoal.zero.shown import ShownGradient
-from shoal.zero.sparse import summed
-from shoal.zero.table import Row
+from shoal.sharding.gradient import GradientBuffer, GradientState, coalesced, sum_of_squares
+from shoal.sharding.layout import Segment
+from shoal.sharding.sparse_sum import exchange_counts, sum_rows
 
 _DENSE = -1  # in place of a number of rows: this rank's gradient is not sparse
 
 
-class RowGradient(ShownGradient):
-    """The gradient of a bucket of one table.
+class SparseGradient(GradientBuffer):
+    """The gradient of a parameter group of one embedding.
 
     A row is in the sum if some rank looked it up, also where its gradient is zero: lazy optimizers update such rows.
-    Where a rank's gradient is dense (the table is a head too), the sum is dense on all ranks, as it would be on one.
+    Where a rank's gradient is dense (the weight is a head too), the sum is dense on all ranks, as it would be on one.
 
     Memory: the rows that this rank has of the step under way, and from the reduction on those of all ranks.
     """
 
-    keeps_rows = True
+    is_sparse = True
 
-    def __init__(
-        self,
-        bucket: ParameterBucket,
-        row: Row,
-        policy: GradientPolicy,
-        comm: Communicator,
-        pool: Pool,
-        sum_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(bucket, row, policy, comm, None, pool, sum_dtype)
-        self._comm = comm
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs, is_view=True)
+        self._comm = self.buffer.comm
         self._part: torch.Tensor | None = None  # of passes that no reduction has seen; sparse and coalesced, or dense
         self._total: torch.Tensor | None = None  # over the ranks
-        (self._slot,) = bucket.layout.slots
+        (self._spec,) = self.layout.specs
 
     # from parameter.grad
 
@@ -59,20 +45,20 @@ class RowGradient(ShownGradient):
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        self.touched[0] = 1
+        self.has_grad[0] = 1
         if self._part is not None:
             self.dtype = self._sum_dtype
-        new = summed(gradient, self._sum_dtype) if gradient.is_sparse else gradient.to(self._sum_dtype)
+        new = coalesced(gradient, self._sum_dtype) if gradient.is_sparse else gradient.to(self._sum_dtype)
         self._part = new if self._part is None else _plus(self._part, new)
         if self.state is GradientState.NONE:
             self.state = GradientState.ACCUMULATING
 
-    def has_new(self) -> bool:
-        return self._part is not None or self._has_unmoved()
+    def has_unreduced(self) -> bool:
+        return self._part is not None or self._has_new()
 
     # over the ranks
 
-    def start_reduce(self, *, at_step: bool) -> None:
+    def reduce(self, *, at_step: bool) -> None:
         """Sum the rows of all ranks. Order: blocks until every rank has come.
 
         Communicates: one exchange of 8 bytes; two all_gathers, of the most indices and rows that a rank has; in their
@@ -88,49 +74,51 @@ class RowGradient(ShownGradient):
 
     @torch.no_grad()
     def _over_ranks(self, part: torch.Tensor | None) -> torch.Tensor | None:
-        device, label = self.bucket.full.device, self.bucket.label
+        device, label = self.buffer.full.device, self.buffer.label
         policy = self.policy
-        wire = policy.wire_dtype or self.dtype
+        sent = policy.reduce_dtype or self.dtype
         count = 0 if part is None else part._nnz() if part.is_sparse else _DENSE
         counts = exchange_counts(self._comm, count, device, label=label)
         if _DENSE in counts:
-            flat = self._comm.empty(self.layout.numel, wire, device)
+            flat = self._comm.empty(self.layout.numel, sent, device)
             flat.zero_()
             if part is not None:
                 table = part.to_dense() if part.is_sparse else part
-                flat[: self._slot.numel] = table.mul(policy.pre_scale).reshape(-1)
+                flat[: self._spec.numel] = table.mul(policy.pre_scale).reshape(-1)
             self._comm.all_reduce(flat, scale=policy.post_scale, label=label).drain()
-            return flat[: self._slot.numel].view(self._slot.shape).to(self._sum_dtype)
+            return flat[: self._spec.numel].view(self._spec.shape).to(self._sum_dtype)
         if not any(counts):
             return part
         part = self._empty() if part is None else part
-        values = part.values().mul(policy.pre_scale).to(wire)
+        values = part.values().mul(policy.pre_scale).to(sent)
         rows, total = sum_rows(self._comm, part.indices()[0], values, counts, policy.post_scale, label=label)
         return self._sparse(rows, total.to(self._sum_dtype))
 
     def _sparse(self, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        shape = self._slot.shape
+        shape = self._spec.shape
         return torch.sparse_coo_tensor(
             rows.unsqueeze(0), values, shape, is_coalesced=True, check_invariants=False, device=values.device
         )
 
     def _empty(self) -> torch.Tensor:
-        full = self.bucket.full
-        values = torch.zeros(0, *self._slot.shape[1:], dtype=self._sum_dtype, device=full.device)
+        full = self.buffer.full
+        values = torch.zeros(0, *self._spec.shape[1:], dtype=self._sum_dtype, device=full.device)
         return self._sparse(torch.zeros(0, dtype=torch.int64, device=full.device), values)
 
-    def settle(self, *, at_step: bool) -> None:
-        self._show()
+    def wait(self, *, at_step: bool) -> None:
+        """Nothing: ``reduce`` has waited."""
 
     def _show(self) -> None:
-        # What it shows has the dtype of sums, whatever the wire had.
-        if self.bucket.dtype == self._sum_dtype and self.state is GradientState.REDUCED:
+        # The sum has the dtype of sums, whatever dtype was sent.
+        if self.buffer.dtype == self._sum_dtype and self.state is GradientState.REDUCED:
             self._shown = [self.value(0)]
             self.parameters[0].grad = self._shown[0]
 
     def complete(self) -> None:
-        self.start_reduce(at_step=True)
-        self.settle(at_step=True)
+        if self.state is GradientState.REDUCED:
+            return
+        self.reduce(at_step=True)
+        self.wait(at_step=True)
 
     # what it holds
 
@@ -144,31 +132,31 @@ class RowGradient(ShownGradient):
         if value is None:
             self._total = None
         else:
-            self._total = summed(value, self._sum_dtype) if value.is_sparse else value.to(self._sum_dtype)
+            self._total = coalesced(value, self._sum_dtype) if value.is_sparse else value.to(self._sum_dtype)
 
     def _leave_memory(self) -> None:
-        """Each sum is a tensor of its own."""
+        """Nothing: each sum is a tensor of its own."""
 
     @torch.no_grad()
     def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
         self.take_back()
-        self._total = values.to(self._sum_dtype).view(self._slot.shape).to_sparse(1)
+        self._total = values.to(self._sum_dtype).view(self._spec.shape).to_sparse(1)
         self._show()
 
     def norm_squared(self) -> torch.Tensor:
         total, rank, size = self._total, self._comm.rank, self._comm.size
         if total is None:
-            return torch.zeros((), dtype=torch.float32, device=self.bucket.full.device)
+            return torch.zeros((), dtype=torch.float32, device=self.buffer.full.device)
         values = total.values() if total.is_sparse else total
         begin, end = (len(values) * number // size for number in (rank, rank + 1))
         return sum_of_squares(values[begin:end].reshape(-1))
 
     def owned(self) -> torch.Tensor:
         """The gradient in one flat tensor, for the accessors; a copy."""
-        flat = torch.zeros(self.layout.numel, dtype=self._sum_dtype, device=self.bucket.full.device)
+        flat = torch.zeros(self.layout.numel, dtype=self._sum_dtype, device=self.buffer.full.device)
         held = self._total if self._total is not None else self._part
         if held is not None:
-            flat[: self._slot.numel] = (held.to_dense() if held.is_sparse else held).reshape(-1)
+            flat[: self._spec.numel] = (held.to_dense() if held.is_sparse else held).reshape(-1)
         return flat
 
     @property
@@ -179,21 +167,21 @@ class RowGradient(ShownGradient):
     def reset(self) -> None:
         super().reset()
         self._part = self._total = None
-        self.dtype = self.policy.accumulate_dtype or self.bucket.dtype
+        self.dtype = self.policy.accumulate_dtype or self.buffer.dtype
 
     # to and from a checkpoint
 
     def export(self) -> dict[str, Any] | None:
         if self._moved is not None:
             return self._moved
-        if self.state is GradientState.NONE and not self._has_unmoved():
+        if self.state is GradientState.NONE and not self._has_new():
             return None
         self.take_back()
         self.accumulate()
         saved = {
             "is_wide": self.dtype == self._sum_dtype,
             "state": self.state.value,
-            "touched": list(self.touched),
+            "touched": list(self.has_grad),
             "part": _pack(self._part),
             "total": _pack(self._total),
         }
@@ -206,12 +194,12 @@ class RowGradient(ShownGradient):
         if saved["is_wide"]:
             self.dtype = self._sum_dtype
         self.state = GradientState(saved["state"])
-        self.touched = bytearray(saved["touched"])
+        self.has_grad = bytearray(saved["touched"])
         self._part, self._total = self._unpack(saved["part"]), self._unpack(saved["total"])
         self._show()
 
     def _unpack(self, packed: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        device = self.bucket.full.device
+        device = self.buffer.full.device
         if "table" in packed:
             return packed["table"].to(device)
         if "indices" in packed:

@@ -1,4 +1,4 @@
-"""Cuts a model into units: groups of parameters that are needed together.
+"""Partitions a model into units: groups of parameters that are needed together.
 
 The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found as
 repeated siblings), each large module outside the blocks (an embedding, a head), and the root, which takes what is left.
@@ -36,7 +36,7 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class UnitRules:
-    """How to cut. ``classes`` and ``names`` are the user's; without them the model is searched.
+    """How to partition. ``classes`` and ``names`` are the user's; without them the model is searched.
 
     Leaf modules (DeepSpeed's ``leaf_module``) are never cut inside, whatever else is found; what is not in the model
     is passed over.
@@ -52,8 +52,8 @@ class UnitRules:
     max_persistent_numel: int | None = None
 
 
-def cut(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
-    """Cut ``model`` into units, in the order in which their parameters are registered; the root comes first.
+def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
+    """Partition ``model`` into units, in the order in which their parameters are registered; the root comes first.
 
     Raises: ModelError: the model has no parameters, or a name or class of the rules is not in it.
     """

@@ -216,7 +216,6 @@ def test_a_read_that_fails_or_comes_short_stops_all_ranks(
         one_step(engine)
         barrier.wait(10)
         if current_world().rank == 1:
-            for shelf in (engine.sharded.disks.parameters, engine.sharded.disks.state):
             disks = engine.sharded.disks
             if disks.parameters is not None:
                 disks.parameters.synchronize()

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from shoal.comm.dry import DryTransport
 from shoal.comm.environment import Launch, read_launch
 from shoal.comm.failure import ExceptHook
-from shoal.comm.protocol import Communicator
+from shoal.comm.fake import FakeTransport
+from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import RecordedCommunicator, Recorder
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.torch_dist import ProcessTransport
@@ -37,9 +37,9 @@ logger = logging.getLogger("shoal")
 
 
 class Transport(Protocol):
-    """How this rank reaches the others: threads, processes over torch.distributed, or nobody (a dry run)."""
+    """Opens communicators to the other ranks: threads, processes over torch.distributed, or none (a dry run)."""
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
@@ -96,11 +96,12 @@ class World:
         ranks = mesh.ranks_along(axis, self.rank)
         found = self._communicators.get((axis, ranks))
         if found is None:
-            if len(ranks) == 1 or self._transport is None:
-                found = SingleCommunicator(axis)
-            else:
-                found = self._transport.open(axis, mesh.groups(axis))
-            found = self._communicators[axis, ranks] = RecordedCommunicator(found, self.recorder)
+            backend: Backend
+            if mesh.size(axis) == 1 or self._transport is None:
+                backend = SingleCommunicator(axis)
+            else:  # also where this rank alone is on no group of the axis: all ranks open it together
+                backend = self._transport.open(axis, mesh.groups(axis))
+            found = self._communicators[axis, ranks] = RecordedCommunicator(backend, self.recorder)
         return found
 
     def report_failure(self, error: BaseException) -> None:
@@ -288,7 +289,7 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
     owns_group = not _is_initialized()
     if owns_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    world = World(rank, size, rank, device or torch.device("cpu"), "fake", DryTransport(rank))
+    world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
     try:
         with use_world(world):
             yield world
@@ -329,7 +330,7 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
     transport: Transport | None = None
     if backend == "fake":
-        transport = DryTransport(rank)
+        transport = FakeTransport(rank)
     elif size > 1:
         store = dist.distributed_c10d._get_default_store()
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together

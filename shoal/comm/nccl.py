@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.failure import FailureReports
-from shoal.comm.finished import check_divides, own_range
+from shoal.comm.finished import check_both_splits, check_divides, check_peer, own_range, split_parts
 from shoal.comm.gloo import GlooCommunicator
 from shoal.comm.protocol import Work
 from shoal.comm.sums import is_same_memory
@@ -116,6 +116,45 @@ class NcclCommunicator:
             return self._host.all_reduce(full, scale=scale, label=label)
         with self._explained("all_reduce", label):
             return NcclWork(dist.all_reduce(full, group=self._group, async_op=True), full, scale=scale)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        if out.device.type == "cpu":
+            return self._host.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
+        check_both_splits(out_splits, source_splits, label=label)
+        split_parts(out, out_splits, self.size, label=label)
+        split_parts(source, source_splits, self.size, label=label)
+        splits = (
+            None if out_splits is None else list(out_splits),
+            None if source_splits is None else list(source_splits),
+        )
+        with self._explained("all_to_all", label):
+            return NcclWork(dist.all_to_all_single(out, source, *splits, group=self._group, async_op=True), out)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("send", peer, self.rank, self.size, label=label)
+        if tensor.device.type == "cpu":
+            return self._host.send(tensor, peer, label=label)
+        with self._explained("send", label):
+            work = dist.isend(tensor, group=self._group, group_dst=peer)
+        assert work is not None
+        return NcclWork(work, tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("recv", peer, self.rank, self.size, label=label)
+        if tensor.device.type == "cpu":
+            return self._host.recv(tensor, peer, label=label)
+        with self._explained("recv", label):
+            work = dist.irecv(tensor, group=self._group, group_src=peer)
+        assert work is not None
+        return NcclWork(work, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         if tensor.device.type == "cpu":

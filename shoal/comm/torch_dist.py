@@ -16,15 +16,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.comm.direct import DirectCommunicator, Pending
-from shoal.comm.failure import FailureReports
+from shoal.comm.failure import FailureReports, FirstError
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.nccl import NcclCommunicator
-from shoal.comm.protocol import Communicator
-from shoal.comm.shm import Neighbours, is_supported, make_board, vote
+from shoal.comm.protocol import Backend
+from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
+from shoal.comm.single import SingleCommunicator
+from shoal.errors import RankFailedError
 
 
 class ProcessTransport:
-    """How a rank that is a process reaches the others.
+    """Opens communicators for a rank that is a process.
 
     Args:
         store: common to all ranks, and this world's alone (a PrefixStore).
@@ -41,51 +43,55 @@ class ProcessTransport:
         self._device = device
         self._timeout = timeout
         self._failures = FailureReports(PrefixStore("failures", store), rank)
-        self._gloo_pending = GlooPending()
+        self._first_error = FirstError()
+        self._gloo_pending = GlooPending(self._first_error)
         self._gloo: list[GlooCommunicator] = []
-        self._pending = Pending()
-        self._neighbours: Neighbours | None = None
+        self._pending = Pending(self._first_error)
+        self._local_peers: LocalPeers | None = None
         self._wants_shared_memory = shared_memory and device.type == "cpu"
         if self._wants_shared_memory and is_supported():
-            self._neighbours = Neighbours(PrefixStore("shm", store), rank, self._failures)
+            self._local_peers = LocalPeers(PrefixStore("shm", store), rank, self._failures)
         self._num_opened = 0
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
         self._num_opened += 1
         name = f"{self._num_opened}/{axis}/{ranks[0]}"
-        if self._neighbours is not None:
-            board = make_board(
-                self._neighbours, PrefixStore("shm", self._store), name, ranks, self._size, self._timeout
+        if self._local_peers is not None:
+            group = join_group(
+                self._local_peers, PrefixStore("shm", self._store), name, ranks, self._size, self._timeout
             )
-            if board is not None:
-                return DirectCommunicator(axis, board, self._pending)
+            if group is not None:
+                return DirectCommunicator(axis, group, self._pending)
         elif self._wants_shared_memory:
             vote(PrefixStore("shm", self._store), name, self._size, is_fit=False)
+        if len(ranks) == 1:
+            return SingleCommunicator(axis)
         gloo = self._open_gloo(axis, name, ranks)
         if self._device.type == "cpu":
             return gloo
         is_whole = len(ranks) == self._size
-        group = dist.group.WORLD if is_whole else dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return NcclCommunicator(axis, group, not is_whole, gloo, self._failures)
+        nccl = dist.group.WORLD if is_whole else dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(nccl, dist.ProcessGroup)
+        return NcclCommunicator(axis, nccl, not is_whole, gloo, self._failures)
 
     def report_failure(self, rank: int, text: str, error: BaseException) -> None:
-        if self._neighbours is not None:
-            self._neighbours.report(rank, text)
+        if self._local_peers is not None:
+            self._local_peers.report(rank, text)
         self._failures.report(rank, text)
+        self._first_error.keep(RankFailedError(rank, text))
         for communicator in self._gloo:
-            communicator.abandon()  # peers that wait for this rank get an error now, however long its process lives on
+            communicator.abandon()  # peers that wait for this rank get an error now, even if its process runs on
         if self._gloo:
             self._failures.linger(self._size)
 
     def close(self) -> None:
         self._gloo.clear()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._local_peers is not None:
+            self._local_peers.close()
 
     def _open_gloo(self, axis: str, name: str, ranks: tuple[int, ...]) -> GlooCommunicator:
-        # Not by new_group: so only the ranks of the axis take part, and nothing of it is left when it is closed.
+        # Not by new_group, in which all ranks take part and which keeps state after it is destroyed.
         try:
             group = dist.ProcessGroupGloo(
                 PrefixStore(f"gloo/{name}", self._store),

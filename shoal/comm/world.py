@@ -15,16 +15,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.dry import DryTransport
 from shoal.comm.environment import Launch, read_launch
 from shoal.comm.failure import ExceptHook
-from shoal.comm.protocol import Communicator
+from shoal.comm.fake import FakeTransport
+from shoal.comm.process_group import CommunicatorGroup, device_mesh
+from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import RecordedCommunicator, Recorder
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.torch_dist import ProcessTransport
@@ -37,9 +40,9 @@ logger = logging.getLogger("shoal")
 
 
 class Transport(Protocol):
-    """How this rank reaches the others: threads, processes over torch.distributed, or nobody (a dry run)."""
+    """Opens communicators to the other ranks: threads, processes over torch.distributed, or none (a dry run)."""
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
@@ -76,6 +79,8 @@ class World:
         self.recorder = Recorder()
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._on_closing: list[Callable[[], None]] = []
         self._on_close = on_close
         self.is_closed = False
 
@@ -96,18 +101,52 @@ class World:
         ranks = mesh.ranks_along(axis, self.rank)
         found = self._communicators.get((axis, ranks))
         if found is None:
-            if len(ranks) == 1 or self._transport is None:
-                found = SingleCommunicator(axis)
-            else:
-                found = self._transport.open(axis, mesh.groups(axis))
-            found = self._communicators[axis, ranks] = RecordedCommunicator(found, self.recorder)
+            backend: Backend
+            if mesh.size(axis) == 1 or self._transport is None:
+                backend = SingleCommunicator(axis)
+            else:  # also where this rank alone is on no group of the axis: all ranks open it together
+                backend = self._transport.open(axis, mesh.groups(axis))
+            found = self._communicators[axis, ranks] = RecordedCommunicator(backend, self.recorder)
         return found
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell all ranks that this one fails: whoever waits in a collective stops with this rank's traceback.
+    def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
+        """torch's process group of the ranks along ``axis``; the same object for the same ranks.
 
-        A RankFailedError is passed on with the rank and traceback that it carries, to ranks that the first one does not
-        talk to. No collective works after this. Never raises.
+        Where ranks are processes, one of torch's own, which knows nothing of Shoal's failure reports; else one whose
+        operations are this world's (see ``process_group``).
+
+        Communicates: the first time, start-up messages: every rank calls it in the same order.
+        """
+        ranks = mesh.ranks_along(axis, self.rank)
+        found = self._process_groups.get(ranks)
+        if found is None:
+            comm = self.communicator(axis, mesh)
+            if self.backend in ("threads", "none"):
+                name = f"shoal-{id(self)}-{len(self._process_groups)}"
+                group = CommunicatorGroup(comm, ranks, name)
+                self._on_closing.append(group.unregister)
+                found = group
+            elif len(ranks) == self.size:
+                found = _default_group()
+            else:
+                found = dist.new_group(list(ranks), use_local_synchronization=True)
+                self._on_closing.append(partial(_destroy, found))
+            self._process_groups[ranks] = found
+        return found
+
+    def device_mesh(self, mesh: Mesh, axes: Sequence[str]) -> DeviceMesh:
+        """torch's DeviceMesh over ``axes`` of ``mesh``, slowest first, in the groups of :meth:`process_group`.
+
+        It holds the ranks that differ from this one on ``axes`` only.
+        """
+        groups = [self.process_group(axis, mesh) for axis in axes]
+        return device_mesh(mesh, axes, self.rank, self.device.type, groups)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to all ranks that this one failed: every rank that waits in a collective raises its traceback.
+
+        A RankFailedError is reported with the rank and traceback that it carries, for ranks that share no axis with the
+        one that failed. No collective works after this. Never raises.
         """
         if self._transport is None:
             return
@@ -117,10 +156,13 @@ class World:
             self._transport.report_failure(self.rank, "".join(traceback.format_exception(error)), error)
 
     def close(self) -> None:
-        """Close every communicator and what lies below. Idempotent."""
+        """Close every group, every communicator and the transport. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
+        for close in self._on_closing:
+            close()
+        self._process_groups.clear()
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()
@@ -288,7 +330,7 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
     owns_group = not _is_initialized()
     if owns_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    world = World(rank, size, rank, device or torch.device("cpu"), "fake", DryTransport(rank))
+    world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
     try:
         with use_world(world):
             yield world
@@ -300,6 +342,17 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if _is_initialized():
+        dist.destroy_process_group(group)
 
 
 def _device(local_rank: int, backend: str | None) -> torch.device:
@@ -329,7 +382,7 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
     transport: Transport | None = None
     if backend == "fake":
-        transport = DryTransport(rank)
+        transport = FakeTransport(rank)
     elif size > 1:
         store = dist.distributed_c10d._get_default_store()
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together

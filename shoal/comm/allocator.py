@@ -1,9 +1,9 @@
-"""Memory that the other ranks of this host can map: segments without a name, cut into tensors.
+"""Memory that the other ranks of this host can map: anonymous files, cut into tensors.
 
-A segment is an anonymous file (``memfd_create``). A peer opens it as ``/proc/<pid>/fd/<fd>``, so no name exists that a
-killed process could leave behind: the memory goes when the last process that maps it goes.
+A file is made by ``memfd_create``. A peer opens it as ``/proc/<pid>/fd/<fd>``, so it has no name that a killed process
+could leave behind: its memory is freed when the last process that maps it ends.
 
-    segment   |#### tensor ####|.. free ..|#### tensor ####|........ free ........|      blocks of 128 bytes
+    file      |#### tensor ####|.. free ..|#### tensor ####|........ free ........|      blocks of 128 bytes
 
 A block is free again when the last view of its tensor is gone. Its pages stay, for the next tensor.
 """
@@ -21,12 +21,12 @@ import torch
 
 ALIGNMENT = 128  # bytes: two cache lines, and more than any vector load needs
 _PAGE = 2 << 20
-_MIN_SEGMENT_BYTES = 32 << 20
+_MIN_FILE_BYTES = 32 << 20
 _MAX_GROWTH_BYTES = 1 << 30
 
 
 @dataclass
-class Segment:
+class SharedFile:
     """One mapped file of this rank."""
 
     serial: int  # never used twice, unlike fd
@@ -36,7 +36,7 @@ class Segment:
     address: int
     free: list[tuple[int, int]] = field(default_factory=list)  # (offset, nbytes), sorted, never adjacent
 
-    def take(self, nbytes: int) -> int | None:
+    def acquire(self, nbytes: int) -> int | None:
         """The offset of a block of ``nbytes``, the first that fits."""
         for index, (offset, size) in enumerate(self.free):
             if size >= nbytes:
@@ -47,7 +47,7 @@ class Segment:
                 return offset
         return None
 
-    def give_back(self, offset: int, nbytes: int) -> None:
+    def release(self, offset: int, nbytes: int) -> None:
         insort(self.free, (offset, nbytes))
         index = self.free.index((offset, nbytes))
         if index + 1 < len(self.free) and offset + nbytes == self.free[index + 1][0]:
@@ -58,70 +58,70 @@ class Segment:
             self.free[index - 1] = (before, before_size + size)
 
 
-class Arena:
-    """The segments of this rank.
+class SharedAllocator:
+    """The shared files of this rank.
 
-    Memory: what was ever in use at once, rounded up to 2 MiB a segment, on the host, until ``close()`` and the end of
-    every tensor and every peer's map. Pages never written take none.
+    Memory: the largest amount in use at once, rounded up to 2 MiB a file, on the host, until ``close()`` and the end of
+    every tensor and every peer's map. Pages that were never written take none.
     """
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.files: list[SharedFile] = []
         # Filled by finalizers, which may run at any moment and in any thread; emptied by the next allocation.
-        self._returned: deque[tuple[Segment, int, int]] = deque()
+        self._returned: deque[tuple[SharedFile, int, int]] = deque()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of its own storage in a segment."""
+        """A tensor with a storage of its own in a file."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         nbytes = -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        segment, offset = self._take(nbytes)
-        block = segment.memory[offset : offset + numel * dtype.itemsize]
-        # The storage holds the block; when it goes, so does the block.
-        weakref.finalize(block, self._returned.append, (segment, offset, nbytes)).atexit = False
+        file, offset = self._acquire(nbytes)
+        block = file.memory[offset : offset + numel * dtype.itemsize]
+        # The storage holds the memoryview of the block; when the storage is freed, the block is returned.
+        weakref.finalize(block, self._returned.append, (file, offset, nbytes)).atexit = False
         return torch.frombuffer(block, dtype=dtype)
 
-    def locate(self, tensor: torch.Tensor) -> tuple[Segment, int] | None:
-        """The segment and offset where ``tensor`` lies; None: elsewhere."""
+    def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
+        """The file and offset of ``tensor``; None: it lies elsewhere."""
         address = tensor.data_ptr()
-        for segment in self.segments:
-            if segment.address <= address < segment.address + segment.nbytes:
-                return segment, address - segment.address
+        for file in self.files:
+            if file.address <= address < file.address + file.nbytes:
+                return file, address - file.address
         return None
 
     @property
     def nbytes(self) -> int:
         """Mapped, in use or not."""
-        return sum(segment.nbytes for segment in self.segments)
+        return sum(file.nbytes for file in self.files)
 
     def close(self) -> None:
-        """Close the files; tensors keep their memory as long as they live."""
-        for segment in self.segments:
-            os.close(segment.fd)
-        self.segments = []
+        """Close the files. Tensors keep their memory as long as they live."""
+        for file in self.files:
+            os.close(file.fd)
+        self.files = []
 
-    def _take(self, nbytes: int) -> tuple[Segment, int]:
+    def _acquire(self, nbytes: int) -> tuple[SharedFile, int]:
         while self._returned:
-            segment, offset, size = self._returned.popleft()
-            segment.give_back(offset, size)
-        for segment in self.segments:
-            found = segment.take(nbytes)
+            file, offset, size = self._returned.popleft()
+            file.release(offset, size)
+        for file in self.files:
+            found = file.acquire(nbytes)
             if found is not None:
-                return segment, found
-        segment = self._grow(nbytes)
-        found = segment.take(nbytes)
+                return file, found
+        file = self._grow(nbytes)
+        found = file.acquire(nbytes)
         assert found is not None
-        return segment, found
+        return file, found
 
-    def _grow(self, nbytes: int) -> Segment:
-        wanted = max(nbytes, min(self.nbytes, _MAX_GROWTH_BYTES), _MIN_SEGMENT_BYTES)
+    def _grow(self, nbytes: int) -> SharedFile:
+        wanted = max(nbytes, min(self.nbytes, _MAX_GROWTH_BYTES), _MIN_FILE_BYTES)
         size = -(-wanted // _PAGE) * _PAGE
-        fd, mapped = make_file("shoal-arena", size)
+        fd, mapped = make_file("shoal-allocator", size)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)
-        serial = self.segments[-1].serial + 1 if self.segments else 0
-        segment = Segment(serial, fd, size, memoryview(mapped), whole.data_ptr(), [(0, size)])
-        self.segments.append(segment)
-        return segment
+        serial = self.files[-1].serial + 1 if self.files else 0
+        file = SharedFile(serial, fd, size, memoryview(mapped), whole.data_ptr(), [(0, size)])
+        self.files.append(file)
+        return file
 
 
 def make_file(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
@@ -136,9 +136,9 @@ def make_file(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def map_file(pid: int, fd: int, nbytes: int) -> mmap.mmap:
-    """Another process's file, mapped here.
+    """Map another process's file.
 
-    Raises: OSError: this process may not see that one, or it is gone.
+    Raises: OSError: this process may not see that one, or it has ended.
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

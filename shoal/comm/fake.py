@@ -1,7 +1,8 @@
-"""A rank of a world that is not there: nothing moves, shapes and records are those of a real run.
+"""A rank of a world whose other ranks do not exist: nothing is sent; shapes and records are those of a real run.
 
-What this rank would receive is made from what it has itself, so that values stay finite where tensors have any: a
-reduction takes this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere.
+Received values are made from this rank's own, so that they stay finite where tensors have values: a reduction takes
+this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere, a receive and the
+other ranks' parts of an all_to_all are zeros.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 
 import torch
 
-from shoal.comm.finished import FinishedWork, check_divides, own_range
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.finished import FinishedWork, check_both_splits, check_divides, check_peer, own_range, split_parts
+from shoal.comm.protocol import Backend, Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 
 
-class DryCommunicator:
+class FakeCommunicator:
     """``size`` ranks on ``axis``, of which only ``rank`` exists."""
 
     def __init__(self, axis: str, rank: int, size: int) -> None:
@@ -50,6 +51,31 @@ class DryCommunicator:
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         return FinishedWork(self._sum([full], full, scale=scale))
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        check_both_splits(out_splits, source_splits, label=label)
+        own = split_parts(source, source_splits, self.size, label=label)[self.rank]
+        parts = split_parts(out, out_splits, self.size, label=label)
+        out.detach().zero_()
+        parts[self.rank].copy_(own)
+        return FinishedWork(out)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("send", peer, self.rank, self.size, label=label)
+        return FinishedWork(tensor)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("recv", peer, self.rank, self.size, label=label)
+        tensor.detach().zero_()
+        return FinishedWork(tensor)
+
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         return FinishedWork(tensor)
 
@@ -70,15 +96,15 @@ class DryCommunicator:
         return None
 
 
-class DryTransport:
-    """How rank ``rank`` of a dry run reaches the others: not at all."""
+class FakeTransport:
+    """Opens communicators for rank ``rank`` of a dry run."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
-        return DryCommunicator(axis, ranks.index(self._rank), len(ranks))
+        return FakeCommunicator(axis, ranks.index(self._rank), len(ranks))
 
     def report_failure(self, rank: int, text: str, error: BaseException) -> None:
         return None

@@ -48,3 +48,26 @@ def take_class(optimizer: ShardedOptimizer) -> None:
     """
     wrapped = type(optimizer.optimizer)
     optimizer.__class__ = type(f"Sharded{wrapped.__name__}", (ShardedOptimizer, wrapped), {})
+
+
+DeepSpeedZeroOptimizer = kind(
+    "DeepSpeedZeroOptimizer", "An optimizer at stage 1 or 2.", lambda optimizer: stage_of(optimizer) in (1, 2)
+)
+DeepSpeedZeroOptimizer_Stage3 = kind(
+    "DeepSpeedZeroOptimizer_Stage3", "An optimizer at stage 3.", lambda optimizer: stage_of(optimizer) == 3
+)
+BF16_Optimizer = kind(
+    "BF16_Optimizer",
+    "An optimizer of bf16 parameters below stage 2.",
+    lambda optimizer: has_dtype(optimizer, torch.bfloat16) and stage_of(optimizer) < 2,
+)
+FP16_Optimizer = kind(
+    "FP16_Optimizer",
+    "An optimizer of fp16 parameters at stage 0.",
+    lambda optimizer: has_dtype(optimizer, torch.float16) and stage_of(optimizer) == 0,
+)
+FP16_UnfusedOptimizer = kind(
+    "FP16_UnfusedOptimizer",
+    "An optimizer of fp16 or bf16 parameters at stage 0.",
+    lambda optimizer: optimizer.low_precision_dtype is not None and stage_of(optimizer) == 0,
+)

@@ -17,20 +17,21 @@ from shoal.compat.assertions import be_assertion
 from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
 from shoal.compat.config_optimizers import mark
-from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
-from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion
 from shoal.compat.deepspeed.utils.timer import ThroughputTimer
 from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.registry import OWNERS
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class AssertedConfigError(ConfigError, AssertionError):

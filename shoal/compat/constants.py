@@ -1,7 +1,23 @@
-"""``deepspeed.runtime.constants``: keys of the configuration, by name."""
+"""Values that scripts import from DeepSpeed's modules of constants: keys of the configuration, launchers, defaults."""
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+# deepspeed.constants
+TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = timedelta(minutes=30)
+CROSS_RANK, CROSS_SIZE, LOCAL_RANK = "CROSS_RANK", "CROSS_SIZE", "LOCAL_RANK"
+
+# deepspeed.launcher.constants
+PDSH_LAUNCHER, OPENMPI_LAUNCHER, MPICH_LAUNCHER = "pdsh", "openmpi", "mpich"
+IMPI_LAUNCHER, SLURM_LAUNCHER, MVAPICH_LAUNCHER = "impi", "slurm", "mvapich"
+PDSH_MAX_FAN_OUT = 1024
+
+# deepspeed.runtime.swap_tensor: the smallest tensor that DeepSpeed moves. Shoal's disk tier takes any size.
+MIN_SWAPPABLE_BYTES = 1 << 20
+
+# deepspeed.runtime.constants
 ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT, ROUTE_ENCODE = "train", "eval", "predict", "encode"
 TRAIN_BATCH_SIZE = "train_batch_size"
 TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"

@@ -82,6 +82,17 @@ def test_what_a_base_class_keeps_outside_of_the_dict_is_pickled_too() -> None:
     assert pickle.loads(pickle.dumps(error)).name == "deepspeed.part"  # noqa: S301
 
 
+def test_an_error_that_was_made_an_assertion_error_is_pickled_as_one() -> None:
+    from shoal.compat.assertions import be_assertion
+
+    error = ConfigProblems(PROBLEMS, "ds.json")
+    be_assertion(error)
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(again) is type(error)
+    assert isinstance(again, AssertionError)
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
 def test_an_error_of_a_process_pool_arrives_as_it_was_raised() -> None:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor

@@ -62,10 +62,13 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
 
 def _show(seen: Examined, console: Console, world_size: int | None) -> None:
     keys = _table("Keys in the file", "what happens")
+    numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
     for each in seen.judged:
         verdict = each.verdict
         colour = COLOURS[verdict.kind] if verdict.kind != "not built" or each.asks else "yellow"
         text = str(verdict) if verdict.kind != "not built" or each.asks else f"{verdict}; asks for nothing"
+        if verdict.kind == "obeyed" and each.path in numbers:
+            colour, text = "red", f"wrong: see problem {numbers[each.path]}"
         keys.add_row(escape(each.path), escape(shown(each.value)), f"[{colour}]{escape(text)}[/{colour}]")
     for path in [path for path, origin in seen.found.origins.items() if origin == "auto"]:
         is_open = seen.config is not None and path in seen.config.unresolved_auto
@@ -117,18 +120,17 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 def _as_json(seen: Examined) -> dict[str, Any]:
     config = seen.config
+    wrong = {problem.path: problem.what for problem in reversed(seen.problems)}
+    keys = []
+    for each in seen.judged:
+        verdict, reason = str(each.verdict.kind), each.verdict.reason
+        if verdict == "obeyed" and each.path in wrong:
+            verdict, reason = "wrong", wrong[each.path]
+        value = _plain(each.value)
+        keys.append({"path": each.path, "value": value, "verdict": verdict, "reason": reason, "asks": each.asks})
     return {
         "file": seen.name,
-        "keys": [
-            {
-                "path": each.path,
-                "value": _plain(each.value),
-                "verdict": each.verdict.kind,
-                "reason": each.verdict.reason,
-                "asks": each.asks,
-            }
-            for each in seen.judged
-        ],
+        "keys": keys,
         "problems": [
             {"path": each.path, "what": each.what, "do": each.do, "line": each.line} for each in seen.problems
         ],

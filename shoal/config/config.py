@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import PrivateAttr
@@ -11,12 +12,12 @@ from pydantic import PrivateAttr
 from shoal.config.base import Section
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.config.built import Judged, judge, unmet
-from shoal.config.checks import check_together
+from shoal.config.checks import check_together, engine_problems, rank_problems
 from shoal.config.clean import Cleaned, Origin, clean
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
 from shoal.config.idle import why_idle
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
-from shoal.config.resolve import put_old_defaults, resolve_types, wrong_values
+from shoal.config.resolve import check_types, put_old_defaults, resolve_types, wrong_values
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.tree import Key, keys_of, walk
@@ -189,6 +190,7 @@ def load(
     world_size: int | None = None,
     world_size_reason: str | None = None,
     check_built: bool = True,
+    replaced: Collection[str] = (),
 ) -> Config:
     """Read and check a configuration.
 
@@ -197,11 +199,20 @@ def load(
         args: an argparse namespace with ``deepspeed_config``.
         world_size: data-parallel ranks, to fill in the batch sizes; None leaves them open.
         world_size_reason: how that number came about, for error messages.
-        check_built: whether asking for a part that is not built yet is an error.
+        check_built: whether asking for a part that is not built yet is an error, or for a type that does not exist.
+        replaced: of ``optimizer`` and ``scheduler``, those in whose place the caller has an object; their types are
+            not checked.
 
     Raises: ConfigError: everything that is wrong, at once.
     """
-    seen = examine(source, args=args, world_size=world_size, reason=world_size_reason, check_built=check_built)
+    seen = examine(
+        source,
+        args=args,
+        world_size=world_size,
+        reason=world_size_reason,
+        check_built=check_built,
+        replaced=replaced,
+    )
     if seen.problems or seen.config is None:
         raise problems_error(ConfigProblems(seen.problems, seen.name))
     for text in seen.found.warnings:
@@ -216,6 +227,7 @@ def examine(
     world_size: int | None = None,
     reason: str | None = None,
     check_built: bool = True,
+    replaced: Collection[str] = (),
 ) -> Examined:
     """Read and check, and give back what was found instead of raising.
 
@@ -225,25 +237,49 @@ def examine(
     found = clean(document.value, document.lines)
     put_old_defaults(found)
     unresolved = resolve_types(found)
+    if check_built:
+        check_types(found, replaced)
     judged = judge(found)
     problems = list(found.problems)
     problems += unmet(judged, found, ("refused", "not built") if check_built else ("refused",))
     wrong = wrong_values(Config, found.values, "", found)
     problems += wrong
+    for each in wrong:
+        _drop(found.values, each.path)
     config = None
-    if not wrong:  # unknown keys are out of the values by now, so the rest can be checked together
+    if not wrong or not wrong_values(Config, found.values, "", found):
         config = Config.model_validate(found.values)
         config._raw, config._origins, config._judged = document.value, found.origins, tuple(judged)
         config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
-        problems += check_together(config, found)
+        together = [*check_together(config, found), *(engine_problems(config) if check_built else ())]
         if world_size is not None:
+            together += rank_problems(config, world_size) if check_built else ()
             try:
                 config = config.with_world_size(world_size, reason)
             except ConfigProblems as error:
-                problems += [Problem(each.path, each.what, each.do, found.line(each.path)) for each in error.problems]
+                together += error.problems
+        # A wrong key has its default here: what follows from that is no problem of the file's.
+        doubtful = {name for each in wrong for name in each.path.split(".")}
+        problems += [
+            replace(each, line=found.line(each.path))
+            for each in together
+            if not doubtful.intersection(re.findall(r"\w+", f"{each.path} {each.what} {each.do}"))
+        ]
+        config = None if wrong else config
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
     return Examined(name, found, judged, problems, config)
+
+
+def _drop(values: dict[str, Any], path: str) -> None:
+    """Take the key at a path out, or the whole list or map that it is in."""
+    *above, last = path.partition("[")[0].split(".")
+    for name in above:
+        if not isinstance(values.get(name), dict):
+            last = name
+            break
+        values = values[name]
+    values.pop(last, None)
 
 
 def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:

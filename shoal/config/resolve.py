@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -10,10 +10,18 @@ from pydantic import ValidationError
 
 from shoal.config.base import Section
 from shoal.config.clean import Cleaned, read_params
-from shoal.config.optimizer import AUTO_IS_DEFAULT, OPTIMIZERS, SCHEDULERS, canonical_type
+from shoal.config.optimizer import (
+    AUTO_IS_DEFAULT,
+    OPTIMIZERS,
+    REQUIRED,
+    SCHEDULERS,
+    argument_problems,
+    canonical_type,
+)
 from shoal.config.problems import HIDDEN, Problem, shown
 from shoal.config.tree import Key, keys_of
-from shoal.config.verdicts import PARAMS
+from shoal.config.types import type_problems
+from shoal.config.verdicts import PARAMS, TYPES_NOT_BUILT
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
@@ -72,6 +80,34 @@ def resolve_types(found: Cleaned) -> list[str]:
     return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
 
 
+def check_types(found: Cleaned, replaced: Collection[str]) -> None:
+    """Check that the optimizer and the schedule can be built: their types, and arguments that go together.
+
+    Args:
+        replaced: of the two sections, those in whose place the caller has an object.
+    """
+    for kind in ("optimizer", "scheduler"):
+        part = found.values.get(kind)
+        name = part.get("type") if isinstance(part, dict) else None
+        if kind in replaced or not isinstance(part, dict) or not isinstance(name, str) or not name:
+            continue
+        if kind == "optimizer" and name.casefold().replace("_", "") in TYPES_NOT_BUILT:
+            continue
+        params = part.get("params")
+        params = params if isinstance(params, Mapping) else {}
+        given = {key: value for key, value in params.items() if not _is_auto(value)}
+        if name not in (OPTIMIZERS if kind == "optimizer" else SCHEDULERS):
+            found.problems += [
+                replace(problem, line=found.line(problem.path)) for problem in type_problems(kind, name, given)
+            ]
+            continue
+        for key, what, do in argument_problems(name, given):
+            found.problem(f"{kind}.params.{key}", what, do)
+        for key in REQUIRED.get(name, ()):
+            if params.get(key) is None:
+                found.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
+
+
 def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Cleaned) -> list[str]:
     part = found.values.get(kind)
     if not isinstance(part, dict):
@@ -85,7 +121,7 @@ def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[S
     if kind == "optimizer" and "max_grad_norm" in params:
         params = _without_clipping(params, found)
     part["params"] = dict(params)
-    auto = [name for name, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]
+    auto = [name for name, value in params.items() if _is_auto(value)]
     model = known.get(part["type"]) if isinstance(part.get("type"), str) else None
     if model is not None:
         read_params(kind, model, found)
@@ -95,6 +131,10 @@ def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[S
             del part["params"][name]
             found.origins[f"{kind}.params.{name}"] = "auto"
     return _fill_in(kind, auto, found)
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
 
 
 def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, Any]:

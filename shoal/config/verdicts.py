@@ -108,7 +108,9 @@ VERDICTS: dict[str, Verdict] = {
     ),
     "zero_optimization.ignore_unused_parameters": OBEYED,
     "zero_optimization.legacy_stage1": refused("stage 1 has one implementation; leave it out"),
-    "zero_optimization.sub_group_size": OBEYED,
+    "zero_optimization.sub_group_size": unused(
+        "one unit's shard is updated at a time, on the host in blocks, so there is no larger group to divide"
+    ),
     "zero_optimization.stage3_prefetch_bucket_size": OBEYED,
     "zero_optimization.stage3_param_persistence_threshold": OBEYED,
     "zero_optimization.stage3_model_persistence_threshold": OBEYED,

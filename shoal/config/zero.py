@@ -93,7 +93,7 @@ class ZeroOptimization(Section):
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )
     legacy_stage1: bool = key(False, "an implementation of stage 1 that DeepSpeed removed")
-    sub_group_size: int = key(1_000_000_000, "elements updated at a time in the optimizer step", ge=1)
+    sub_group_size: int = key(1_000_000_000, "elements that DeepSpeed updates at a time in the optimizer step", ge=1)
     stage3_prefetch_bucket_size: int = key(
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
     )

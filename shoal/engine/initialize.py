@@ -155,7 +155,9 @@ def _initialize(
             do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
             code="mesh",
         )
-    settings = load(source, args=args, world_size=world.size)
+    handed_in = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    replaced = [section for section, given in handed_in.items() if given is not None]
+    settings = load(source, args=args, world_size=world.size, replaced=replaced)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)

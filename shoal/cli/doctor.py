@@ -17,6 +17,7 @@ from rich.table import Table
 from shoal.config import Examined, examine, json_schema
 from shoal.config.problems import shown
 from shoal.errors import ConfigError
+from shoal.processor import emulation_notes
 
 WIDTH = 140  # of a page that is not a terminal
 COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
@@ -81,7 +82,7 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
             colour = "dim" if origin == "default" else "bold"
             values.add_row(escape(path), escape(shown(value)), f"[{colour}]{origin}[/{colour}]")
         console.print(values)
-    notes = [*seen.found.warnings, *(seen.config.notes() if seen.config is not None else [])]
+    notes = [*seen.found.warnings, *_notes(seen)]
     if world_size is None:
         notes.append("batch sizes depend on the number of ranks: give --world-size to see them filled in.")
     if notes:
@@ -94,6 +95,12 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
             console.print(f"  {number}. {escape(str(problem))}", highlight=False, soft_wrap=True)
     else:
         console.print("\n[green]Nothing is wrong.[/green]")
+
+
+def _notes(seen: Examined) -> list[str]:
+    if seen.config is None:
+        return []
+    return [*seen.config.notes(), *emulation_notes(seen.config.low_precision_formats)]
 
 
 def _table(title: str, last: str) -> Table:
@@ -135,7 +142,7 @@ def _as_json(seen: Examined) -> dict[str, Any]:
             {"path": each.path, "what": each.what, "do": each.do, "line": each.line} for each in seen.problems
         ],
         "warnings": seen.found.warnings,
-        "notes": config.notes() if config is not None else [],
+        "notes": _notes(seen),
         "unresolved_auto": list(config.unresolved_auto) if config is not None else [],
         "effective": {path: {"value": _plain(value), "origin": origin} for path, value, origin in _effective(seen)}
         if config is not None

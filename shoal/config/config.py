@@ -22,6 +22,7 @@ from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.tree import Key, keys_of, walk
 from shoal.errors import ConfigError
+from shoal.processor import Format
 
 
 class Config(Schema):
@@ -113,6 +114,16 @@ class Config(Schema):
         if is_on:
             return why_idle(self, key.schema_path)
         return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
+
+    @property
+    def low_precision_formats(self) -> tuple[Format, ...]:
+        """The 16-bit formats in which forward and backward compute."""
+        cast_to = self.torch_autocast.dtype or "bf16"
+        asked: tuple[tuple[Format, bool], ...] = (
+            ("fp16", self.fp16.enabled or (self.torch_autocast.enabled and cast_to == "fp16")),
+            ("bf16", self.bf16.enabled or (self.torch_autocast.enabled and cast_to == "bf16")),
+        )
+        return tuple(name for name, is_asked in asked if is_asked)
 
     def params_of(self, section: str) -> dict[str, Any]:
         """The arguments of ``optimizer`` or ``scheduler``, ready for the constructor.

@@ -44,6 +44,7 @@ from shoal.parallel.recompute import (
     is_configured,
     recompute_blocks,
 )
+from shoal.processor import emulation_notes
 from shoal.zero.adopted_state import adopt_state
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
@@ -237,6 +238,8 @@ def _initialize(
         )
     if settings.offload_activation.device == "cpu":
         engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
+    if not device.is_cuda:
+        notes += emulation_notes(settings.low_precision_formats)
     if device.heap is not None:
         notes.append(_HEAP_NOTE)
         engine.on_step.append(device.heap.after_step)

@@ -36,8 +36,8 @@ def has_instructions_for(format: Format, cpuinfo: Path | None = None) -> bool | 
 def emulation_notes(formats: Iterable[Format], cpuinfo: Path | None = None) -> list[str]:
     """A line for each format that this processor computes without instructions for it."""
     return [
-        f"{name}: this processor has no {name} instructions, so PyTorch emulates them on CPU ranks: a matrix product can"
-        " take 50 times as long as in fp32. Use fp32 here, or a GPU."
+        f"{name}: this processor has no {name} instructions, so PyTorch emulates them on CPU ranks: a matrix product"
+        " can take 50 times as long as in fp32. Use fp32 here, or a GPU."
         for name in formats
         if has_instructions_for(name, cpuinfo) is False
     ]

@@ -53,11 +53,3 @@ class Data(Section):
 
     stateful: bool = key(True, "the loader's place in the data is part of a checkpoint")
     seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
-
-
-class Memory(Section):
-    """Limits for the planner."""
-
-    budget_gpu: int | str | None = key(None, "bytes of device memory that a plan may use (a number or '40GiB')")
-    budget_host: int | str | None = key(None, "bytes of host memory that a plan may use")
-    oom_policy: Literal["fail", "retry"] = key("fail", "what running out of memory does")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shoal.config.base import Auto, Dtype, OpenSection, Section, key
+from shoal.config.base import Auto, Dtype, Section, key
 
 
 class Fp16(Section):
@@ -29,12 +29,6 @@ class Bf16(Section):
     check_grad_overflow: bool = key(True, "look for infinite or NaN gradients before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on bfloat16")
     bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
-
-
-class Amp(OpenSection):
-    """NVIDIA apex's automatic mixed precision; further keys were apex's arguments."""
-
-    enabled: bool = key(False, "apex mixed precision")
 
 
 class TorchAutocast(Section):

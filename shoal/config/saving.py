@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from shoal.config.base import OpenSection, Section, key, section
+from shoal.config.base import Section, key, section
 
 
 class ParallelWrite(Section):
@@ -47,23 +47,6 @@ class Checkpoint(Section):
         " them there (Shoal's own key)",
     )
     save_on_signal: bool = key(False, "save when the job is told to stop (Shoal's own key)")
-
-
-class Nebula(Section):
-    """Azure's checkpoint service."""
-
-    enabled: bool = key(False, "save through Nebula")
-    enable_nebula_load: bool = key(True, "load through Nebula")
-    nebula_load_path: str | None = key(None, "folder to load from")
-    persistent_storage_path: str | None = key(None, "folder to keep checkpoints in")
-    persistent_time_interval: int = key(100, "seconds between two kept checkpoints")
-    num_of_version_in_retention: int = key(2, "checkpoints kept")
-
-
-class Datastates(OpenSection):
-    """DataStates-LLM's asynchronous checkpoints."""
-
-    host_cache_size: int | None = key(None, "gigabytes of host memory for the cache")
 
 
 class Aio(Section):

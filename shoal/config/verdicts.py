@@ -7,9 +7,13 @@ and 0 ask for nothing, and neither does a key below a section that is not switch
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+from shoal.config.unsupported import all_rows
 
 SWITCHES = ("enabled", "device")  # keys that turn the section they are in on and off
 
@@ -54,9 +58,27 @@ def refused(instead: str) -> Verdict:
     return Verdict("refused", instead)
 
 
-OPT, PAR, TP = "zero_optimization.offload_optimizer", "zero_optimization.offload_param", "tensor_parallel.autotp_size"
+OPT, PAR = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+
+
+def _of_table() -> Iterator[tuple[str, Verdict]]:
+    """The rules of the sections that are not supported."""
+    for row in all_rows():
+        if not row.support:
+            continue
+        kind, _, reason = row.support.partition(": ")
+        conditions = row.conditions.split(", ")
+        switch = "".join(each.removeprefix("switch ") for each in conditions if each.startswith("switch "))
+        harmless = [json.loads(each.removeprefix("harmless ")) for each in conditions if each.startswith("harmless ")]
+        verdict = Verdict(cast(Kind, kind), reason, switch, tuple(harmless), "stands alone" in conditions)
+        if row.is_section:
+            yield f"{row.path}.**", verdict
+        if not row.is_section or row.takes.endswith("or null"):
+            yield row.path, verdict
+
 
 VERDICTS: dict[str, Verdict] = {
+    **dict(_of_table()),
     # the batch, printing, gradients
     "train_batch_size": OBEYED,
     "train_micro_batch_size_per_gpu": OBEYED,
@@ -131,8 +153,6 @@ VERDICTS: dict[str, Verdict] = {
     "zero_optimization.zero_quantized_weights": later("quantized communication"),
     "zero_optimization.zero_quantized_nontrainable_weights": later("quantized weights"),
     "zero_optimization.zero_quantized_gradients": later("quantized communication"),
-    "zero_optimization.zeropp_loco_param": later("quantized communication"),
-    "zero_optimization.zeropp_loco_param.**": later("quantized communication"),
     "zero_optimization.mics_shard_size": OBEYED,
     "zero_optimization.mics_hierarchical_params_gather": later("hierarchical collectives"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": unused("momentum rests where all optimizer state rests"),
@@ -148,8 +168,6 @@ VERDICTS: dict[str, Verdict] = {
     f"{OPT}.pipeline_read": unused("the next state is always read while this one is updated"),
     f"{OPT}.pipeline_write": unused("the last state is always written while this one is updated"),
     f"{OPT}.fast_init": unused("files are made by one call"),
-    "zero_optimization.zenflow": later("offload (ZenFlow)"),
-    "zero_optimization.zenflow.**": later("offload (ZenFlow)"),
     # optimizer and schedule
     "optimizer.type": OBEYED,
     "optimizer.params": OBEYED,
@@ -161,7 +179,6 @@ VERDICTS: dict[str, Verdict] = {
     "bf16.**": OBEYED,
     "bf16.bf16_optimizer_states": unused("optimizer state has the format of the master weights"),
     "bf16.immediate_grad_update": later("updates inside the backward pass", switch="bf16.enabled"),
-    "amp.**": refused("apex is no longer developed; use torch_autocast, bf16 or fp16"),
     "torch_autocast.**": OBEYED,
     "data_types.**": OBEYED,
     "precision.reduce_dtype": OBEYED,
@@ -175,17 +192,6 @@ VERDICTS: dict[str, Verdict] = {
     "parallel.cp": later("sequence parallel", harmless=(1,)),
     "parallel.tp": later("tensor parallel", harmless=(1,)),
     "parallel.ep": later("expert parallel", harmless=(1,)),
-    "tensor_parallel.autotp_size": later("tensor parallel", harmless=(1,)),
-    "tensor_parallel.**": later("tensor parallel", switch=TP),
-    "tensor_parallel.tp.tp_size": later("tensor parallel", harmless=(1,)),
-    "tensor_parallel.dtype": unused("the model's format follows from fp16 and bf16"),
-    "tensor_parallel.injection_policy_tuple": refused("it belongs to inference; partition_config has the rules"),
-    "tensor_parallel.keep_module_on_host": refused("it belongs to inference; leave it out"),
-    "tensor_parallel.replace_with_kernel_inject": refused("it belongs to inference; leave it out"),
-    "expert_parallel.**": later("expert parallel"),
-    "expert_parallel.combine_impl": unused("there is one way of adding up the experts' outputs"),
-    "pipeline.**": later("pipeline"),
-    "pipeline.stages": later("pipeline", harmless=(1,)),
     "activation_checkpointing.cpu_checkpointing": OBEYED,
     "activation_checkpointing.profile": OBEYED,
     "activation_checkpointing.modules": OBEYED,
@@ -198,14 +204,6 @@ VERDICTS: dict[str, Verdict] = {
     "activation_checkpointing.contiguous_memory_optimization": unused("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": unused("the device's own order suffices"),
     "offload_activation.**": OBEYED,
-    "compile.**": later("compile"),
-    "compile.deepcompile": later("compile (DeepCompile)", stands_alone=True),
-    "compile.sync_before_reduce": unused("the collectives wait for what they need"),
-    "compile.sync_after_reduce": unused("the collectives wait for what they need"),
-    "compile.sync_before_allgather": unused("the collectives wait for what they need"),
-    "compile.sync_after_allgather": unused("the collectives wait for what they need"),
-    "compile.keep_int_input_tensors": unused("graphs are not profiled on real inputs"),
-    "compile.keep_all_input_tensors": unused("graphs are not profiled on real inputs"),
     # watching
     "tensorboard.**": OBEYED,
     "csv_monitor.**": OBEYED,
@@ -223,33 +221,17 @@ VERDICTS: dict[str, Verdict] = {
     "checkpoint.save_on_signal": later("saving when the job is told to stop"),
     "checkpoint.checkpoint_serialization": unused("nothing is written by torch.save"),
     "checkpoint.writer.type": unused("there is one way of writing"),
-    "nebula.**": refused("Nebula is a service of DeepSpeed's alone; use the `checkpoint` section"),
-    "datastates_ckpt": refused("DataStates is a library of DeepSpeed's alone; use checkpoint.async_save"),
-    "datastates_ckpt.**": refused("DataStates is a library of DeepSpeed's alone; use checkpoint.async_save"),
     "aio.block_size": OBEYED,
     "aio.queue_depth": OBEYED,
     "aio.intra_op_parallelism": OBEYED,
     "aio.**": unused("reads and writes are page-aligned requests of a few threads"),
     # what to train on, and on how many ranks
-    "autotuning.**": later("autotuning"),
-    "autotuning.metric_path": unused("measures are not passed through a file"),
-    "autotuning.model_info.**": unused("facts about the model are read from the model"),
-    "autotuning.model_info_path": unused("facts about the model are read from the model"),
     "elasticity.**": OBEYED,
     "elasticity.min_time": unused("when a job changes its number of ranks is its scheduler's business"),
     "elasticity.model_parallel_size": later("tensor parallel", harmless=(1,)),
-    "data_efficiency.**": later("data efficiency"),
     "curriculum_learning.**": OBEYED,
     "progressive_layer_drop.**": OBEYED,
-    "eigenvalue.**": refused("DeepSpeed has switched it off as well; leave it out"),
     # smaller models, other engines
-    "compression_training.**": later("compression"),
-    "quantize_training": refused("DeepSpeed's older quantizer; compression_training is its successor"),
-    "weight_quantization": refused("it belongs to inference; leave it out"),
-    "weight_quantization.**": refused("it belongs to inference; leave it out"),
-    "hybrid_engine.**": later("generation while training"),
-    "sparse_attention": refused("use torch.nn.attention.flex_attention in the model"),
-    "sparse_attention.**": refused("use torch.nn.attention.flex_attention in the model"),
     # Shoal's own
     "compat": OBEYED,
     "strict": OBEYED,
@@ -260,7 +242,6 @@ VERDICTS: dict[str, Verdict] = {
     "data.stateful": OBEYED,
     "data.**": later("the seed of the data's order"),
     "data.seed": OBEYED,
-    "memory.**": later("planner"),
 }
 
 # Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any, Literal
 
-from shoal.config.base import Auto, Section, key, section
+from shoal.config.base import Section, key, section
+from shoal.config.unsupported import with_unsupported
 
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -46,28 +47,7 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 
-class ZenFlow(Section):
-    """Important gradient columns are updated on the device at once, the others on the host, later."""
-
-    topk_ratio: float = key(0.1, "share of the columns that counts as important", gt=0, le=1)
-    select_strategy: str = key("auto", "when the important columns are chosen anew: auto, step or epoch")
-    select_interval: int | Auto = key("auto", "steps (or epochs) between two choices")
-    update_interval: int | Auto = key("auto", "steps between two updates of the unimportant columns")
-    overlap_step: bool = key(False, "run the host's update beside the next steps")
-    offload: bool = key(False, "keep the selected columns' state on the host too")
-    auto_ratio: float = key(0.99, "share of the gradient's weight below which auto mode updates", ge=0, le=1)
-    full_warm_up_rounds: int = key(0, "steps at the start that update everything", ge=0)
-    steps_per_epoch: int | None = key(None, "steps of an epoch; null: counted")
-    pt_reserved_cores_perc: float = key(0.5, "share of the cores left to PyTorch", ge=0, le=1)
-
-
-class LoCo(Section):
-    """Error feedback for quantized gradients."""
-
-    err_beta: float = key(0.8, "how fast the error's running mean follows", ge=0, le=1)
-    reset_T: int = key(1024, "steps between two resets of the error", ge=1)
-
-
+@with_unsupported("zero_optimization")
 class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks, and how it moves."""
 
@@ -140,14 +120,12 @@ class ZeroOptimization(Section):
     zero_quantized_weights: bool = key(False, "gather parameters in 8 bits (qwZ)")
     zero_quantized_nontrainable_weights: bool = key(False, "keep frozen parameters quantized")
     zero_quantized_gradients: bool = key(False, "reduce gradients in few bits (qgZ)")
-    zeropp_loco_param: LoCo | None = key(None, "error feedback for quantized gradients (LoCo)")
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
     mics_hierarchical_params_gather: bool = key(False, "gather inside a node first, then over nodes")
     save_muon_momentum_buffer_in_memory: bool = key(False, "keep Muon's momentum off the disk (stage 3)")
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
     offload_param: OffloadParam = section(OffloadParam, "where sharded parameters rest")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state rests")
-    zenflow: ZenFlow | None = key(None, "update important gradients at once and the others later")
 
 
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -202,3 +203,10 @@ def test_the_reference_page_names_every_key() -> None:
     page = reference()
     missing = [path for path in LEAVES if f"| `{path.rpartition('.')[2]}`" not in page]
     assert missing == []
+
+
+def test_a_configuration_is_pickled_with_the_sections_of_the_table() -> None:
+    config = load({"hybrid_engine": {"max_out_tokens": 9}, "zero_optimization": {"zenflow": None}})
+    again = pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert again.effective() == config.effective()
+    assert again.effective()["hybrid_engine"]["max_out_tokens"] == 9

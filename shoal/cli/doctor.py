@@ -64,11 +64,11 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
 def _show(seen: Examined, console: Console, world_size: int | None) -> None:
     keys = _table("Keys in the file", "what happens")
     numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
-    for each in seen.judged:
-        verdict = each.verdict
-        colour = COLOURS[verdict.kind] if verdict.kind != "not built" or each.asks else "yellow"
-        text = str(verdict) if verdict.kind != "not built" or each.asks else f"{verdict}; asks for nothing"
-        if verdict.kind == "obeyed" and each.path in numbers:
+    for each in seen.keys:
+        support = each.support
+        colour = COLOURS[support.kind] if support.kind != "not built" or each.asks else "yellow"
+        text = str(support) if support.kind != "not built" or each.asks else f"{support}; asks for nothing"
+        if support.kind == "obeyed" and each.path in numbers:
             colour, text = "red", f"wrong: see problem {numbers[each.path]}"
         keys.add_row(escape(each.path), escape(shown(each.value)), f"[{colour}]{escape(text)}[/{colour}]")
     for path in [path for path, origin in seen.found.origins.items() if origin == "auto"]:
@@ -129,8 +129,8 @@ def _as_json(seen: Examined) -> dict[str, Any]:
     config = seen.config
     wrong = {problem.path: problem.what for problem in reversed(seen.problems)}
     keys = []
-    for each in seen.judged:
-        verdict, reason = str(each.verdict.kind), each.verdict.reason
+    for each in seen.keys:
+        verdict, reason = str(each.support.kind), each.support.reason
         if verdict == "obeyed" and each.path in wrong:
             verdict, reason = "wrong", wrong[each.path]
         value = _plain(each.value)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.config.batch import MICRO, STEPS, TRAIN
-from shoal.config.clean import Cleaned
 from shoal.config.curriculum import schedule_problems
 from shoal.config.elastic import elastic_problems
+from shoal.config.normalise import Normalised
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
 
 MAX_SCALE_POWER = 127
 
 
-def check_together(config: Schema, found: Cleaned) -> list[Problem]:
+def check_together(config: Schema, found: Normalised) -> list[Problem]:
     """Problems between keys."""
     problems: list[Problem] = []
 

@@ -11,16 +11,16 @@ from pydantic import PrivateAttr
 
 from shoal.config.base import Section
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
-from shoal.config.built import Judged, judge, unmet
 from shoal.config.checks import check_together, engine_problems, rank_problems
-from shoal.config.clean import Cleaned, Origin, clean
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
-from shoal.config.idle import why_idle
+from shoal.config.normalise import Normalised, Origin, normalise
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
 from shoal.config.resolve import check_types, put_old_defaults, resolve_types, wrong_values
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
+from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
 from shoal.config.tree import Key, keys_of, walk
+from shoal.config.unused import why_unused
 from shoal.errors import ConfigError
 from shoal.processor import Format
 
@@ -34,7 +34,7 @@ class Config(Schema):
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
-    _judged: tuple[Judged, ...] = PrivateAttr(default=())
+    _keys: tuple[KeySupport, ...] = PrivateAttr(default=())
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _unresolved: tuple[str, ...] = PrivateAttr(default=())
     _name: str = PrivateAttr(default="")
@@ -69,15 +69,15 @@ class Config(Schema):
     def notes(self) -> list[str]:
         """Lines for start-up: what the file sets without effect, and what was filled in for it."""
         lines = [
-            f"{each.path} = {shown(each.value)}: accepted, no effect: {each.verdict.reason}."
-            for each in self._judged
-            if each.verdict.kind == "no effect"
+            f"{each.path} = {shown(each.value)}: accepted, no effect: {each.support.reason}."
+            for each in self._keys
+            if each.support.kind == "no effect"
             and ".params." not in each.path  # the optimizer's builder tells of these
         ]
         lines += [
             f"{each.path} = {shown(each.value)}: no effect here: {why}."
-            for each in self._judged
-            if (why := self._idle(each))
+            for each in self._keys
+            if (why := self._why_unused(each))
         ]
         zero = self.zero_optimization
         if zero.offload_param.device != "none" and zero.stage != 3:
@@ -106,13 +106,13 @@ class Config(Schema):
         except ElasticityError:
             return None
 
-    def _idle(self, key: Judged) -> str:
+    def _why_unused(self, key: KeySupport) -> str:
         """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
-        if key.verdict.kind != "obeyed" or not key.schema_path:
+        if key.support.kind != "obeyed" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
         if is_on:
-            return why_idle(self, key.schema_path)
+            return why_unused(self, key.schema_path)
         return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
 
     @property
@@ -188,8 +188,8 @@ class Examined:
     """A configuration looked at without raising: what `shoal doctor` shows."""
 
     name: str
-    found: Cleaned
-    judged: list[Judged]
+    found: Normalised
+    keys: list[KeySupport]
     problems: list[Problem]
     config: Config | None
 
@@ -200,7 +200,7 @@ def load(
     args: object = None,
     world_size: int | None = None,
     world_size_reason: str | None = None,
-    check_built: bool = True,
+    check_supported: bool = True,
     replaced: Collection[str] = (),
 ) -> Config:
     """Read and check a configuration.
@@ -210,7 +210,7 @@ def load(
         args: an argparse namespace with ``deepspeed_config``.
         world_size: data-parallel ranks, to fill in the batch sizes; None leaves them open.
         world_size_reason: how that number came about, for error messages.
-        check_built: whether asking for a part that is not built yet is an error, or for a type that does not exist.
+        check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
         replaced: of ``optimizer`` and ``scheduler``, those in whose place the caller has an object; their types are
             not checked.
 
@@ -221,7 +221,7 @@ def load(
         args=args,
         world_size=world_size,
         reason=world_size_reason,
-        check_built=check_built,
+        check_supported=check_supported,
         replaced=replaced,
     )
     if seen.problems or seen.config is None:
@@ -237,7 +237,7 @@ def examine(
     args: object = None,
     world_size: int | None = None,
     reason: str | None = None,
-    check_built: bool = True,
+    check_supported: bool = True,
     replaced: Collection[str] = (),
 ) -> Examined:
     """Read and check, and give back what was found instead of raising.
@@ -245,14 +245,14 @@ def examine(
     Raises: ConfigError: there is nothing to look at: no such file, or not JSON.
     """
     document, name = open_source(source, args)
-    found = clean(document.value, document.lines)
+    found = normalise(document.value, document.lines)
     put_old_defaults(found)
     unresolved = resolve_types(found)
-    if check_built:
+    if check_supported:
         check_types(found, replaced)
-    judged = judge(found)
+    keys = keys_with_support(found)
     problems = list(found.problems)
-    problems += unmet(judged, found, ("refused", "not built") if check_built else ("refused",))
+    problems += unsupported_problems(keys, found, ("refused", "not built") if check_supported else ("refused",))
     wrong = wrong_values(Config, found.values, "", found)
     problems += wrong
     for each in wrong:
@@ -260,11 +260,11 @@ def examine(
     config = None
     if not wrong or not wrong_values(Config, found.values, "", found):
         config = Config.model_validate(found.values)
-        config._raw, config._origins, config._judged = document.value, found.origins, tuple(judged)
+        config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
         config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
-        together = [*check_together(config, found), *(engine_problems(config) if check_built else ())]
+        together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
         if world_size is not None:
-            together += rank_problems(config, world_size) if check_built else ()
+            together += rank_problems(config, world_size) if check_supported else ()
             try:
                 config = config.with_world_size(world_size, reason)
             except ConfigProblems as error:
@@ -279,7 +279,7 @@ def examine(
         config = None if wrong else config
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
-    return Examined(name, found, judged, problems, config)
+    return Examined(name, found, keys, problems, config)
 
 
 def _drop(values: dict[str, Any], path: str) -> None:

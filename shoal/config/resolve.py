@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from pydantic import ValidationError
 
 from shoal.config.base import Section
-from shoal.config.clean import Cleaned, read_params
+from shoal.config.normalise import Normalised, read_params
 from shoal.config.optimizer import (
     AUTO_IS_DEFAULT,
     OPTIMIZERS,
@@ -19,15 +19,15 @@ from shoal.config.optimizer import (
     canonical_type,
 )
 from shoal.config.problems import HIDDEN, Problem, shown
+from shoal.config.support import PARAMS, TYPES_NOT_BUILT
 from shoal.config.tree import Key, keys_of
 from shoal.config.types import type_problems
-from shoal.config.verdicts import PARAMS, TYPES_NOT_BUILT
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
 
 
-def wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Cleaned) -> list[Problem]:
+def wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Normalised) -> list[Problem]:
     """Pydantic's findings in our words, one for each key."""
     try:
         model.model_validate(values)
@@ -60,7 +60,7 @@ def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) 
     return path, key, value
 
 
-def put_old_defaults(found: Cleaned) -> None:
+def put_old_defaults(found: Normalised) -> None:
     """Put in the defaults of the DeepSpeed version that ``compat`` names."""
     compat = found.values.get("compat")
     if compat is None:
@@ -75,12 +75,12 @@ def put_old_defaults(found: Cleaned) -> None:
             found.values.update({name: value for name, value in defaults.items() if name not in found.values})
 
 
-def resolve_types(found: Cleaned) -> list[str]:
+def resolve_types(found: Normalised) -> list[str]:
     """Check the arguments of the optimizer and the schedule; give back the paths of those that stay "auto"."""
     return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
 
 
-def check_types(found: Cleaned, replaced: Collection[str]) -> None:
+def check_types(found: Normalised, replaced: Collection[str]) -> None:
     """Check that the optimizer and the schedule can be built: their types, and arguments that go together.
 
     Args:
@@ -108,7 +108,9 @@ def check_types(found: Cleaned, replaced: Collection[str]) -> None:
                 found.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
 
 
-def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Cleaned) -> list[str]:
+def _resolve(
+    kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Normalised
+) -> list[str]:
     part = found.values.get(kind)
     if not isinstance(part, dict):
         return []
@@ -137,7 +139,7 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
-def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, Any]:
+def _without_clipping(params: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
     """The arguments without ``max_grad_norm``, which the optimizer does not take."""
     norm = params["max_grad_norm"]
     if norm not in (None, 0, "auto"):
@@ -149,7 +151,7 @@ def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, An
     return {name: value for name, value in params.items() if name != "max_grad_norm"}
 
 
-def _fill_in(kind: str, auto: list[str], found: Cleaned) -> list[str]:
+def _fill_in(kind: str, auto: list[str], found: Normalised) -> list[str]:
     """Give "auto" arguments a value where one follows; the paths of those that stay open."""
     params, unresolved = found.values[kind]["params"], []
     rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from shoal.config.base import Section
 
-Kind = Literal["leaf", "section", "list", "map"]
+KeyKind = Literal["leaf", "section", "list", "map"]
 
 WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -37,7 +37,7 @@ class Key:
 
     name: str
     field: FieldInfo
-    kind: Kind
+    kind: KeyKind
     model: type[Section] | None
 
     @property

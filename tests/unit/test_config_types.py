@@ -174,4 +174,4 @@ def test_a_wrong_value_causes_no_second_problem() -> None:
 
 def test_sub_group_size_is_said_to_have_no_effect() -> None:
     seen = examine({"zero_optimization": {"stage": 2, "sub_group_size": 5}})
-    assert {each.path: each.verdict.kind for each in seen.judged}["zero_optimization.sub_group_size"] == "no effect"
+    assert {each.path: each.support.kind for each in seen.keys}["zero_optimization.sub_group_size"] == "no effect"

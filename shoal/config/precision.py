@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shoal.config.base import Auto, Dtype, Section, key
+from shoal.config.unsupported import with_unsupported
 
 
 class Fp16(Section):
@@ -61,12 +62,11 @@ class DataTypes(Section):
     )
 
 
+@with_unsupported("precision")
 class Precision(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
     reduce_dtype: Dtype | None = key(None, "format in which gradients travel; communication_data_type goes first")
-    master_dtype: Dtype | None = key(None, "format of master weights; null as fp16 and bf16 say")
-    state_dtype: Dtype | None = key(None, "format of optimizer state; null is that of the master weights")
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
         "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and go on; null: by precision",

@@ -12,7 +12,7 @@ from shoal.config.precision import Bf16, DataTypes, Fp16, Precision, TorchAutoca
 from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint
 from shoal.config.tuning import Elasticity
 from shoal.config.unsupported import with_unsupported
-from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Timers, Wandb
+from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Wandb
 from shoal.config.zero import ZeroOptimization
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -34,13 +34,10 @@ class Schema(Section):
     wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
     memory_breakdown: bool = key(False, "print memory at each phase")
     dump_state: bool = key(False, "print the engine's state at start-up")
-    disable_python_gc: bool = key(False, "switch Python's cyclic garbage collector off")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")
-    zero_force_ds_cpu_optimizer: bool = key(True, "allow DeepSpeed's CPU Adam only, with offload")
     communication_data_type: Dtype | None = key(None, "format in which gradients travel; null: theirs")
-    seq_parallel_communication_data_type: Dtype | None = key("fp32", "the same over sequence-parallel ranks")
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how gradients of ranks are joined")
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
@@ -50,13 +47,6 @@ class Schema(Section):
     )
     sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
-    disable_allgather: bool = key(False, "read and never used by DeepSpeed")
-    allgather_size: int | None = key(None, "old name of zero_optimization.allgather_bucket_size", ge=1)
-    graph_harvesting: bool = key(False, "run the bf16 optimizer as a CUDA graph")
-    vocabulary_size: int | None = key(None, "size of the vocabulary; warns where it is no multiple of 8")
-    sequence_parallel_size: int | None = key(None, "sequence-parallel ranks", ge=1)
-    data_parallel_size: int | None = key(None, "data-parallel ranks", ge=1)
-    use_data_before_expert_parallelism: bool = key(False, "order of ranks in expert-parallel groups")
 
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and where it rests")
     optimizer: Optimizer | None = key(None, "the optimizer to make, where none is handed in")
@@ -75,7 +65,6 @@ class Schema(Section):
     comet: Comet = section(Comet, "Comet")
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "operations of one step, by module")
-    timers: Timers = section(Timers, "timers")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
     elasticity: Elasticity = section(Elasticity, "a batch size that many world sizes share")
     curriculum_learning: CurriculumLearning = section(CurriculumLearning, "short sequences first")

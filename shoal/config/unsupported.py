@@ -1,4 +1,4 @@
-"""The sections that Shoal knows and does not support, made from the table ``unsupported.txt``."""
+"""The keys and sections that Shoal knows and does not support, made from the table ``unsupported.txt``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from pydantic import create_model
 
-from shoal.config.base import OpenSection, Section, key, section
+from shoal.config.base import Dtype, OpenSection, Section, key, section
 
 S = TypeVar("S", bound=Section)
 
@@ -26,6 +26,7 @@ TYPES: dict[str, Any] = {
     "list": tuple[Any, ...],
     "ints": tuple[int, ...],
     "texts": tuple[str, ...],
+    "dtype": Dtype,
     "texts by name": dict[str, str],
 }
 BOUNDS = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}
@@ -55,6 +56,11 @@ class Row:
     @property
     def name(self) -> str:
         return self.path.rpartition(".")[2]
+
+    def conditions_of(self, kind: str) -> list[str]:
+        """What follows a word in the conditions."""
+        found = [each.partition(" ") for each in self.conditions.split(", ")]
+        return [value for word, _, value in found if word == kind]
 
     @property
     def is_section(self) -> bool:
@@ -107,7 +113,8 @@ def _field(row: Row) -> tuple[Any, Any]:
         bounds = {BOUNDS[sign]: json.loads(limit) for sign, limit in BOUND.findall(row.takes)}
         default = json.loads(row.default)
         default = tuple(default) if isinstance(default, list) else default
-        return _type(BOUND.sub("", row.takes)), key(default, row.description, **bounds)
+        also, was = tuple(row.conditions_of("also")), tuple(row.conditions_of("was"))
+        return _type(BOUND.sub("", row.takes)), key(default, row.description, alias=also, deprecated=was, **bounds)
     name = "".join(part.capitalize() for part in re.findall(r"[^\W_]+", row.path))
     base = OpenSection if row.takes.startswith("open") else Section
     model: Any = create_model(name, __base__=base, __module__=__name__, **_fields(row.inner))

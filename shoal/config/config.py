@@ -15,7 +15,7 @@ from shoal.config.checks import check_together, engine_problems, rank_problems
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
 from shoal.config.normalise import Normalised, Origin, normalise
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
-from shoal.config.resolve import check_types, put_old_defaults, resolve_types, wrong_values
+from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
@@ -253,44 +253,26 @@ def examine(
     keys = keys_with_support(found)
     problems = list(found.problems)
     problems += unsupported_problems(keys, found, ("refused", "not built") if check_supported else ("refused",))
-    wrong = wrong_values(Config, found.values, "", found)
-    problems += wrong
-    for each in wrong:
-        _drop(found.values, each.path)
-    config = None
-    if not wrong or not wrong_values(Config, found.values, "", found):
-        config = Config.model_validate(found.values)
-        config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
-        config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
-        together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
-        if world_size is not None:
-            together += rank_problems(config, world_size) if check_supported else ()
-            try:
-                config = config.with_world_size(world_size, reason)
-            except ConfigProblems as error:
-                together += error.problems
-        # A wrong key has its default here: what follows from that is no problem of the file's.
-        doubtful = {name for each in wrong for name in each.path.split(".")}
-        problems += [
-            replace(each, line=found.line(each.path))
-            for each in together
-            if not doubtful.intersection(re.findall(r"\w+", f"{each.path} {each.what} {each.do}"))
-        ]
-        config = None if wrong else config
+    config = Config.model_validate(found.values)
+    config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
+    config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
+    together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
+    if world_size is not None:
+        together += rank_problems(config, world_size) if check_supported else ()
+        try:
+            config = config.with_world_size(world_size, reason)
+        except ConfigProblems as error:
+            together += error.problems
+    # A wrong key has its default in ``config``: what follows from that is no problem of the file's.
+    doubtful = {name for path in found.wrong for name in path.split(".")}
+    problems += [
+        replace(each, line=found.line(each.path))
+        for each in together
+        if not doubtful.intersection(re.findall(r"\w+", f"{each.path} {each.what} {each.do}"))
+    ]
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
-    return Examined(name, found, keys, problems, config)
-
-
-def _drop(values: dict[str, Any], path: str) -> None:
-    """Take the key at a path out, or the whole list or map that it is in."""
-    *above, last = path.partition("[")[0].split(".")
-    for name in above:
-        if not isinstance(values.get(name), dict):
-            last = name
-            break
-        values = values[name]
-    values.pop(last, None)
+    return Examined(name, found, keys, problems, None if found.wrong else config)
 
 
 def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from shoal.config.base import Section
 from shoal.config.coerce import coerce
-from shoal.config.problems import Problem, shown
+from shoal.config.problems import HIDDEN, Problem, shown
 from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT, SWITCHES
 from shoal.config.tree import Key, below, keys_of, members, names_of, walk
@@ -89,6 +89,7 @@ class Normalised:
     Args:
         values: what pydantic gets.
         origins: for each path that is not simply a default.
+        wrong: paths of keys whose value is none that they take; ``values`` is without them.
         given: each key that the file sets, by its path; a section only where it is judged as a whole.
     """
 
@@ -98,6 +99,7 @@ class Normalised:
     origins: dict[str, Origin] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     raw_paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
@@ -193,7 +195,12 @@ def _value(value: Any, key: Key, at: At, found: Normalised) -> Any:
         found.origins.setdefault(at.path, "user")
         read = coerce(value, key.annotation)
         found.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
-        return read
+        if key.accepts(read):
+            return read
+        found.wrong.append(at.path)
+        value = HIDDEN if key.is_secret else shown(read)
+        found.problem(at.path, f"{value} is not {key.expected}.", raw=at.place)
+        return DROPPED
     assert key.model is not None
     if key.kind == "list":
         if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):

@@ -1,12 +1,10 @@
-"""From values as the file has them to values that count: pydantic's check, an older version's defaults, "auto"."""
+"""From values as the file has them to values that count: an older version's defaults, types by name, "auto"."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from shoal.config.base import Section
 from shoal.config.normalise import Normalised, read_params
@@ -18,46 +16,12 @@ from shoal.config.optimizer import (
     argument_problems,
     canonical_type,
 )
-from shoal.config.problems import HIDDEN, Problem, shown
+from shoal.config.problems import shown
 from shoal.config.support import PARAMS, TYPES_NOT_BUILT
-from shoal.config.tree import Key, keys_of
 from shoal.config.types import type_problems
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
-
-
-def wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Normalised) -> list[Problem]:
-    """Pydantic's findings in our words, one for each key."""
-    try:
-        model.model_validate(values)
-    except ValidationError as error:
-        problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False, include_context=False):
-            at, key, value = _locate(model, detail["loc"], values)
-            here = f"{path}.{at}" if path else at
-            shown_value = HIDDEN if key is not None and key.is_secret else shown(value)
-            wanted = key.expected if key is not None else detail["msg"]
-            problems.setdefault(here, Problem(here, f"{shown_value} is not {wanted}.", line=found.line(here)))
-        return list(problems.values())
-    return []
-
-
-def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) -> tuple[str, Key | None, Any]:
-    """The path, the key and the value that a location of pydantic's means."""
-    path, key, at, value = "", None, cast("type[Section] | None", model), values
-    for step in location:
-        if at is not None and key is not None and key.kind in ("list", "map") and step not in keys_of(at):
-            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
-            value = value[step]
-            continue
-        if at is None or step not in keys_of(at):
-            break
-        key = keys_of(at)[str(step)]
-        path = f"{path}.{step}" if path else str(step)
-        value = value.get(step) if isinstance(value, Mapping) else value
-        at = key.model
-    return path, key, value
 
 
 def put_old_defaults(found: Normalised) -> None:
@@ -127,7 +91,6 @@ def _resolve(
     model = known.get(part["type"]) if isinstance(part.get("type"), str) else None
     if model is not None:
         read_params(kind, model, found)
-        found.problems += wrong_values(model, part["params"], f"{kind}.params", found)
     else:
         for name in auto:
             del part["params"][name]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from shoal.config.base import Section
@@ -74,6 +75,19 @@ class Key:
     def expected(self) -> str:
         """What the key takes, in words."""
         return _within(in_words(self.annotation), self.bounds)
+
+    def accepts(self, value: object) -> bool:
+        """Is the value, of a leaf, one that the key takes?"""
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        bounded: Any = Annotated[self.annotation, self.field]
+        return TypeAdapter(bounded, config=ConfigDict(strict=True))
 
     def _about(self, what: str) -> tuple[str, ...]:
         extra = self.field.json_schema_extra

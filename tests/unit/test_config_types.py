@@ -41,7 +41,7 @@ def test_a_misspelt_type_is_an_error_of_doctor(capsys: pytest.CaptureFixture[str
     path.write_text(json.dumps(MISSPELT | {"gradient_clipping": -1}))
     code, out = run(capsys, path)
     assert code == 1
-    for key, number in (("optimizer.type", 1), ("scheduler.type", 2), ("gradient_clipping", 3)):
+    for key, number in (("gradient_clipping", 1), ("optimizer.type", 2), ("scheduler.type", 3)):
         row = next(line for line in out.splitlines() if line.strip().startswith(key))
         assert row.rstrip().endswith(f"wrong: see problem {number}")
     code, out = run(capsys, path, json=True)

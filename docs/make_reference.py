@@ -1,4 +1,4 @@
-"""Writes what pages say of the source: docs/reference/api.md from signatures and docstrings, tables from verdicts.
+"""Writes what pages say of the source: docs/reference/api.md from signatures and docstrings, tables of keys.
 
 python docs/make_reference.py
 """
@@ -113,14 +113,14 @@ def page() -> str:
 
 def deepspeed_page(text: str) -> str:
     """The page with its tables of keys made anew."""
-    from shoal.config.verdicts import PARAMS, VERDICTS
+    from shoal.config.support import PARAMS, SUPPORT
 
-    verdicts = {**VERDICTS, **{f"optimizer.params.{name}": verdict for name, verdict in PARAMS.items()}}
+    table = {**SUPPORT, **{f"optimizer.params.{name}": support for name, support in PARAMS.items()}}
     for kind in ("no effect", "refused", "not built"):
         by_reason: dict[str, list[str]] = {}
-        for path, verdict in verdicts.items():
-            if verdict.kind == kind:
-                by_reason.setdefault(verdict.reason, []).append(f"`{path}`")
+        for path, support in table.items():
+            if support.kind == kind:
+                by_reason.setdefault(support.reason, []).append(f"`{path}`")
         rows = [
             (reason, paths) if kind == "not built" else (", ".join(paths), [reason])
             for reason, paths in by_reason.items()

@@ -39,7 +39,7 @@ class Init(ShardingInit):
         if is_enabled and current_world().backend == "none":
             init_distributed(verbose=False)  # scripts ask torch.distributed for their rank, were there one alone
         config = kwargs.get("config_dict_or_path") or kwargs.get("config")
-        settings = load(config, check_built=False) if is_enabled and config is not None else None
+        settings = load(config, check_supported=False) if is_enabled and config is not None else None
         self._wide_buffers = None if settings is None else wide_buffers_of(settings)
         if is_enabled:
             _check_group()

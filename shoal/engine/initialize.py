@@ -42,6 +42,7 @@ from shoal.parallel.recompute import (
     is_configured,
     recompute_blocks,
 )
+from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
@@ -154,7 +155,9 @@ def _initialize(
             do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
             code="mesh",
         )
-    settings = load(source, args=args, world_size=world.size)
+    handed_in = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    replaced = [section for section, given in handed_in.items() if given is not None]
+    settings = load(source, args=args, world_size=world.size, replaced=replaced)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
@@ -234,6 +237,8 @@ def _initialize(
         )
     if settings.offload_activation.device == "cpu":
         engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
+    if not device.is_cuda:
+        notes += emulation_notes(settings.low_precision_formats)
     if device.heap is not None:
         notes.append(_HEAP_NOTE)
         engine.on_step.append(device.heap.after_step)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
 from shoal.optim.inner import has_own_groups, inner_optimizers, takes_sparse_only
 from shoal.optim.lion import Lion
@@ -38,16 +39,6 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     Lion,
 )
 
-REFUSED = {  # torch's own, by name, as not every torch has them all
-    "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
-    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not keep",
-    "Adafactor": "it factors a matrix's second moment into rows and columns",
-    "Muon": "it orthogonalises whole matrices",
-}
-INSTEAD = {
-    "SparseAdam": "hand it in with stage 0, alone or in an optimizer that holds it and others.",
-    "Muon": 'use shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.',
-}
 
 PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
 PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, but of no larger block
@@ -91,7 +82,7 @@ def check(
         )
     if takes_sparse_only(optimizer) and stage == 0:
         return "direct"
-    for name, reason in REFUSED.items():
+    for name, reason in NOT_ELEMENTWISE.items():
         base = getattr(torch.optim, name, None)
         if isinstance(base, type) and isinstance(optimizer, base):
             raise refusal(name, reason)

@@ -172,7 +172,7 @@ def configure(
     if deepspeed_config is not None:
         config = deepspeed_config
         if not isinstance(config, Config):
-            config = load(config, world_size=current_world().size)
+            config = load(config, world_size=current_world().size, replaced=("optimizer", "scheduler"))
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
         has_contiguous = section.contiguous_memory_optimization

@@ -10,13 +10,13 @@ from shoal.config.schema import Schema
 Reason = Callable[[Schema], str]  # why a key has no effect here; empty: it has one
 
 
-def why_idle(config: Schema, path: str) -> str:
+def why_unused(config: Schema, path: str) -> str:
     """Why a key of a section that is on has no effect in this configuration; empty where it has one.
 
     Args:
         path: in the schema.
     """
-    reason = _IDLE.get(path)
+    reason = _UNUSED.get(path)
     return reason(config) if reason is not None else ""
 
 
@@ -93,7 +93,7 @@ def _not_in_version_01(config: Schema) -> str:
 
 _OPT, _PAR = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
-_IDLE: dict[str, Reason] = dict(
+_UNUSED: dict[str, Reason] = dict(
     (
         *(
             (f"zero_optimization.{name}", _only_at_stage_3)

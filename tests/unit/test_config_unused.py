@@ -1,4 +1,4 @@
-"""Keys that are obeyed, set where they cannot have an effect: each is told of, with the reason."""
+"""Keys that are supported, set where they cannot have an effect: each is told of, with the reason."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from shoal.config import load
-from shoal.config.idle import _IDLE
 from shoal.config.schema import Schema
+from shoal.config.support import support_of
 from shoal.config.tree import walk
-from shoal.config.verdicts import verdict_of
+from shoal.config.unused import _UNUSED
 from shoal.errors import ConfigError
 
 
-def idle(config: dict[str, Any]) -> list[str]:
+def unused(config: dict[str, Any]) -> list[str]:
     return [line for line in load({"train_batch_size": 4, **config}, world_size=4).notes() if "no effect here" in line]
 
 
@@ -76,7 +76,7 @@ AWAY = "zero_optimization.offload_optimizer"
     ],
 )
 def test_a_key_that_has_no_effect_beside_the_others_is_told_of(config: dict[str, Any], line: str) -> None:
-    assert idle(config) == [line]
+    assert unused(config) == [line]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,12 @@ def test_a_key_that_has_no_effect_beside_the_others_is_told_of(config: dict[str,
     ],
 )
 def test_a_key_that_has_an_effect_or_was_left_at_its_default_needs_no_line(config: dict[str, Any]) -> None:
-    assert idle(config) == []
+    assert unused(config) == []
 
 
 def test_every_listed_key_is_one_that_is_obeyed() -> None:
-    obeyed = {path for path, key in walk(Schema) if key.model is None and verdict_of(path).kind == "obeyed"}
-    assert set(_IDLE) <= obeyed
+    obeyed = {path for path, key in walk(Schema) if key.model is None and support_of(path).kind == "obeyed"}
+    assert set(_UNUSED) <= obeyed
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from shoal.config.base import Section
 from shoal.config.coerce import coerce
-from shoal.config.problems import Problem, shown
+from shoal.config.problems import HIDDEN, Problem, shown
 from shoal.config.schema import Schema
+from shoal.config.support import SUPPORT, SWITCHES
 from shoal.config.tree import Key, below, keys_of, members, names_of, walk
-from shoal.config.verdicts import SWITCHES, VERDICTS
 from shoal.config.zero import OLD_KEYS, rewrite_old_keys
 from shoal.text import nearest
 
@@ -78,17 +78,18 @@ class At:
         mine = [
             (f"{at.path}.{switch}", inner.default) for switch, inner in keys_of(key.model).items() if switch in SWITCHES
         ]
-        is_whole = key.kind == "section" and self.schema_path in VERDICTS
+        is_whole = key.kind == "section" and self.schema_path in SUPPORT
         return replace(at, switches=(*at.switches, *mine), is_inside=self.is_inside or is_whole)
 
 
 @dataclass
-class Cleaned:
+class Normalised:
     """What reading found.
 
     Args:
         values: what pydantic gets.
         origins: for each path that is not simply a default.
+        wrong: paths of keys whose value is none that they take; ``values`` is without them.
         given: each key that the file sets, by its path; a section only where it is judged as a whole.
     """
 
@@ -98,6 +99,7 @@ class Cleaned:
     origins: dict[str, Origin] = field(default_factory=dict)
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     raw_paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
 
@@ -112,17 +114,17 @@ class Cleaned:
         return self.lines.get(place)
 
 
-def clean(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]) -> Cleaned:
+def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]) -> Normalised:
     """Read a whole file."""
     strict = coerce(raw.get("strict", True), bool | Literal["warn"])
-    found = Cleaned(lines, is_strict=strict not in ("warn", False))
+    found = Normalised(lines, is_strict=strict not in ("warn", False))
     top = dict(raw)
     _old_zero(top, found)
     found.values = _section(top, Schema, At(), found)
     return found
 
 
-def _old_zero(top: dict[str, Any], found: Cleaned) -> None:
+def _old_zero(top: dict[str, Any], found: Normalised) -> None:
     """The forms that ``zero_optimization`` had long ago, rewritten in a copy."""
     zero = coerce(top.get("zero_optimization"), bool | dict)
     if isinstance(zero, bool):
@@ -145,7 +147,7 @@ def _old_zero(top: dict[str, Any], found: Cleaned) -> None:
         top["zero_optimization"] = copy
 
 
-def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Cleaned) -> dict[str, Any]:
+def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Normalised) -> dict[str, Any]:
     spellings = names_of(model)
     values: dict[str, Any] = {}
     spelled: dict[str, str] = {}
@@ -172,7 +174,7 @@ def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Cleane
     return values
 
 
-def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Cleaned) -> None:
+def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Normalised) -> None:
     """The same key under two of its names: harmless where both say the same."""
     if values[0] != values[1]:
         found.problem(
@@ -183,7 +185,7 @@ def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Clean
         )
 
 
-def _value(value: Any, key: Key, at: At, found: Cleaned) -> Any:
+def _value(value: Any, key: Key, at: At, found: Normalised) -> Any:
     if isinstance(value, str) and value.strip().lower() == "auto" and not _takes_auto(key):
         found.origins[at.path] = "auto"
         return DROPPED
@@ -193,7 +195,12 @@ def _value(value: Any, key: Key, at: At, found: Cleaned) -> Any:
         found.origins.setdefault(at.path, "user")
         read = coerce(value, key.annotation)
         found.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
-        return read
+        if key.accepts(read):
+            return read
+        found.wrong.append(at.path)
+        value = HIDDEN if key.is_secret else shown(read)
+        found.problem(at.path, f"{value} is not {key.expected}.", raw=at.place)
+        return DROPPED
     assert key.model is not None
     if key.kind == "list":
         if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
@@ -211,7 +218,7 @@ def _value(value: Any, key: Key, at: At, found: Cleaned) -> Any:
             else:
                 found.problem(f"{at.path}.{name}", f"{shown(inner)} is not an object.", raw=(*at.place, name))
         return read
-    if at.schema_path in VERDICTS:
+    if at.schema_path in SUPPORT:
         found.given[at.path] = Given(value, key, at.schema_path, at.switches, at.is_inside)
     return _section(value, key.model, at.inside(key), found)
 
@@ -239,7 +246,7 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _unknown(given_name: object, value: Any, model: type[Section], at: At, found: Cleaned) -> None:
+def _unknown(given_name: object, value: Any, model: type[Section], at: At, found: Normalised) -> None:
     name = str(given_name)
     here = _join(at.path, name)
     if not at.path and (name in FOREIGN or _is_flat(name)):
@@ -283,7 +290,7 @@ def _either(names: list[str]) -> str:
     return " or ".join(repr(name) for name in names)
 
 
-def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], found: Cleaned) -> None:
+def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], found: Normalised) -> None:
     """Read the arguments of an optimizer or schedule of a known type, in place.
 
     Only what the file sets stays; an "auto" is taken out, and ``found.origins`` has it.

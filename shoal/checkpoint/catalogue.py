@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.formats.deepspeed_files import UNIVERSAL
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import Storage
@@ -24,6 +23,7 @@ STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
 # Of DeepSpeed's layout, written beside ours for its clients; alone they are a checkpoint of DeepSpeed's.
 _BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
+UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096
 
 

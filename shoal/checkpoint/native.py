@@ -36,7 +36,7 @@ class ShoalSource:
             if not whole:
                 raise CheckpointError(
                     f"no whole checkpoint of Shoal's in {storage.url}.",
-                    do="name the folder that was saved to, or one checkpoint in it.",
+                    do="name the folder that was saved to, or one checkpoint in it; --from names another format.",
                     code="checkpoint-missing",
                 )
             name = whole[0].folder
@@ -62,6 +62,7 @@ class ShoalSource:
             loss_scale=state.get("loss_scale"),
             client_state=tree.decode(manifest.client_state, extra) or {},
             num_ranks=manifest.world.get("size"),
+            path=f"{self.storage.url}/{self.folder}".rstrip("/"),
         )
 
     def _extra(self, name: str) -> torch.Tensor:

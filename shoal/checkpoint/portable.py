@@ -39,6 +39,7 @@ class About:
         client_state: what the client saved.
         num_ranks: that saved it.
         notes: what was found and could not be kept, a sentence each.
+        path: the folder or file that is read.
     """
 
     parameters: dict[str, TensorInfo]
@@ -53,6 +54,7 @@ class About:
     client_state: dict[str, Any] = field(default_factory=dict)
     num_ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    path: str = field(default="", compare=False)
 
 
 class Source(Protocol):

@@ -50,7 +50,7 @@ class DcpSource:
         aliases = _take_aliases(sorting.model)
         tensors = {name: TensorInfo(_dtype(item), item.shape) for name, item in sorting.model.items()}
         trained = {name for name, _ in sorting.state} & tensors.keys()
-        self.about = about(tensors, aliases, known_parameters=trained)
+        self.about = about(tensors, self._folder.url, aliases, known_parameters=trained)
         self._kinds: dict[str, dict[str, TensorInfo]] = {MODEL: tensors}
         self._items.update({(MODEL, name): item for name, item in sorting.model.items()})
         self._take_state(sorting, tensors)

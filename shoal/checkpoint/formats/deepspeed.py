@@ -96,7 +96,7 @@ class DeepSpeedSource:
         weights = self._module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
         self._infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
         self.about = self._module.about(weights, self._trained, scale)
-        self.about.num_ranks = size
+        self.about.num_ranks, self.about.path = size, str(files.folder)
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)

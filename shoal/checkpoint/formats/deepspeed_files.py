@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.catalogue import UNIVERSAL
 from shoal.checkpoint.formats.deepspeed_objects import STAND_INS
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.storage import LocalStorage, open_storage
@@ -37,7 +38,6 @@ _NOT_BUILT = {
     "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
-UNIVERSAL = "zero"  # the folder of a universal checkpoint's weights and state
 _MAX_TAG_BYTES = 4096
 _CHUNK = 1 << 20
 _ALLOWING = threading.Lock()  # what torch allows, it allows in all threads, and takes back as it was before

@@ -12,6 +12,7 @@ _BUFFER_ENDINGS = (".running_mean", ".running_var", ".num_batches_tracked")
 
 def about(
     tensors: Mapping[str, TensorInfo],
+    path: str,
     aliases: Mapping[str, tuple[str, ...]] | None = None,
     known_parameters: Iterable[str] = (),
 ) -> About:
@@ -26,4 +27,4 @@ def about(
         for name, info in tensors.items()
         if name in known or (info.dtype.is_floating_point and not f".{name}".endswith(_BUFFER_ENDINGS))
     }
-    return About(parameters=parameters, aliases=dict(aliases or {}))
+    return About(parameters=parameters, aliases=dict(aliases or {}), path=path)

@@ -187,7 +187,7 @@ class HuggingFaceSource:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._weights = Weights(folder)
         self._info = self._weights.info()
-        self.about = about(self._info, self._weights.aliases)
+        self.about = about(self._info, self._weights.url, self._weights.aliases)
         self.about.notes.extend(self._weights.notes)
 
     def kinds(self) -> Iterable[str]:

@@ -54,7 +54,7 @@ class PlainSource:
                 else:
                     self._tensors[name] = tensor
         self._info = {name: TensorInfo(value.dtype, tuple(value.shape)) for name, value in self._tensors.items()}
-        self.about = about(self._info, aliases)
+        self.about = about(self._info, os.fspath(path), aliases)
         self.about.notes.extend(notes)
 
     def kinds(self) -> Iterable[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -112,10 +113,7 @@ def prune(
     from shoal.checkpoint.storage import LocalStorage, open_storage
 
     storage = open_storage(folder)
-    lock = FolderLock(storage.root) if isinstance(storage, LocalStorage) else None
-    if lock is not None:
-        lock.acquire()
-    try:
+    with FolderLock(storage.root) if isinstance(storage, LocalStorage) else nullcontext():
         whole: list[catalogue.Found] = []
         for entry in catalogue.look(storage):
             num_whole = len([w for w in whole if w.manifest is not None and w.manifest.is_for_resuming])
@@ -130,6 +128,3 @@ def prune(
             print(f"{entry.folder}: {'would be removed' if dry_run else 'removed'}")
             if not dry_run:
                 discard(storage, entry.folder)
-    finally:
-        if lock is not None:
-            lock.release()

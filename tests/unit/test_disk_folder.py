@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from shoal import process
 from shoal.errors import TierError, UsageError
-from shoal.memory import owner as owner_room
-from shoal.memory.owner import Owner
 from shoal.memory.private_folder import PrivateFolder, sweep
+from shoal.process import Owner
 
 JOB = "0123456789abcdef0123456789abcdef"
 
@@ -153,7 +153,7 @@ def test_a_lock_that_is_held_speaks_louder_than_the_file(tmp_path: Path) -> None
 
 
 def test_no_start_time_means_that_the_process_number_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_room, "_started", lambda pid: None)
+    monkeypatch.setattr(process, "started", lambda pid: None)
     alive = left_behind(tmp_path, pid=os.getpid(), started=None)
     assert sweep(tmp_path) == []
     record = json.loads((alive / "owner.json").read_text())

@@ -18,6 +18,7 @@ from shoal.checkpoint import catalogue, tree
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.holdings import Holding, Holdings, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from shoal.checkpoint.problems import agree, damaged, listed
 from shoal.checkpoint.reader import CheckpointReader, StateReader
 from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
@@ -55,30 +56,6 @@ class Chosen:
     @property
     def where(self) -> str:
         return f"checkpoint {self.folder} in {self.storage.url}"
-
-
-def agree(comm: Communicator, problem: Exception | None, value: Any, label: str) -> list[Any]:
-    """Every rank's value. Raises: CheckpointError: on every rank, if some rank has a problem."""
-    if comm.size == 1:
-        if problem is not None:
-            raise problem
-        return [value]
-    words = None
-    if problem is not None:
-        code, what = "checkpoint", f"{type(problem).__name__}: {problem}"
-        if isinstance(problem, CheckpointError):
-            code, what = problem.code, problem.what
-        words = [code, what, getattr(problem, "where", ""), getattr(problem, "do", "")]
-    theirs = list(comm.gather_objects({"problem": words, "value": value}, label=label))
-    failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
-    if failed:
-        code, what, where, do = failed[0][1]
-        ranks = ", ".join(str(rank) for rank, _ in failed[:8]) + (" ..." if len(failed) > 8 else "")
-        found_by = f"found by rank {ranks}" if len(failed) < comm.size else ""
-        raise CheckpointError(
-            what, where="; ".join(text for text in (where, found_by) if text), do=do, code=code
-        ) from problem
-    return [entry["value"] for entry in theirs]
 
 
 class Load:
@@ -162,7 +139,7 @@ class Load:
         unexpected = [name for name in saved if name not in held and name not in aliases]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
-                text = f"{kind} {len(names)}: {_some(names)}"
+                text = f"{kind} {len(names)}: {listed(names)}"
                 (problems if strict else notes).append(text)
         shapes = [
             f"{name} {list(saved[name])} in the checkpoint, {list(shape)} in the model"
@@ -170,7 +147,7 @@ class Load:
             if name in saved and saved[name] != tuple(shape)
         ]
         if shapes:
-            problems.append(f"{len(shapes)} of another shape: {_some(shapes)}")
+            problems.append(f"{len(shapes)} of another shape: {listed(shapes)}")
         if self._wanted.has_optimizer and self._holdings.step is not None:
             problems += self._compare_optimizer(manifest, groups, optimizer, notes)
         if problems:
@@ -204,8 +181,8 @@ class Load:
                 only_here, only_there = set(names) - saved_groups[index], saved_groups[index] - set(names)
                 if only_here or only_there:
                     problems.append(
-                        f"group {index}: {_some(sorted(only_there)) or 'none'} only in the checkpoint's,"
-                        f" {_some(sorted(only_here)) or 'none'} only in this optimizer's"
+                        f"group {index}: {listed(sorted(only_there)) or 'none'} only in the checkpoint's,"
+                        f" {listed(sorted(only_here)) or 'none'} only in this optimizer's"
                     )
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
@@ -216,7 +193,9 @@ class Load:
             if slot.name in wide and wide[slot.name].itemsize > state.master.dtype.itemsize
         ]
         if narrowed:
-            problems.append(f"its master weights are wider than this run's, which would lose digits: {_some(narrowed)}")
+            problems.append(
+                f"its master weights are wider than this run's, which would lose digits: {listed(narrowed)}"
+            )
         return problems
 
     # read
@@ -320,9 +299,5 @@ def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:
     buffer.copy_(value)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"tensor {name!r} where a number was expected.", code="checkpoint-damaged")
+    raise damaged(f"tensor {name!r} where a number was expected.", "")

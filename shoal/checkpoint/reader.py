@@ -18,7 +18,8 @@ import torch
 from shoal.checkpoint.blocks import BlockReader
 from shoal.checkpoint.holdings import Holding
 from shoal.checkpoint.manifest import Manifest, TensorRecord
-from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles, whole
+from shoal.checkpoint.problems import damaged, listed
+from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
@@ -91,12 +92,7 @@ class CheckpointReader:
             with self.storage.open(f"{self.folder}/{record.name}" if self.folder else record.name) as opened:
                 yield BlockReader(opened, record, self.where(file), is_checked=self._is_checked)
         except OSError as error:
-            raise CheckpointError(
-                f"{record.name} cannot be opened: {error}.",
-                where=self.where(file),
-                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-                code="checkpoint-damaged",
-            ) from error
+            raise damaged(f"{record.name} cannot be opened: {error}.", self.where(file)) from error
 
     # plans
 
@@ -138,17 +134,12 @@ class CheckpointReader:
         Memory: one block.
         """
         for file, copies in plan.items():
-            with self._open(file) as reader:
-                for number in self._blocks(file, copies):
-                    try:
-                        reader.block(number)
-                    except CheckpointError as error:
-                        raise self._with_tensors(error, file, number) from error
+            self.check_file(file, self._blocks(file, copies))
 
-    def check_file(self, file: int) -> None:
-        """Read a whole file and compare every sum. Raises: CheckpointError."""
+    def check_file(self, file: int, blocks: Iterable[int] | None = None) -> None:
+        """Read blocks of a file (None: all) and compare their sums. Raises: CheckpointError."""
         with self._open(file) as reader:
-            for number in range(len(self.manifest.files[file].blocks)):
+            for number in range(len(self.manifest.files[file].blocks)) if blocks is None else blocks:
                 try:
                     reader.block(number)
                 except CheckpointError as error:
@@ -172,13 +163,7 @@ class CheckpointReader:
                 if index == file and offset < (number + 1) * size and end > number * size:
                     place = ", ".join(f"{s}:{s + n}" for s, n in zip(start, shape, strict=True))
                     names.append(f"{tensor.kind} {tensor.name!r}[{place}]")
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return CheckpointError(
-            f"{error.what} In them lie: {shown or 'no tensors (the header)'}.",
-            where=error.where,
-            do=error.do,
-            code=error.code,
-        )
+        return damaged(f"{error.what} In them lie: {listed(names, 4) or 'no tensors (the header)'}.", error.where)
 
     @torch.no_grad()
     def run(self, plan: dict[int, list[Copy]]) -> None:
@@ -198,12 +183,9 @@ class CheckpointReader:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
         record = self.manifest.find(kind, name)
         if record is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
-                where=f"checkpoint {self.folder} in {self.storage.url}",
-                code="checkpoint-damaged",
-            )
-        flat = torch.empty(math.prod(whole(record.shape).shape), dtype=dtype_of(record.dtype))
+            where = f"checkpoint {self.folder} in {self.storage.url}"
+            raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", where)
+        flat = torch.empty(record.numel, dtype=dtype_of(record.dtype))
         self.run(self.plan([Holding(kind, name, record.shape, 0, (flat,))]))
         return flat.view(record.shape)
 

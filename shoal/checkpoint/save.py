@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import tree
-from shoal.checkpoint.blocks import Entry, Plan, Snapshot, plan_file, write_file, write_snapshot
+from shoal.checkpoint.blocks import Entry, FilePlan, Snapshot, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.holdings import Holding
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
+from shoal.checkpoint.problems import listed, share
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
@@ -115,7 +116,7 @@ class Save:
         try:
             self._write(list(holdings), host_memory)
         except BaseException:
-            self._give_up()
+            self._end_commit()
             raise
 
     # the parts
@@ -123,7 +124,7 @@ class Save:
     def _write(self, holdings: list[Holding], host_memory: Callable[[int], torch.Tensor]) -> None:
         comm, state = self._comm, self._state
         problem: Exception | None = None
-        plan: Plan | None = None
+        plan: FilePlan | None = None
         described: dict[str, Any] = {}
         try:
             plan, described = _plan(holdings, state, comm.rank)
@@ -150,7 +151,6 @@ class Save:
             self._outcome = _attempt(write)
             self._exchange()
             self._finish_commit()
-            self._end_commit()
             return
 
         def take() -> Snapshot:
@@ -165,7 +165,7 @@ class Save:
         def run() -> FileRecord:
             snapshot.finish()
             self._on_phase("shard_write")
-            return write_snapshot(self._storage, folder, name, plan, snapshot, before_flush)
+            return write_file(self._storage, folder, name, plan, before_flush, snapshot)
 
         self._start(run)
         if self._thread is not None:
@@ -212,13 +212,9 @@ class Save:
         notes = self._agree(problem, None if problem is not None else self._outcome, "checkpoint: commit")[0]
         for note in notes:
             logger.warning("%s", note)
-        self._stage = _Stage.DONE
+        self._end_commit()
 
     def _end_commit(self) -> None:
-        if self._comm.rank == 0:
-            self._commit.end()
-
-    def _give_up(self) -> None:
         self._stage = _Stage.DONE
         if self._comm.rank == 0:
             self._commit.end()
@@ -228,21 +224,19 @@ class Save:
 
     def _agree(self, problem: BaseException | None, value: Any, label: str) -> list[Any]:
         """Every rank's value. Raises: CheckpointError: some rank has a problem; on every rank, with its text."""
-        mine = {"problem": None if problem is None else _words(problem), "value": value}
-        theirs = [mine] if self._comm.size == 1 else list(self._comm.gather_objects(mine, label=label))
-        failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
+        values, failed = share(self._comm, problem, value, label, code="checkpoint-write")
         if failed:
             if isinstance(problem, CheckpointError) and len(failed) == 1:
                 raise problem
-            code, text, where = failed[0][1]
-            more = "".join(f"\n  rank {rank}: {other[1]}" for rank, other in failed[1:4])
+            first = failed[0][1]
+            more = "".join(f"\n  rank {rank}: {other.what}" for rank, other in failed[1:4])
             raise CheckpointError(
-                f"checkpoint {self.tag!r} was not saved: {text}{more}",
-                where=f"rank {', '.join(str(rank) for rank, _ in failed[:8])}, {where or self._storage.url}",
-                do="older checkpoints are as they were; mend the cause and save again.",
-                code=code,
+                f"checkpoint {self.tag!r} was not saved: {first.what}{more}",
+                where=f"rank {listed(str(rank) for rank, _ in failed)}, {first.where or self._storage.url}",
+                do="older checkpoints are as they were; fix the cause and save again.",
+                code=first.code,
             ) from problem
-        return [entry["value"] for entry in theirs]
+        return values
 
     # an asynchronous save, seen from the thread that trains
 
@@ -285,9 +279,8 @@ class Save:
                 self._exchange()
             else:
                 self._finish_commit()
-                self._end_commit()
         except BaseException:
-            self._give_up()
+            self._end_commit()
             raise
 
 
@@ -299,16 +292,7 @@ def _attempt(run: Callable[[], Any]) -> Any:
         return error
 
 
-def _words(problem: BaseException) -> tuple[str, str, str]:
-    """A problem's code, text and place, as they go to the other ranks."""
-    if not isinstance(problem, CheckpointError):
-        text = f"{type(problem).__name__}: {problem}"
-        is_writing = isinstance(problem, OSError)
-        problem = CheckpointError(text, code="checkpoint-write") if is_writing else CheckpointError(text)
-    return problem.code, problem.what, problem.where
-
-
-def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[str, Any]]:
+def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[FilePlan, dict[str, Any]]:
     """This rank's file, and what it will tell the others about it."""
     entries: list[Entry] = []
     owners: dict[str, tuple[str, str, str, tuple[int, ...], tuple[int, ...]]] = {}

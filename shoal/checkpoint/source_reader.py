@@ -12,7 +12,7 @@ from shoal.checkpoint.holdings import Holding
 from shoal.checkpoint.manifest import EXTRA, Manifest
 from shoal.checkpoint.native import manifest_of
 from shoal.checkpoint.portable import Source
-from shoal.errors import CheckpointError
+from shoal.checkpoint.problems import damaged
 
 
 class SourceReader:
@@ -60,9 +60,5 @@ class SourceReader:
         if kind == EXTRA and name in self._aside:
             return self._aside[name].clone()
         if self.manifest.find(kind, name) is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
-                where=self.manifest.tag,
-                code="checkpoint-damaged",
-            )
+            raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", self.manifest.tag)
         return self._source.read(kind, name)

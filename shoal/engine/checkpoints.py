@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from shoal.checkpoint import catalogue, open_gradients, tree
-from shoal.checkpoint.choose import candidates
 from shoal.checkpoint.commit import Retention
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
-from shoal.checkpoint.load import Chosen, Load, Wanted, agree
+from shoal.checkpoint.load import Chosen, Load, Wanted
 from shoal.checkpoint.manifest import MODEL, ParameterRecord, collecting_nothing, versions
+from shoal.checkpoint.problems import agree
 from shoal.checkpoint.reader import StateReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
@@ -307,7 +307,7 @@ class Checkpoints:
         has_optimizer = has_optimizer and not is_module_only and engine.sharded_optimizer is not None
         wanted = Wanted(is_strict, has_optimizer, is_checked, groups, optimizer)
         load = Load(comm, holdings, buffers_of(engine.module), wanted)
-        folders = candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
+        folders = catalogue.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
                 chosen, reader = load.open(storage, name)

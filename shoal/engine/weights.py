@@ -16,8 +16,8 @@ from torch import nn
 from shoal.checkpoint.blocks import Entry, plan_file, write_file
 from shoal.checkpoint.formats.torch_writing import write_tensors
 from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
-from shoal.checkpoint.load import agree
 from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
 

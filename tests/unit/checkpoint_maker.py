@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import catalogue
-from shoal.checkpoint.blocks import Entry, Plan, plan_file, write_file
+from shoal.checkpoint.blocks import Entry, FilePlan, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord, checksum
 from shoal.checkpoint.reader import CheckpointReader
@@ -24,7 +24,7 @@ def values(step: int) -> torch.Tensor:
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + 1000 * step
 
 
-def plans(step: int) -> list[Plan]:
+def plans(step: int) -> list[FilePlan]:
     half = ROWS // 2
     return [plan_file([_entry(f"model/w[{rank}]", values(step)[rank * half :][:half])]) for rank in range(2)]
 
@@ -33,7 +33,7 @@ def _entry(key: str, tensor: torch.Tensor) -> Entry:
     return Entry(key, tensor.dtype, tuple(tensor.shape), lambda: (tensor.reshape(-1),))
 
 
-def describe(step: int, tag: str, files: list[Any], made: list[Plan], **more: Any) -> Manifest:
+def describe(step: int, tag: str, files: list[Any], made: list[FilePlan], **more: Any) -> Manifest:
     half = ROWS // 2
     fields: dict[str, Any] = {
         "tag": tag,

@@ -21,9 +21,8 @@ import torch
 
 import shoal
 from shoal.checkpoint import catalogue
-from shoal.checkpoint.cover import cover_problem
 from shoal.checkpoint.reader import CheckpointReader
-from shoal.checkpoint.rectangles import Rectangle, rectangles
+from shoal.checkpoint.rectangles import Rectangle, cover_problem, rectangles
 from shoal.errors import CheckpointError
 from tests.unit.checkpoint_maker import local, make, newest, read, rewrite, values
 

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint import rectangles as module
-from shoal.checkpoint.cover import cover_problem
-from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles, whole
+from shoal.checkpoint.rectangles import Rectangle, cover_problem, flat_begin, rectangles, whole
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.formats.dcp_metadata import Item, Part, Path, read_metadata
-from shoal.checkpoint.formats.described import about
 from shoal.checkpoint.formats.foreign import ForeignFolder
 from shoal.checkpoint.formats.torch_file import load_part
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.portable import TensorInfo, about_bare
+from shoal.checkpoint.problems import damaged_copy
 from shoal.errors import CheckpointError
 
 _MODEL_KEYS = ("model", "module", "state_dict")
@@ -50,7 +50,7 @@ class DcpSource:
         aliases = _take_aliases(sorting.model)
         tensors = {name: TensorInfo(_dtype(item), item.shape) for name, item in sorting.model.items()}
         trained = {name for name, _ in sorting.state} & tensors.keys()
-        self.about = about(tensors, self._folder.url, aliases, known_parameters=trained)
+        self.about = about_bare(tensors, self._folder.url, aliases, known_parameters=trained)
         self._kinds: dict[str, dict[str, TensorInfo]] = {MODEL: tensors}
         self._items.update({(MODEL, name): item for name, item in sorting.model.items()})
         self._take_state(sorting, tensors)
@@ -156,11 +156,9 @@ class DcpSource:
         shape, dtype = part.rectangle.shape, _dtype(item)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointError(
+            raise damaged_copy(
                 f"byte {part.offset} of {part.file} holds a {found}, and .metadata says {dtype} {list(shape)}.",
-                where=self._folder.url,
-                do="copy the checkpoint once more from where it came.",
-                code="checkpoint-damaged",
+                self._folder.url,
             )
         return value
 
@@ -168,11 +166,8 @@ class DcpSource:
         if item.dtype is not None:
             return self._tensor(item)
         if not item.parts or item.parts[0].nbytes > _MAX_OBJECT_NBYTES:
-            raise CheckpointError(
-                f"{'.'.join(map(str, item.path))} is {'missing' if not item.parts else 'too large for what it is'}.",
-                where=self._folder.url,
-                code="checkpoint-damaged",
-            )
+            problem = "missing" if not item.parts else "too large for what it is"
+            raise damaged_copy(f"{'.'.join(map(str, item.path))} is {problem}.", self._folder.url)
         return self._load(item.parts[0])
 
     def _load(self, part: Part) -> Any:

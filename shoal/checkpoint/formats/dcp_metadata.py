@@ -13,23 +13,18 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.cover import cover_problem
 from shoal.checkpoint.formats import inert
 from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
 from shoal.checkpoint.formats.inert import Built, Symbol
-from shoal.checkpoint.rectangles import Rectangle
-from shoal.checkpoint.tree import dtype_of, name_of
+from shoal.checkpoint.problems import damaged_copy, unsafe
+from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.tree import DTYPES
 from shoal.errors import CheckpointError
 
 NAME = ".metadata"
 _MAX_NBYTES = 1 << 30
 _DCP = "torch.distributed.checkpoint"
-_DTYPES = {
-    f"torch.{name_of(dtype)}": dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    + (torch.complex128, torch.complex64)
-    + (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
+_DTYPES = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
 _EXPECTED = frozenset(
     [f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")]
     + [f"{_DCP}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")]
@@ -144,11 +139,8 @@ class _Reader:
             with self._folder.open(file) as opened:
                 self._sizes[file] = opened.nbytes
         if offset + nbytes > self._sizes[file]:
-            raise CheckpointError(
-                f"{file} has {self._sizes[file]} bytes, and {name!r} lies at {offset} with {nbytes}.",
-                where=self._where,
-                do="copy the file once more from where it came.",
-                code="checkpoint-damaged",
+            raise damaged_copy(
+                f"{file} has {self._sizes[file]} bytes, and {name!r} lies at {offset} with {nbytes}.", self._where
             )
         return Part(file, offset, nbytes, rectangle)
 
@@ -157,7 +149,7 @@ class _Reader:
         first = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(first, Symbol) or first.name not in _DTYPES:
             raise self._unsafe(f"{name!r} has no dtype")
-        return dtype_of(first.name.removeprefix("torch."))
+        return _DTYPES[first.name]
 
     def _size(self, value: Any) -> tuple[int, ...]:
         """A ``torch.Size``: Built("torch.Size", ((2, 3),))."""
@@ -185,9 +177,4 @@ class _Reader:
         return value
 
     def _unsafe(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"it says what cannot be: {what}.",
-            where=self._where,
-            do="do not trust this checkpoint; it was not written by torch, or was changed since.",
-            code="checkpoint-unsafe",
-        )
+        return unsafe(f"it says what cannot be: {what}.", self._where)

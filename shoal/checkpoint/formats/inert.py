@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.errors import CheckpointError
 
 
@@ -125,12 +126,7 @@ class _Machine:
             state = stack.pop()
             self._top(Built).state = state
         else:
-            raise CheckpointError(
-                f"it has the instruction {name}, which no plain data needs.",
-                where=self._where,
-                do="do not trust this checkpoint.",
-                code="checkpoint-unsafe",
-            )
+            raise unsafe(f"it has the instruction {name}, which no plain data needs.", self._where)
 
     def _last(self, number: int) -> list[Any]:
         if len(self._stack) < number:
@@ -173,12 +169,7 @@ class _Machine:
 
     def _symbol(self, name: str) -> Symbol:
         if name not in self._expected:
-            raise CheckpointError(
-                f"it asks for {name[:200]}, which is no part of such a file.",
-                where=self._where,
-                do="do not trust this checkpoint.",
-                code="checkpoint-unsafe",
-            )
+            raise unsafe(f"it asks for {name[:200]}, which is no part of such a file.", self._where)
         return Symbol(name)
 
     def _built(self, symbol: Any, arguments: Any) -> Built:
@@ -187,9 +178,4 @@ class _Machine:
         return Built(symbol.name, arguments)
 
     def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"it cannot be read: {what}.",
-            where=self._where,
-            do="copy it once more from where it came.",
-            code="checkpoint-damaged",
-        )
+        return damaged_copy(f"it cannot be read: {what}.", self._where)

@@ -48,7 +48,7 @@ def has_process(pid: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Owner:
+class FileOwner:
     """The process that wrote an owner file."""
 
     host: str
@@ -61,8 +61,8 @@ class Owner:
     is_locked: bool = False  # its file system has locks
 
     @staticmethod
-    def this(job: str, rank: int) -> Owner:
-        return Owner(socket.gethostname(), _machine(), boot(), os.getpid(), started(os.getpid()), job, rank)
+    def this(job: str, rank: int) -> FileOwner:
+        return FileOwner(socket.gethostname(), _machine(), boot(), os.getpid(), started(os.getpid()), job, rank)
 
     @property
     def is_here(self) -> bool:
@@ -84,7 +84,7 @@ class Owner:
         return started(self.pid) != self.started
 
 
-def sign(owner: Owner, path: str, *, folder_fd: int | None = None, mode: int = 0o600) -> int:
+def sign(owner: FileOwner, path: str, *, folder_fd: int | None = None, mode: int = 0o600) -> int:
     """Make an owner file, lock it and then fill it: a file with text in it has been locked if it ever will be.
 
     Returns: its descriptor; the lock is held until that is closed.
@@ -106,18 +106,18 @@ def open_owner(path: str, how: int = os.O_RDONLY, *, folder_fd: int | None = Non
     return os.open(path, how | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder_fd)
 
 
-def read_owner(fd: int) -> Owner | None:
+def read_owner(fd: int) -> FileOwner | None:
     """The process that an owner file names; None: the file names none."""
     try:
         found = json.loads(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(os.fstat(fd).st_mode) else {}
-        owner = Owner(**{field.name: found[field.name] for field in fields(Owner)})
+        owner = FileOwner(**{field.name: found[field.name] for field in fields(FileOwner)})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     is_process = type(owner.pid) is int and isinstance(owner.started, int | None)
     return replace(owner, is_locked=owner.is_locked is True) if is_process else None
 
 
-def lock_if_gone(path: str, folder_fd: int) -> tuple[Owner, int] | None:
+def lock_if_gone(path: str, folder_fd: int) -> tuple[FileOwner, int] | None:
     """The owner, if it has certainly ended, and a descriptor whose lock keeps other processes from removing the files
     at the same time. None: it lives, or the file does not tell.
     """

@@ -30,7 +30,7 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: 1-D pieces, one after the other, that together have ``shape``.
 
     Args:
@@ -55,13 +55,13 @@ class FilePlan:
     """A file before it is written: its header, and where each entry will lie."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     offsets: tuple[int, ...]  # from the file's beginning
     nbytes: int
     block_nbytes: int
 
 
-def plan_file(entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> FilePlan:
+def plan_file(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> FilePlan:
     """Lay entries out, the widest dtypes first, so that all are aligned.
 
     Args:
@@ -126,8 +126,8 @@ def write_file(
 class Snapshot:
     """A planned file's bytes in host memory, as they are at the call.
 
-    What the user's code can reach is copied when this returns. What is kept (``Entry.is_kept``) may be copied while
-    training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
+    What the user's code can reach is copied when this returns. What is kept (``TensorEntry.is_kept``) may be copied
+    while training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
 
     Order: blocks the host until the first part is there.
     """
@@ -194,7 +194,7 @@ class _BlockWriter:
         self.sums: list[str] = []
         self.nbytes = 0
 
-    def add_entry(self, entry: Entry) -> None:
+    def add_entry(self, entry: TensorEntry) -> None:
         """An entry's pieces, none of which is held any more when this returns."""
         for piece in entry.read():
             for data in _bytes_of(piece):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import catalogue, tree
+from shoal.checkpoint import directory, tree
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.holdings import Holding, Holdings, names_of, owned_range
+from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.problems import agree, damaged, listed
 from shoal.checkpoint.reader import CheckpointReader, StateReader
@@ -27,7 +27,7 @@ from shoal.errors import CheckpointError, NotBuiltError
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadOptions:
     """What is to be loaded.
 
     Args:
@@ -62,10 +62,10 @@ class Load:
     """One load into one engine's model and optimizer, on one rank."""
 
     def __init__(
-        self, comm: Communicator, holdings: Holdings, buffers: dict[str, torch.Tensor], wanted: Wanted
+        self, comm: Communicator, shards: LocalShards, buffers: dict[str, torch.Tensor], wanted: LoadOptions
     ) -> None:
         self._comm = comm
-        self._holdings = holdings
+        self._shards = shards
         self._buffers = buffers
         self._wanted = wanted
         self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that are not contiguous, and their values
@@ -75,10 +75,10 @@ class Load:
         problem: Exception | None = None
         reader: StateReader | None = None
         try:
-            if catalogue.is_deepspeeds(storage, folder):
+            if directory.is_deepspeeds(storage, folder):
                 reader = self._open_deepspeeds(storage, folder)
             else:
-                manifest = catalogue.inspect(storage, folder)
+                manifest = directory.inspect(storage, folder)
                 reader = CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
         except (CheckpointError, OSError) as error:
             problem = error
@@ -124,7 +124,7 @@ class Load:
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
-        for bucket, state in self._holdings.buckets():
+        for bucket, state in self._shards.buckets():
             for slot in bucket.layout.slots:
                 held[slot.name] = slot.shape
                 if state is None:
@@ -135,7 +135,7 @@ class Load:
             notes.append(f"{len(left_out)} frozen parameters were left out of the checkpoint and stay as they are.")
             missing = [name for name in missing if name not in frozen]
         # A format without aliases holds a tied weight under each of its names.
-        aliases = {alias for names in names_of(self._holdings.sharded.model)[1].values() for alias in names}
+        aliases = {alias for names in names_of(self._shards.sharded.model)[1].values() for alias in names}
         unexpected = [name for name in saved if name not in held and name not in aliases]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
@@ -148,7 +148,7 @@ class Load:
         ]
         if shapes:
             problems.append(f"{len(shapes)} of another shape: {listed(shapes)}")
-        if self._wanted.has_optimizer and self._holdings.step is not None:
+        if self._wanted.has_optimizer and self._shards.step is not None:
             problems += self._compare_optimizer(manifest, groups, optimizer, notes)
         if problems:
             lines = "".join(f"\n    {problem}" for problem in problems)
@@ -187,7 +187,7 @@ class Load:
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
             slot.name
-            for bucket, state in self._holdings.buckets()
+            for bucket, state in self._shards.buckets()
             if state is not None
             for slot in bucket.layout.slots
             if slot.name in wide and wide[slot.name].itemsize > state.master.dtype.itemsize
@@ -200,26 +200,26 @@ class Load:
 
     # read
 
-    def _targets(self, chosen: Chosen, *, is_real: bool) -> list[Holding]:
-        targets = list(self._holdings.model())
+    def _targets(self, chosen: Chosen, *, is_real: bool) -> list[LocalShard]:
+        targets = list(self._shards.model())
         self._apart.clear()
         for name, buffer in self._buffers.items():
             flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1).clone()
             if not buffer.is_contiguous():
                 self._apart.append((buffer, flat))
-            targets.append(Holding(MODEL, name, tuple(buffer.shape), 0, (flat,)))
-        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
-            targets += list(self._holdings.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
+            targets.append(LocalShard(MODEL, name, tuple(buffer.shape), 0, (flat,)))
+        if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
+            targets += list(self._shards.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
         return [target for target in targets if target.numel]
 
     def _expected_state(self, manifest: Manifest) -> Any:
         """The optimizer state that will be held, without memory."""
         kinds = sorted({tensor.kind for tensor in manifest.tensors if tensor.kind.startswith(OPTIMIZER)})
-        for holding in self._holdings.model():
+        for shard in self._shards.model():
             for kind in kinds:
-                if manifest.find(kind, holding.name) is not None:
-                    nothing = torch.empty(holding.numel, device="meta")
-                    yield Holding(kind, holding.name, holding.shape, holding.begin, (nothing,))
+                if manifest.find(kind, shard.name) is not None:
+                    nothing = torch.empty(shard.numel, device="meta")
+                    yield LocalShard(kind, shard.name, shard.shape, shard.begin, (nothing,))
 
     def check(self, chosen: Chosen, reader: StateReader) -> None:
         """Read and compare, on every rank. Raises: CheckpointError: on every rank, the damage that was found."""
@@ -236,15 +236,15 @@ class Load:
 
         Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.
         """
-        axes = self._holdings.axes
+        axes = self._shards.axes
         for comm in (axes.all, axes.inner):
             comm.drain()  # peers may still read what is about to change
-        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
+        if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
             self._make_room(chosen.manifest)
         problem: Exception | None = None
         try:
             reader.run(reader.plan(self._targets(chosen, is_real=True)))
-            self._holdings.leave()
+            self._shards.leave()
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
@@ -254,14 +254,14 @@ class Load:
         self.publish()
 
     def _make_room(self, manifest: Manifest) -> None:
-        step = self._holdings.step
+        step = self._shards.step
         assert step is not None
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
         saved: dict[str, dict[str, str]] = {}
         for tensor in manifest.tensors:
             if tensor.kind.startswith(OPTIMIZER):
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
-        for state in self._holdings.states:
+        for state in self._shards.states:
             slots = state.bucket.layout.slots
             dtypes = []
             for slot in slots:
@@ -281,7 +281,7 @@ class Load:
     def publish(self) -> None:
         """From the master weights to the parameters, and from the owners to all ranks."""
         works = []
-        for bucket, state in self._holdings.buckets():
+        for bucket, state in self._shards.buckets():
             if state is not None and state.has_own_master:
                 with state.at_hand(), bucket.shard_at_hand(is_overwritten=True):
                     owned_range(bucket).copy_(state.master)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import CheckpointError
-from shoal.process import Owner, open_owner, read_owner, sign, try_lock
+from shoal.process import FileOwner, open_owner, read_owner, sign, try_lock
 
 NAME = ".shoal-lock"
 BEAT_SECONDS = 5.0
@@ -34,7 +34,7 @@ class FolderLock:
     def __init__(self, folder: Path, *, still_seconds: float = STILL_SECONDS) -> None:
         self._path = folder / NAME
         self._still_seconds = still_seconds
-        self._owner = Owner.this(secrets.token_hex(8), 0)
+        self._owner = FileOwner.this(secrets.token_hex(8), 0)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -83,7 +83,7 @@ class FolderLock:
             raise self._locked(owner)
         self._break(owner)
 
-    def _read(self) -> Owner | None:
+    def _read(self) -> FileOwner | None:
         """The process that holds the lock; None: the lock is gone, or names none."""
         try:
             fd = open_owner(str(self._path))
@@ -115,7 +115,7 @@ class FolderLock:
         finally:
             os.close(fd)
 
-    def _break(self, owner: Owner | None) -> None:
+    def _break(self, owner: FileOwner | None) -> None:
         """Remove a stale lock, and never one that another job has taken meanwhile.
 
         The job that breaks a lock holds the kernel's lock on that very file, so of several only one finds it in place.
@@ -138,7 +138,7 @@ class FolderLock:
         finally:
             os.close(fd)
 
-    def _locked(self, owner: Owner | None) -> CheckpointError:
+    def _locked(self, owner: FileOwner | None) -> CheckpointError:
         who = f"process {owner.pid} on {owner.host}" if owner is not None else "its process is not known"
         return CheckpointError(
             f"another job is saving to this folder: {who}.",

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 import torch
 
-from shoal.checkpoint import catalogue, tree
-from shoal.checkpoint.blocks import Entry, plan_file, write_file
+from shoal.checkpoint import directory, tree
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Retention
 from shoal.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, ParameterRecord, TensorRecord, versions
 from shoal.checkpoint.portable import About, Source, TensorInfo
@@ -30,9 +30,9 @@ class ShoalSource:
         storage = open_storage(folder)
         name = ""
         if tag is not None:
-            name = catalogue.find_tag(storage, tag)
+            name = directory.find_tag(storage, tag)
         elif not storage.exists("manifest.json"):
-            whole = [found for found in catalogue.look(storage) if found.manifest is not None]
+            whole = [found for found in directory.list_checkpoints(storage) if found.manifest is not None]
             if not whole:
                 raise CheckpointError(
                     f"no whole checkpoint of Shoal's in {storage.url}.",
@@ -40,7 +40,7 @@ class ShoalSource:
                     code="checkpoint-missing",
                 )
             name = whole[0].folder
-        self.manifest: Manifest = catalogue.inspect(storage, name)
+        self.manifest: Manifest = directory.inspect(storage, name)
         self.storage, self.folder = storage, name  # where it lies: its files are in this folder of that
         self._reader = CheckpointReader(storage, name, self.manifest)
         self.about = self._about()
@@ -169,14 +169,14 @@ def write_shoal(
 
         return read
 
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     owner: dict[str, int] = {}
     for index, record in enumerate(manifest.tensors):
         dtype = tree.dtype_of(record.dtype)
         nbytes = record.numel * dtype.itemsize
         if nbytes:
             key = f"{record.kind}/{record.name}"
-            entries.append(Entry(key, dtype, record.shape, reading(record.kind, record.name, nbytes)))
+            entries.append(TensorEntry(key, dtype, record.shape, reading(record.kind, record.name, nbytes)))
             owner[key] = index
     plan = plan_file(entries)
     commit = Commit(storage, tag)

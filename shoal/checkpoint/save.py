@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import tree
-from shoal.checkpoint.blocks import Entry, FilePlan, Snapshot, plan_file, write_file
+from shoal.checkpoint.blocks import FilePlan, Snapshot, TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
-from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
 from shoal.checkpoint.problems import listed, share
 from shoal.checkpoint.storage import Storage
@@ -32,8 +32,8 @@ logger = logging.getLogger("shoal")
 
 
 @dataclass
-class State:
-    """What is saved beside the holdings.
+class SavedState:
+    """What is saved beside the shards.
 
     Args:
         parameters: gives them as the model has them. Rank 0's is called, before the manifest is written: an
@@ -61,7 +61,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Options:
+class SaveOptions:
     """How a checkpoint is saved."""
 
     save_latest: bool = True
@@ -69,7 +69,7 @@ class Options:
     retention: Retention = field(default_factory=Retention)
 
 
-class _Stage(Enum):
+class _SaveState(Enum):
     WRITING = 0  # this rank's file
     COMMITTING = 1  # rank 0: the manifest and what follows
     DONE = 2
@@ -93,9 +93,9 @@ class Save:
         comm: Communicator,
         storage: Storage,
         tag: str,
-        holdings: Iterable[Holding],
-        state: State,
-        options: Options,
+        shards: Iterable[LocalShard],
+        state: SavedState,
+        options: SaveOptions,
         on_phase: Phase,
         host_memory: Callable[[int], torch.Tensor],
         device: torch.device,
@@ -107,27 +107,27 @@ class Save:
         self._state = state
         self._options = options
         self._on_phase = on_phase
-        self._stage = _Stage.WRITING
+        self._progress = _SaveState.WRITING
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._outcome: Any = None  # of the part under way: a FileRecord, or an error
         self._record: dict[str, Any] = {}
         self._commit = Commit(storage, tag, on_phase)
         try:
-            self._write(list(holdings), host_memory)
+            self._write(list(shards), host_memory)
         except BaseException:
             self._end_commit()
             raise
 
     # the parts
 
-    def _write(self, holdings: list[Holding], host_memory: Callable[[int], torch.Tensor]) -> None:
+    def _write(self, shards: list[LocalShard], host_memory: Callable[[int], torch.Tensor]) -> None:
         comm, state = self._comm, self._state
         problem: Exception | None = None
         plan: FilePlan | None = None
         described: dict[str, Any] = {}
         try:
-            plan, described = _plan(holdings, state, comm.rank)
+            plan, described = _plan(shards, state, comm.rank)
         except Exception as error:
             problem = error
         sizes = self._agree(problem, plan.nbytes if plan is not None else 0, "checkpoint: begin")
@@ -192,7 +192,7 @@ class Save:
         problem = self._problem() or _attempt(lambda: self._on_phase("exchange"))
         record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
         records = self._agree(problem, record, "checkpoint: files")
-        self._stage = _Stage.COMMITTING
+        self._progress = _SaveState.COMMITTING
         self._outcome = None
         self._thread = None
         if self._comm.rank:
@@ -215,7 +215,7 @@ class Save:
         self._end_commit()
 
     def _end_commit(self) -> None:
-        self._stage = _Stage.DONE
+        self._progress = _SaveState.DONE
         if self._comm.rank == 0:
             self._commit.end()
 
@@ -248,7 +248,7 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        return self._stage is _Stage.DONE
+        return self._progress is _SaveState.DONE
 
     def poll(self) -> None:
         """Go on if all ranks can. Called by every rank at the same place (a step's end). Does not block.
@@ -273,9 +273,9 @@ class Save:
 
     def _advance(self) -> None:
         try:
-            if self._outcome is None and (self._stage is _Stage.WRITING or self._comm.rank == 0):
+            if self._outcome is None and (self._progress is _SaveState.WRITING or self._comm.rank == 0):
                 self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
-            if self._stage is _Stage.WRITING:
+            if self._progress is _SaveState.WRITING:
                 self._exchange()
             else:
                 self._finish_commit()
@@ -292,20 +292,20 @@ def _attempt(run: Callable[[], Any]) -> Any:
         return error
 
 
-def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[FilePlan, dict[str, Any]]:
+def _plan(shards: list[LocalShard], state: SavedState, rank: int) -> tuple[FilePlan, dict[str, Any]]:
     """This rank's file, and what it will tell the others about it."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     owners: dict[str, tuple[str, str, str, tuple[int, ...], tuple[int, ...]]] = {}
 
-    def add(entry: Entry, kind: str, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
+    def add(entry: TensorEntry, kind: str, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
         entries.append(entry)
         owners[entry.key] = (kind, name, tree.name_of(entry.dtype), shape, start)
 
     described: list[tuple[str, str, str, tuple[int, ...]]] = []
-    for holding in holdings:
-        described.append((holding.kind, holding.name, tree.name_of(holding.dtype), holding.shape))
-        for entry, start in holding.entries():
-            add(entry, holding.kind, holding.name, holding.shape, start)
+    for shard in shards:
+        described.append((shard.kind, shard.name, tree.name_of(shard.dtype), shard.shape))
+        for entry, start in shard.entries():
+            add(entry, shard.kind, shard.name, shard.shape, start)
     whole: dict[tuple[str, str], torch.Tensor] = dict(state.tensors)
     own: dict[str, torch.Tensor] = {}
     own_tree = tree.encode(state.own, own, "own", what=f"the state of rank {rank}")
@@ -322,7 +322,7 @@ def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[FilePlan, d
         described.append((kind, name, tree.name_of(tensor.dtype), shape))
         if tensor.numel():
             flat = tensor.detach().reshape(-1)
-            add(Entry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
+            add(TensorEntry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
     scalars = {
         name: tree.encode(values, None, name, what=f"the optimizer state of {name!r}")
         for name, values in state.scalars.items()
@@ -340,7 +340,7 @@ def _just(tensor: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
     return lambda: (tensor,)
 
 
-def _manifest(tag: str, state: State, records: Sequence[dict[str, Any]], options: Options) -> Manifest:
+def _manifest(tag: str, state: SavedState, records: Sequence[dict[str, Any]], options: SaveOptions) -> Manifest:
     """What rank 0 writes, from what all ranks told it."""
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}

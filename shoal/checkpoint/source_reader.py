@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, Manifest
 from shoal.checkpoint.native import manifest_of
 from shoal.checkpoint.portable import Source
@@ -33,25 +33,25 @@ class SourceReader:
         stamp = hashlib.sha256(described.model_dump_json().encode()).hexdigest()[:16]
         self.manifest: Manifest = described.model_copy(update={"created": stamp})
 
-    def plan(self, holdings: Iterable[Holding]) -> dict[tuple[str, str], list[Holding]]:
-        """The holdings by tensor, so that each is read once."""
-        wanted: dict[tuple[str, str], list[Holding]] = defaultdict(list)
-        for holding in holdings:
-            if self.manifest.find(holding.kind, holding.name) is not None:  # else the caller has decided
-                wanted[holding.kind, holding.name].append(holding)
+    def plan(self, shards: Iterable[LocalShard]) -> dict[tuple[str, str], list[LocalShard]]:
+        """The shards by tensor, so that each is read once."""
+        wanted: dict[tuple[str, str], list[LocalShard]] = defaultdict(list)
+        for shard in shards:
+            if self.manifest.find(shard.kind, shard.name) is not None:  # else the caller has decided
+                wanted[shard.kind, shard.name].append(shard)
         return dict(wanted)
 
-    def check(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+    def check(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Nothing: the sums were compared when it was opened."""
 
     @torch.no_grad()
-    def run(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+    def run(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Raises: CheckpointError."""
-        for (kind, name), holdings in plan.items():
+        for (kind, name), shards in plan.items():
             values = self.tensor(kind, name).reshape(-1)
-            for holding in holdings:
-                at = holding.begin
-                for target in holding.part(holding.begin, holding.end):
+            for shard in shards:
+                at = shard.begin
+                for target in shard.part(shard.begin, shard.end):
                     target.copy_(values[at : at + target.numel()])
                     at += target.numel()
 

@@ -26,16 +26,16 @@ _FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
 @app.command("list")
 def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     """Show the checkpoints of a folder, the newest first."""
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.storage import open_storage
     from shoal.text import format_bytes, table
 
     storage = open_storage(folder)
-    found = catalogue.look(storage)
+    found = directory.list_checkpoints(storage)
     if not found:
         print(f"no checkpoints in {storage.url}", file=sys.stderr)
         raise typer.Exit(1)
-    hinted = catalogue.hint(storage)
+    hinted = directory.read_latest(storage)
     rows = []
     for entry in found:
         if entry.manifest is None:
@@ -66,11 +66,13 @@ def verify_checkpoints(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.storage import open_storage
 
     storage = open_storage(folder)
-    folders = [catalogue.find_tag(storage, tag)] if tag else [entry.folder for entry in catalogue.look(storage)]
+    folders = (
+        [directory.find_tag(storage, tag)] if tag else [entry.folder for entry in directory.list_checkpoints(storage)]
+    )
     if not folders and storage.exists("manifest.json"):
         folders = [""]  # the folder is a checkpoint itself
     if not folders:
@@ -83,7 +85,7 @@ def verify_checkpoints(
             shown = name or Path(storage.url).name
             total = sum(storage.size(f"{name}/{file}".lstrip("/")) for file in storage.names(name))
             task = progress.add_task(shown, total=total)
-            problems = catalogue.verify(storage, name, partial(_advance, progress, task))
+            problems = directory.verify(storage, name, partial(_advance, progress, task))
         if problems:
             num_damaged += 1
             print(f"{shown}: DAMAGED")
@@ -107,20 +109,20 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Remove old checkpoints. Those that stay are verified first: a damaged one does not count as kept."""
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.commit import Retention, discard, prunable
     from shoal.checkpoint.lock import FolderLock
     from shoal.checkpoint.storage import LocalStorage, open_storage
 
     storage = open_storage(folder)
     with FolderLock(storage.root) if isinstance(storage, LocalStorage) else nullcontext():
-        whole: list[catalogue.Found] = []
-        for entry in catalogue.look(storage):
+        whole: list[directory.FoundCheckpoint] = []
+        for entry in directory.list_checkpoints(storage):
             num_whole = len([w for w in whole if w.manifest is not None and w.manifest.is_for_resuming])
             if entry.manifest is None:
                 print(f"{entry.folder}: damaged, left alone")
                 continue
-            if num_whole < keep and catalogue.verify(storage, entry.folder):
+            if num_whole < keep and directory.verify(storage, entry.folder):
                 print(f"{entry.folder}: damaged, does not count, left alone")
                 continue
             whole.append(entry)

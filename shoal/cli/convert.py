@@ -139,7 +139,7 @@ def _convert(
 
 def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
     """The checkpoint that is read and what it holds, then the weights that lie beside it."""
-    from shoal.checkpoint.catalogue import hint
+    from shoal.checkpoint.directory import read_latest
     from shoal.checkpoint.storage import open_storage
 
     about, states = opened.about, _states(opened)
@@ -153,7 +153,7 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
         other = "huggingface" if ".safetensors" in unread[0] else "state_dict"
         lines.append(f"not read: {shown}, beside it (--from {other} reads the weights alone)")
     storage = open_storage(source)
-    if found in ("huggingface", "state_dict") and (tag := hint(storage)) and tag not in storage.names():
+    if found in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
         lines.append(f"latest names {tag!r}, which is not there; the weights beside it are read instead")
     return lines
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import TierError, UsageError
-from shoal.process import Owner, lock_if_gone, sign
+from shoal.process import FileOwner, lock_if_gone, sign
 
 logger = logging.getLogger("shoal")
 
@@ -53,7 +53,7 @@ class PrivateFolder:
         try:
             os.mkdir(self.path, 0o700)
             self.fd = os.open(self.path, _OPEN_FOLDER)
-            self._owner_fd = sign(Owner.this(job, rank), _OWNER, folder_fd=self.fd)
+            self._owner_fd = sign(FileOwner.this(job, rank), _OWNER, folder_fd=self.fd)
         except OSError as error:
             if self.fd >= 0:
                 self.remove()

@@ -22,7 +22,7 @@ import pytest
 from shoal.checkpoint import lock
 from shoal.checkpoint.lock import FolderLock
 from shoal.errors import CheckpointError
-from shoal.process import Owner
+from shoal.process import FileOwner
 from tests.unit.checkpoint_maker import local, make
 
 SHORT_SECONDS = 0.2  # a foreign lock is watched for so long in these tests
@@ -71,7 +71,7 @@ def owner_of(folder: Path) -> dict[str, Any]:
 
 def write_owner(folder: Path, **changes: Any) -> None:
     """A lock as this process would write it, but for the changes."""
-    (folder / lock.NAME).write_text(json.dumps({**asdict(Owner.this("0" * 16, 0)), **changes}))
+    (folder / lock.NAME).write_text(json.dumps({**asdict(FileOwner.this("0" * 16, 0)), **changes}))
 
 
 def test_a_second_job_is_told_host_and_process_of_the_first_and_takes_over_once_it_is_dead(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from shoal.checkpoint import catalogue
+from shoal.checkpoint import directory
 from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
@@ -79,14 +79,14 @@ def _of_file(path: Path) -> Format:
 
 
 def _of_folder(storage: Storage, tag: str | None) -> Format | None:
-    if tag is not None and catalogue.is_name(tag) and (found := _of_checkpoint(storage, tag)) is not None:
+    if tag is not None and directory.is_name(tag) and (found := _of_checkpoint(storage, tag)) is not None:
         return found
     names = storage.names()
     if ".metadata" in names:
         return "dcp"
     if (found := _of_checkpoint(storage, "")) is not None:
         return found
-    if catalogue.deepspeeds_tag(storage) is not None:
+    if directory.deepspeeds_tag(storage) is not None:
         return "deepspeed"
     tags = {_of_checkpoint(storage, name) for name in names if storage.is_folder(name)}
     if tags & {"shoal", "deepspeed"}:
@@ -99,7 +99,7 @@ def _of_folder(storage: Storage, tag: str | None) -> Format | None:
 def _of_checkpoint(storage: Storage, folder: str) -> Literal["shoal", "deepspeed"] | None:
     """The format of the checkpoint whose files lie in a folder. One of Shoal's that is damaged is one of Shoal's."""
     names = storage.names(folder)
-    if "manifest.json" in names or catalogue.is_ours(storage, folder):
+    if "manifest.json" in names or directory.is_ours(storage, folder):
         return "shoal"
     return "deepspeed" if any(map(_DEEPSPEED.fullmatch, names)) else None
 
@@ -114,7 +114,7 @@ def unread_weights(path: str | os.PathLike[str], format: Format) -> list[str]:
     return [
         name
         for name in storage.names()
-        if any(kind.fullmatch(name) for kind in kinds) and not catalogue.is_our_file(name)
+        if any(kind.fullmatch(name) for kind in kinds) and not directory.is_our_file(name)
     ]
 
 

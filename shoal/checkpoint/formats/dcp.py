@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.dcp_metadata import Item, Part, Path, read_metadata
-from shoal.checkpoint.formats.foreign import ForeignFolder
+from shoal.checkpoint.formats.dcp_metadata import FileRange, Item, Path, read_metadata
 from shoal.checkpoint.formats.torch_file import load_part
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import TensorInfo, about_bare
 from shoal.checkpoint.problems import damaged_copy
@@ -37,7 +37,7 @@ class DcpSource:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = ForeignFolder(folder)
+        self._folder = UntrustedFolder(folder)
         self._items: dict[tuple[str, str], Item] = {}
         sorting = _Sorted(read_metadata(self._folder))
         if not sorting.model:
@@ -150,7 +150,7 @@ class DcpSource:
             whole[place] = chunk
         return whole
 
-    def _chunk(self, item: Item, part: Part) -> torch.Tensor:
+    def _chunk(self, item: Item, part: FileRange) -> torch.Tensor:
         assert part.rectangle is not None
         value = self._load(part)
         shape, dtype = part.rectangle.shape, _dtype(item)
@@ -170,7 +170,7 @@ class DcpSource:
             raise damaged_copy(f"{'.'.join(map(str, item.path))} is {problem}.", self._folder.url)
         return self._load(item.parts[0])
 
-    def _load(self, part: Part) -> Any:
+    def _load(self, part: FileRange) -> Any:
         where = f"byte {part.offset} of {self._folder.url}/{part.file}"
         with self._folder.open(part.file) as file:
             return load_part(file, part.offset, part.nbytes, where)
@@ -178,7 +178,7 @@ class DcpSource:
 
 def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:
     """Remove names whose bytes are another's, as Shoal writes tied weights. Returns: the other names, by name."""
-    first: dict[tuple[Part, ...], str] = {}
+    first: dict[tuple[FileRange, ...], str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, item in list(model.items()):
         same = first.setdefault(item.parts, name) if item.parts else name

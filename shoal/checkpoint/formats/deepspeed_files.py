@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.catalogue import UNIVERSAL
+from shoal.checkpoint.directory import UNIVERSAL
 from shoal.checkpoint.formats.deepspeed_objects import STAND_INS
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.storage import LocalStorage, open_storage

@@ -9,7 +9,7 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed_files import not_built
 from shoal.checkpoint.formats.deepspeed_objects import DynamicLossScaler, LossScaler
-from shoal.checkpoint.formats.deepspeed_state import Held, check_stored, damaged, entry
+from shoal.checkpoint.formats.deepspeed_state import NamedState, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
 
 # Everything else at the top of a model file is the client's.
@@ -86,7 +86,7 @@ class ModelFile:
                 found[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
         return found | {name: info for name, info in elsewhere.items() if name not in found}
 
-    def about(self, infos: Mapping[str, TensorInfo], trained: Held | None, scale: Any) -> About:
+    def about(self, infos: Mapping[str, TensorInfo], trained: NamedState | None, scale: Any) -> About:
         """All that is known beside the tensors."""
         state = self.state
         for key, what in _NOT_KEPT.items():
@@ -157,7 +157,7 @@ class ModelFile:
         }
 
 
-def optimizer_name(config: Any, trained: Held) -> str | None:
+def optimizer_name(config: Any, trained: NamedState) -> str | None:
     """The optimizer's class: from the configuration, or else by its settings and state; None: it cannot be told."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and isinstance(section.get("type"), str):

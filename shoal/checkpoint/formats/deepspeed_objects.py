@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 
-class Record:
+class PickledRecord:
     """What was an object: its attributes, as ``values``."""
 
     __slots__ = ("values",)
@@ -28,25 +28,25 @@ class Record:
         self.values = dict(state) if type(state) is dict else {}
 
 
-class LossScaler(Record):
+class LossScaler(PickledRecord):
     """A static loss scale: ``cur_scale``."""
 
     __slots__ = ()
 
 
-class DynamicLossScaler(Record):
+class DynamicLossScaler(PickledRecord):
     """A dynamic loss scale: ``cur_scale``, ``cur_iter``, ``last_overflow_iter``, ``cur_hysteresis``, ..."""
 
     __slots__ = ()
 
 
-class FragmentAddress(Record):
+class FragmentAddress(PickledRecord):
     """Where a rank's flat partition holds a part of a parameter: ``start`` and ``numel``, in elements."""
 
     __slots__ = ()
 
 
-class SubparamShape(Record):
+class SubparamShape(PickledRecord):
     """Sizes of parameters that lie in one tensor: ``shape``, ``partition_dim``."""
 
     __slots__ = ()

@@ -14,10 +14,10 @@ from types import TracebackType
 
 import torch
 
-from shoal.checkpoint.blocks import Entry, plan_file, write_file
-from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.formats.safetensors_file import Header, Stored, read_header, read_range
 from shoal.checkpoint.formats.target import new_folder, split
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource
 from shoal.checkpoint.problems import damaged_copy, listed, unsafe
@@ -32,7 +32,7 @@ _FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
 _MAX_NAMED = 5
 
 
-class Weights:
+class SafetensorsWeights:
     """The tensors of a folder of safetensors files, by name: whole, or ranges of them.
 
     Args:
@@ -45,7 +45,7 @@ class Weights:
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
         is_file = text.endswith(".safetensors")
-        self._folder = ForeignFolder(split(text)[0] if is_file else text)
+        self._folder = UntrustedFolder(split(text)[0] if is_file else text)
         self.url = self._folder.url
         self.notes: list[str] = []
         self.num_bytes_read = 0  # of tensors
@@ -156,7 +156,7 @@ class Weights:
         self._opened = None
         self._open.close()
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> SafetensorsWeights:
         return self
 
     def __exit__(
@@ -168,11 +168,11 @@ class Weights:
 class HuggingFaceSource(WeightsSource):
     """A Hugging Face model's safetensors as a ``Source``.
 
-    Raises: CheckpointError: as ``Weights``.
+    Raises: CheckpointError: as ``SafetensorsWeights``.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._weights = Weights(folder)
+        self._weights = SafetensorsWeights(folder)
         weights = self._weights
         super().__init__(weights.info(), weights.url, weights.aliases, weights.notes)
 
@@ -219,7 +219,9 @@ def write_huggingface(
     def reading(name: str) -> Callable[[], Sequence[torch.Tensor]]:
         return lambda: [source.read(MODEL, name).to(chosen[name]).reshape(-1)]
 
-    entries = [Entry(name, chosen[name], info.shape, reading(name)) for name, info in source.tensors(MODEL).items()]
+    entries = [
+        TensorEntry(name, chosen[name], info.shape, reading(name)) for name, info in source.tensors(MODEL).items()
+    ]
     shards = _shards(entries, max_file_nbytes)
     many = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
     names = many if len(shards) > 1 else [SINGLE]
@@ -238,8 +240,8 @@ def write_huggingface(
                 sink.flush()
 
 
-def _shards(entries: Sequence[Entry], max_file_nbytes: float) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
+def _shards(entries: Sequence[TensorEntry], max_file_nbytes: float) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
     held = 0
     for entry in entries:
         if shards[-1] and held + entry.nbytes > max_file_nbytes:

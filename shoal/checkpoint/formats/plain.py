@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
 from shoal.checkpoint.formats.huggingface import cast_dtypes, write_huggingface
 from shoal.checkpoint.formats.target import new_file
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.formats.torch_writing import write_tensors
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource
 from shoal.checkpoint.problems import damaged_copy
@@ -69,7 +69,7 @@ def _files(path: str | os.PathLike[str]) -> list[Path]:
     place = Path(path).expanduser()
     if not place.is_dir():
         return [place]
-    folder = ForeignFolder(place)
+    folder = UntrustedFolder(place)
     assert isinstance(folder.storage, LocalStorage)
     present = folder.names()
     if INDEX in present:

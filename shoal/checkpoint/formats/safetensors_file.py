@@ -4,7 +4,7 @@
     header   JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {...}}
     data     each tensor's bytes, row by row, without a gap
 
-A header is foreign input: each place in it is checked against the file's size before memory is asked for.
+A header is not trusted: each offset in it is checked against the file's size before memory is allocated.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 def load_part(file: Reader, offset: int, nbytes: int, where: str) -> Any:
     """What a part of a file holds, as ``load``; its tensors are read at once."""
-    part = cast(IO[bytes], _Part(file, offset, nbytes))
+    part = cast(IO[bytes], _FileSlice(file, offset, nbytes))
     check_zip(part, where)
     try:
         part.seek(0)
@@ -59,7 +59,7 @@ def load_part(file: Reader, offset: int, nbytes: int, where: str) -> Any:
         raise _refused(error, where, part) from error
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, file: Reader, begin: int, nbytes: int) -> None:

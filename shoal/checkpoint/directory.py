@@ -38,7 +38,7 @@ _MAX_HINT_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """One checkpoint of a folder."""
 
     folder: str
@@ -51,7 +51,7 @@ class Found:
         return ("", 0) if self.manifest is None else (self.manifest.created, self.manifest.step)
 
 
-def look(storage: Storage) -> list[Found]:
+def list_checkpoints(storage: Storage) -> list[FoundCheckpoint]:
     """The checkpoints of a folder, the newest first, those that cannot be read last.
 
     Only manifests and sizes are looked at.
@@ -60,21 +60,21 @@ def look(storage: Storage) -> list[Found]:
     """
     with _reading(storage):
         names = storage.names()
-    found = [entry for name in names if (entry := _look_at(storage, name)) is not None]
+    found = [entry for name in names if (entry := _inspect_entry(storage, name)) is not None]
     return sorted(found, key=lambda entry: entry.order, reverse=True)
 
 
-def _look_at(storage: Storage, name: str) -> Found | None:
+def _inspect_entry(storage: Storage, name: str) -> FoundCheckpoint | None:
     staging = STAGING.fullmatch(name)
     try:
         with _reading(storage):
             if (staging is not None and staging["what"] == "tmp") or not storage.is_folder(name):
                 return None
             if not storage.exists(f"{name}/{manifests.NAME}"):
-                return Found(name, None, _missing_manifest(storage, name)) if is_ours(storage, name) else None
-        return Found(name, inspect(storage, name))
+                return FoundCheckpoint(name, None, _missing_manifest(storage, name)) if is_ours(storage, name) else None
+        return FoundCheckpoint(name, inspect(storage, name))
     except CheckpointError as error:
-        return Found(name, None, error)
+        return FoundCheckpoint(name, None, error)
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def verify(
     return problems
 
 
-def hint(storage: Storage, file: str = LATEST) -> str | None:
+def read_latest(storage: Storage, file: str = LATEST) -> str | None:
     """What ``latest`` names, if it can be read."""
     try:
         return storage.read(file, _MAX_HINT_BYTES).decode().strip() or None
@@ -169,7 +169,7 @@ def find_tag(storage: Storage, tag: str) -> str:
     with _reading(storage):
         if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
             return tag
-    others = look(storage)
+    others = list_checkpoints(storage)
     for found in others:  # one that was being replaced when its run died
         if found.manifest is not None and found.manifest.tag == tag:
             return found.folder
@@ -210,7 +210,7 @@ def candidates(comm: Communicator, storage: Storage, tag: str | None, *, is_univ
 
 def _universal(storage: Storage) -> str | None:
     """What ``latest_universal`` names; it stays while training goes on and saves, so a later save is told."""
-    named, latest = hint(storage, LATEST_UNIVERSAL), hint(storage)
+    named, latest = read_latest(storage, LATEST_UNIVERSAL), read_latest(storage)
     if named is None:
         logger.info(
             "checkpoint.load_universal: there is no %s, and none is needed: every checkpoint of Shoal's loads in every"
@@ -232,7 +232,7 @@ def _universal(storage: Storage) -> str | None:
 
 
 def _resumable(storage: Storage) -> list[str]:
-    found = look(storage)
+    found = list_checkpoints(storage)
     for entry in found:
         if entry.problem is not None:
             logger.warning("%s is passed over: %s", entry.folder, entry.problem.what)
@@ -258,7 +258,7 @@ def _resumable(storage: Storage) -> list[str]:
             else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
             code="checkpoint-missing",
         )
-    hinted = hint(storage)
+    hinted = read_latest(storage)
     names = {entry.folder for entry in whole} | {entry.manifest.tag for entry in whole if entry.manifest is not None}
     if hinted in names - {meant[0].folder, meant[0].manifest and meant[0].manifest.tag}:
         logger.warning(
@@ -280,7 +280,7 @@ def is_deepspeeds(storage: Storage, folder: str) -> bool:
 def deepspeeds_tag(storage: Storage) -> str | None:
     """The folder of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
     for file in (LATEST, LATEST_UNIVERSAL):
-        tag = hint(storage, file)
+        tag = read_latest(storage, file)
         if tag is not None:
             return deepspeeds_folder(storage, tag) if is_name(tag) else None
     return None
@@ -314,7 +314,7 @@ def is_ours(storage: Storage, folder: str) -> bool:
     return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
 
 
-def is_beside(name: str) -> bool:
+def is_deepspeeds_file(name: str) -> bool:
     """Is it a file of DeepSpeed's layout, as a save under its name leaves them beside ours?"""
     return _BESIDE.fullmatch(name) is not None
 

@@ -1,6 +1,6 @@
 """What this rank holds of a sharded model, by parameter: the one list that saving and loading both go through.
 
-A holding is a contiguous range of one flattened tensor, in one or more pieces of memory. Where several ranks hold the
+A shard is a contiguous range of one flattened tensor, in one or more pieces of memory. Where several ranks hold the
 same range, each writes its share of it; each loads the whole.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.blocks import Entry
+from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import rectangles
 from shoal.errors import CheckpointError
@@ -26,7 +26,7 @@ from shoal.zero.step import ShardedStep
 
 
 @dataclass(frozen=True)
-class Holding:
+class LocalShard:
     """The elements ``[begin, end)`` of a flattened tensor, in this rank's memory."""
 
     kind: str
@@ -70,7 +70,7 @@ class Holding:
             at += piece.numel()
         return found
 
-    def entries(self) -> Iterator[tuple[Entry, tuple[int, ...]]]:
+    def entries(self) -> Iterator[tuple[TensorEntry, tuple[int, ...]]]:
         """What this rank writes: an entry, and where it begins in the tensor, for each rectangle of its share."""
         begin, end = self.share()
         at = begin
@@ -80,7 +80,7 @@ class Holding:
             is_whole = rectangle.shape == self.shape
             key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{place}]")
             yield (
-                Entry(
+                TensorEntry(
                     key,
                     self.dtype,
                     rectangle.shape,
@@ -91,12 +91,12 @@ class Holding:
             )
 
 
-def _reading(holding: Holding, begin: int, end: int) -> Any:
-    return lambda: holding.part(begin, end)
+def _reading(shard: LocalShard, begin: int, end: int) -> Any:
+    return lambda: shard.part(begin, end)
 
 
-class Holdings:
-    """The holdings of one engine's model and optimizer.
+class LocalShards:
+    """The shards of one engine's model and optimizer.
 
     Args:
         step: None: the engine has no optimizer.
@@ -125,7 +125,7 @@ class Holdings:
         outer = self.axes.outer
         return (outer.size, outer.rank) if outer is not None and bucket.comm.size < everyone.size else (1, 0)
 
-    def model(self, *, exclude_frozen: bool = False) -> Iterator[Holding]:
+    def model(self, *, exclude_frozen: bool = False) -> Iterator[LocalShard]:
         """Values of parameters: master weights where there are any."""
         for bucket, state in self.buckets():
             if state is None and exclude_frozen:
@@ -141,11 +141,11 @@ class Holdings:
                 elif state is None and bucket.is_on_disk:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 is_private = state is not None and (state.has_own_master or bucket.is_sharded)
-                yield Holding(
+                yield LocalShard(
                     MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch, is_private
                 )
 
-    def optimizer(self) -> Iterator[Holding]:
+    def optimizer(self) -> Iterator[LocalShard]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
         if self.step is None:
             return
@@ -155,7 +155,7 @@ class Holdings:
                 segments = [segment for _, segment in self.step.pieces_of_slot(state, index)]
                 for key, pieces in self._state_parts(state, index).items():
                     fetch = None if state.shelf is None else partial(self._fetched, state, index, key)
-                    yield Holding(
+                    yield LocalShard(
                         OPTIMIZER + key,
                         slot.name,
                         slot.shape,

@@ -23,7 +23,7 @@ from shoal.errors import CheckpointError
 _NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+=@-]{0,250}")
 
 
-class ForeignFolder:
+class UntrustedFolder:
     """A folder of files to read.
 
     Args:

@@ -16,7 +16,7 @@ import torch
 
 from shoal.checkpoint import directory, tree
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
+from shoal.checkpoint.local_shards import LocalShard, LocalShards, ParameterSpec, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.problems import agree, damaged, listed
 from shoal.checkpoint.reader import CheckpointReader, StateReader
@@ -126,7 +126,7 @@ class Load:
         frozen: set[str] = set()
         for bucket, state in self._shards.buckets():
             for slot in bucket.layout.slots:
-                held[slot.name] = slot.shape
+                held[slot.name] = ParameterSpec.of(slot).global_shape
                 if state is None:
                     frozen.add(slot.name)
         missing = [name for name in held if name not in saved]
@@ -207,7 +207,7 @@ class Load:
             flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1).clone()
             if not buffer.is_contiguous():
                 self._apart.append((buffer, flat))
-            targets.append(LocalShard(MODEL, name, tuple(buffer.shape), 0, (flat,)))
+            targets.append(LocalShard(MODEL, ParameterSpec.whole(name, tuple(buffer.shape)), 0, (flat,)))
         if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
             targets += list(self._shards.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
         return [target for target in targets if target.numel]
@@ -219,7 +219,7 @@ class Load:
             for kind in kinds:
                 if manifest.find(kind, shard.name) is not None:
                     nothing = torch.empty(shard.numel, device="meta")
-                    yield LocalShard(kind, shard.name, shard.shape, shard.begin, (nothing,))
+                    yield LocalShard(kind, shard.spec, shard.begin, (nothing,))
 
     def check(self, chosen: Chosen, reader: StateReader) -> None:
         """Read and compare, on every rank. Raises: CheckpointError: on every rank, the damage that was found."""

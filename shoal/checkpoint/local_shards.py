@@ -1,13 +1,20 @@
-"""What this rank holds of a sharded model, by parameter: the one list that saving and loading both go through.
+"""What this rank has of a sharded model, by parameter: the one list that saving and loading both go through.
 
-A shard is a contiguous range of one flattened tensor, in one or more pieces of memory. Where several ranks hold the
-same range, each writes its share of it; each loads the whole.
+A local shard is a contiguous range of one flattened parameter, or of its optimizer state, in one or more pieces of
+memory. The parameter may itself be a rectangle of a larger, global tensor (a tensor-parallel rank's columns):
+
+    global [4, 6], local ((0, 4), (2, 4))        . . # # . .        elements 1..6 of the flattened local part are
+                                                 . . # # . .        the rectangles  rows 0..1, columns 3..4
+                                                 . . # # . .                        rows 1..3, columns 2..4
+                                                 . . # # . .
+
+Where several ranks have the same range, each writes its share of it; each loads the whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,9 +23,10 @@ from torch import nn
 
 from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
-from shoal.checkpoint.rectangles import rectangles
+from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
 from shoal.memory.bucket import ParameterBucket
+from shoal.memory.layout import Slot
 from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
@@ -26,18 +34,55 @@ from shoal.zero.step import ShardedStep
 
 
 @dataclass(frozen=True)
+class ParameterSpec:
+    """A tensor of the checkpoint, and the part of it that this rank's parameter is.
+
+    Args:
+        local: (start, stop) in every dim of the global tensor.
+    """
+
+    name: str
+    global_shape: tuple[int, ...]
+    local: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def whole(name: str, shape: tuple[int, ...]) -> ParameterSpec:
+        return ParameterSpec(name, shape, tuple((0, size) for size in shape))
+
+    @staticmethod
+    def of(slot: Slot) -> ParameterSpec:
+        """A slot without ``global_shape`` and ``local`` is the whole tensor."""
+        spec = ParameterSpec.whole(slot.name, getattr(slot, "global_shape", slot.shape))
+        return replace(spec, local=getattr(slot, "local", spec.local))
+
+
+def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:
+    """Elements ``[begin, end)`` of the flattened local part, as rectangles of the global tensor.
+
+    Yields: where each begins in the flattened local part, and the rectangle, in order.
+    """
+    for inner in rectangles(tuple(stop - start for start, stop in spec.local), begin, end):
+        start = tuple(low + first for (low, _), first in zip(spec.local, inner.start, strict=True))
+        yield begin, Rectangle(start, inner.shape)
+        begin += inner.numel
+
+
+@dataclass(frozen=True)
 class LocalShard:
-    """The elements ``[begin, end)`` of a flattened tensor, in this rank's memory."""
+    """The elements ``[begin, end)`` of a flattened parameter (or of state like it), in this rank's memory."""
 
     kind: str
-    name: str
-    shape: tuple[int, ...]
+    spec: ParameterSpec
     begin: int
     pieces: tuple[torch.Tensor, ...]  # 1-D, one after the other
-    num_copies: int = 1  # ranks that hold this very range
+    num_copies: int = 1  # ranks that have this very range
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
     is_private: bool = False  # it is changed by Shoal alone, after ``BucketState.settle``
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def numel(self) -> int:
@@ -70,29 +115,19 @@ class LocalShard:
             at += piece.numel()
         return found
 
+    def rectangles(self) -> Iterator[tuple[int, Rectangle]]:
+        """As ``local_rectangles`` of all of it."""
+        return local_rectangles(self.spec, self.begin, self.end)
+
     def entries(self) -> Iterator[tuple[TensorEntry, tuple[int, ...]]]:
-        """What this rank writes: an entry, and where it begins in the tensor, for each rectangle of its share."""
-        begin, end = self.share()
-        at = begin
-        for rectangle in rectangles(self.shape, begin, end):
-            low, at = at, at + rectangle.numel
-            place = ",".join(f"{s}:{s + n}" for s, n in zip(rectangle.start, rectangle.shape, strict=True))
-            is_whole = rectangle.shape == self.shape
-            key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{place}]")
-            yield (
-                TensorEntry(
-                    key,
-                    self.dtype,
-                    rectangle.shape,
-                    _reading(self, low, low + rectangle.numel),
-                    is_kept=self.is_private and self.fetch is None,
-                ),
-                rectangle.start,
-            )
-
-
-def _reading(shard: LocalShard, begin: int, end: int) -> Any:
-    return lambda: shard.part(begin, end)
+        """What this rank writes: an entry for each rectangle of its share, and where that begins in the tensor."""
+        for low, rectangle in local_rectangles(self.spec, *self.share()):
+            bounds = ",".join(f"{s}:{s + n}" for s, n in zip(rectangle.start, rectangle.shape, strict=True))
+            is_whole = rectangle.shape == self.spec.global_shape
+            key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{bounds}]")
+            read = partial(self.part, low, low + rectangle.numel)
+            is_kept = self.is_private and self.fetch is None
+            yield TensorEntry(key, self.dtype, rectangle.shape, read, is_kept=is_kept), rectangle.start
 
 
 class LocalShards:
@@ -116,6 +151,11 @@ class LocalShards:
         for unit in self.sharded.units:
             for bucket in unit.buckets:
                 yield bucket, self._state_of.get(id(bucket))
+
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every parameter, by name."""
+        slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.slots)
+        return {slot.name: ParameterSpec.of(slot).global_shape for slot in slots}
 
     def _copies(self, bucket: ParameterBucket) -> tuple[int, int]:
         """How many ranks hold this rank's range of a bucket, and which of them this rank is."""
@@ -141,9 +181,8 @@ class LocalShards:
                 elif state is None and bucket.is_on_disk:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 is_private = state is not None and (state.has_own_master or bucket.is_sharded)
-                yield LocalShard(
-                    MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch, is_private
-                )
+                spec = ParameterSpec.of(slot)
+                yield LocalShard(MODEL, spec, segment.offset, (piece,), num_copies, copy, fetch, is_private)
 
     def optimizer(self) -> Iterator[LocalShard]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
@@ -157,8 +196,7 @@ class LocalShards:
                     fetch = None if state.shelf is None else partial(self._fetched, state, index, key)
                     yield LocalShard(
                         OPTIMIZER + key,
-                        slot.name,
-                        slot.shape,
+                        ParameterSpec.of(slot),
                         segments[0].offset,
                         tuple(pieces),
                         num_copies,

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from shoal.checkpoint.blocks import BlockReader
-from shoal.checkpoint.local_shards import LocalShard
+from shoal.checkpoint.local_shards import LocalShard, ParameterSpec
 from shoal.checkpoint.manifest import Manifest, TensorRecord
 from shoal.checkpoint.problems import damaged, listed
-from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
@@ -33,7 +33,7 @@ class RangeCopy:
     numel: int
     dtype: torch.dtype
     shard: LocalShard  # whose elements from ``begin`` on they become, in its own dtype and on its device
-    begin: int  # in the flattened tensor
+    begin: int  # in the flattened parameter
 
     @property
     def nbytes(self) -> int:
@@ -111,8 +111,7 @@ class CheckpointReader:
 
     def _copies(self, record: TensorRecord, shard: LocalShard) -> Iterator[tuple[int, RangeCopy]]:
         dtype = dtype_of(record.dtype)
-        for wanted in rectangles(record.shape, shard.begin, shard.end):
-            wanted_begin = flat_begin(record.shape, wanted)
+        for wanted_begin, wanted in shard.rectangles():
             for file, offset, start, shape in record.chunks:
                 held = Rectangle(start, shape)
                 common = held.meet(wanted)
@@ -186,7 +185,7 @@ class CheckpointReader:
             where = f"checkpoint {self.folder} in {self.storage.url}"
             raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", where)
         flat = torch.empty(record.numel, dtype=dtype_of(record.dtype))
-        self.run(self.plan([LocalShard(kind, name, record.shape, 0, (flat,))]))
+        self.run(self.plan([LocalShard(kind, ParameterSpec.whole(name, record.shape), 0, (flat,))]))
         return flat.view(record.shape)
 
 

@@ -36,6 +36,10 @@ class Rectangle:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def slices(self) -> tuple[slice, ...]:
+        """Indices that take it out of the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
+
     def meet(self, other: Rectangle) -> Rectangle | None:
         """The elements that are in both, or None."""
         start = tuple(map(max, self.start, other.start))
@@ -106,14 +110,6 @@ def _in_row(shape: tuple[int, ...], row: int, begin: int, end: int) -> tuple[Rec
 def whole(shape: tuple[int, ...]) -> Rectangle:
     """The tensor itself."""
     return Rectangle((0,) * len(shape), shape)
-
-
-def flat_begin(shape: tuple[int, ...], rectangle: Rectangle) -> int:
-    """The flattened tensor's index of a rectangle's first element."""
-    begin = 0
-    for size, start in zip(shape, rectangle.start, strict=True):
-        begin = begin * size + start
-    return begin
 
 
 def cover_problem(shape: tuple[int, ...], parts: list[Rectangle]) -> str | None:

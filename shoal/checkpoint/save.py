@@ -303,9 +303,10 @@ def _plan(shards: list[LocalShard], state: SavedState, rank: int) -> tuple[FileP
 
     described: list[tuple[str, str, str, tuple[int, ...]]] = []
     for shard in shards:
-        described.append((shard.kind, shard.name, tree.name_of(shard.dtype), shard.shape))
+        shape = shard.spec.global_shape
+        described.append((shard.kind, shard.name, tree.name_of(shard.dtype), shape))
         for entry, start in shard.entries():
-            add(entry, shard.kind, shard.name, shard.shape, start)
+            add(entry, shard.kind, shard.name, shape, start)
     whole: dict[tuple[str, str], torch.Tensor] = dict(state.tensors)
     own: dict[str, torch.Tensor] = {}
     own_tree = tree.encode(state.own, own, "own", what=f"the state of rank {rank}")

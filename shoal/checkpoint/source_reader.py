@@ -48,12 +48,13 @@ class SourceReader:
     def run(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Raises: CheckpointError."""
         for (kind, name), shards in plan.items():
-            values = self.tensor(kind, name).reshape(-1)
+            values = self.tensor(kind, name)
             for shard in shards:
-                at = shard.begin
-                for target in shard.part(shard.begin, shard.end):
-                    target.copy_(values[at : at + target.numel()])
-                    at += target.numel()
+                for begin, rectangle in shard.rectangles():
+                    flat = values[rectangle.slices()].reshape(-1)
+                    for target in shard.part(begin, begin + rectangle.numel):
+                        target.copy_(flat[: target.numel()])
+                        flat = flat[target.numel() :]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""

@@ -187,7 +187,7 @@ class Checkpoints:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return SavedState(
             step=engine.global_steps,
-            parameters=self._parameters(),
+            parameters=self._parameters(shards),
             versions=versions(),
             world={"size": engine.axes.all.size, "dp_shard": engine.axes.inner.size, "stage": engine.plan.zero.stage},
             table=engine.sharded.table.as_dict(),
@@ -201,10 +201,11 @@ class Checkpoints:
             scalars=shards.scalars(),
         )
 
-    def _parameters(self) -> Callable[[], list[ParameterRecord]]:
+    def _parameters(self, shards: LocalShards) -> Callable[[], list[ParameterRecord]]:
         engine = self._engine
         names, aliases = names_of(engine.module)
         parameters = list(engine.module.parameters())
+        shapes = shards.global_shapes()
         group_of = {}
         if engine.sharded_optimizer is not None:
             group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
@@ -215,7 +216,7 @@ class Checkpoints:
                     name=names[id(parameter)],
                     aliases=list(aliases.get(names[id(parameter)], ())),
                     dtype=tree.name_of(parameter.dtype),
-                    shape=tuple(parameter.shape),
+                    shape=shapes.get(names[id(parameter)], tuple(parameter.shape)),
                     group=group_of.get(id(parameter)),
                 )
                 for parameter in parameters

@@ -143,11 +143,7 @@ class DcpSource:
         for part in item.parts:
             assert part.rectangle is not None
             chunk = self._chunk(item, part)
-            place = tuple(
-                slice(start, start + size)
-                for start, size in zip(part.rectangle.start, part.rectangle.shape, strict=True)
-            )
-            whole[place] = chunk
+            whole[part.rectangle.slices()] = chunk
         return whole
 
     def _chunk(self, item: Item, part: FileRange) -> torch.Tensor:

@@ -24,7 +24,7 @@ from shoal.checkpoint.formats import safe_unpickling
 from shoal.checkpoint.formats.dcp import DcpSource
 from shoal.checkpoint.formats.dcp_metadata import _EXPECTED, read_metadata
 from shoal.checkpoint.formats.dcp_writing import write_dcp
-from shoal.checkpoint.formats.torch_writing import write_tensor
+from shoal.checkpoint.formats.torch_writing import write_values
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
@@ -137,7 +137,7 @@ def test_chunks_in_several_files_are_put_together(tmp_path: Path) -> None:
         part = whole[rows[0] : rows[1], columns[0] : columns[1]].clone()
         with (folder / f"__{number}_1.distcp").open("wb") as file:
             file.write(b"before")
-            write_tensor(file, part)
+            write_values(file, part)
             place = _StorageInfo(f"__{number}_1.distcp", 6, file.tell() - 6)
         start = torch.Size([rows[0], columns[0]])
         chunk = torch_metadata.ChunkStorageMetadata(start, part.shape)

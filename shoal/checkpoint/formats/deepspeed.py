@@ -6,7 +6,7 @@
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
 
-DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_objects`` for what they may ask for.
+DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_files`` for what they may ask for.
 """
 
 from __future__ import annotations

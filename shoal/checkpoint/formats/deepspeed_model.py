@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import not_built
-from shoal.checkpoint.formats.deepspeed_objects import DynamicLossScaler, LossScaler
+from shoal.checkpoint.formats.deepspeed_files import LossScaler, not_built
 from shoal.checkpoint.formats.deepspeed_state import NamedState, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
 
@@ -146,7 +145,7 @@ class ModelFile:
         """The scale of fp16 as Shoal's ``LossScale.state_dict()`` has it."""
         if torch.float16 not in {tensor.dtype for tensor in self.parameters().values()}:
             return None
-        values = scale.values if isinstance(scale, DynamicLossScaler | LossScaler) else scale
+        values = scale.values if isinstance(scale, LossScaler) else scale
         if not isinstance(values, Mapping) or "cur_scale" not in values:
             return None
         return {

@@ -17,14 +17,16 @@ At stage 0 every tensor is whole, and is a flat tensor of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
@@ -43,31 +45,22 @@ class FlatRange:
     numel: int
 
 
-class FlatRanges(Protocol):
-    """Where a parameter lies: its elements in order."""
-
-    def __iter__(self) -> Iterator[FlatRange]: ...
-
-
-class NamedState(Protocol):
+@dataclass(kw_only=True)
+class NamedState(ABC):
     """The optimizer's state by parameter, wherever it lies."""
 
-    @property
-    def group_of(self) -> dict[str, int]: ...
+    group_of: dict[str, int] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    @property
-    def groups(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def scalars(self) -> dict[str, dict[str, Any]]: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
+    @abstractmethod
     def kinds(self) -> list[str]: ...
 
+    @abstractmethod
     def infos(self, kind: str) -> dict[str, TensorInfo]: ...
 
+    @abstractmethod
     def read(self, kind: str, name: str) -> torch.Tensor: ...
 
 
@@ -93,26 +86,22 @@ class EqualParts:
 
 
 @dataclass
-class FlatState:
-    """The optimizer's state by parameter.
+class FlatState(NamedState):
+    """The optimizer's state in flat tensors.
 
     Args:
         flats: of each rank, its flat tensors. They are mapped from the files.
-        shapes, places, group_of, scalars: by parameter.
-        groups: hyperparameters.
         files: names the ranks' files in errors.
     """
 
     flats: list[list[Flat]]
     files: list[str]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    places: dict[str, FlatRanges] = field(default_factory=dict)
-    group_of: dict[str, int] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    places: dict[str, Iterable[FlatRange]] = field(default_factory=dict)
 
-    def add(self, name: str, shape: Sequence[int], group: int, places: FlatRanges, scalars: Mapping[str, Any]) -> None:
+    def add(
+        self, name: str, shape: Sequence[int], group: int, places: Iterable[FlatRange], scalars: Mapping[str, Any]
+    ) -> None:
         """Raises: CheckpointError: the parts are not the whole, or not in the files."""
         numel = math.prod(shape)
         found = 0
@@ -309,21 +298,12 @@ def entry(state: Any, key: str, file: str) -> Any:
 def check_stored(what: str, tensor: torch.Tensor, file: str) -> None:
     """Raises: CheckpointError: a file's few bytes claim to be a large tensor, by strides of 0."""
     if tensor.nbytes > max(tensor.untyped_storage().nbytes(), _MAX_REPEATED_BYTES):
-        raise CheckpointError(
-            f"{what} is {tensor.nbytes} bytes, of which the file holds {tensor.untyped_storage().nbytes()}.",
-            where=file,
-            do="do not trust this checkpoint.",
-            code="checkpoint-unsafe",
-        )
+        held = tensor.untyped_storage().nbytes()
+        raise unsafe(f"{what} is {tensor.nbytes} bytes, of which the file holds {held}.", file)
 
 
 def damaged(what: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is not whole: {what}.",
-        where=where,
-        do="copy it once more from where it came, or load another checkpoint.",
-        code="checkpoint-damaged",
-    )
+    return damaged_copy(f"the checkpoint is not whole: {what}.", where)
 
 
 def _as_counted(step: Any) -> torch.Tensor:

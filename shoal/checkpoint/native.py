@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
@@ -143,14 +144,12 @@ def write_shoal(
     tag: str | None = None,
     *,
     is_for_resuming: bool = True,
-    on_tensor: Callable[[str, str, int], None] = lambda kind, name, nbytes: None,
 ) -> str:
     """Write a state as a checkpoint that any engine loads.
 
     Args:
         tag: None: ``global_step`` and the source's number of steps.
         is_for_resuming: False: ``latest`` does not name it, and it is loaded where its tag is asked for.
-        on_tensor: called with kind, name and bytes of each tensor as it is read.
 
     Returns: the tag.
     Raises: CheckpointError, OSError: nothing is left behind.
@@ -160,23 +159,16 @@ def write_shoal(
     manifest, aside = manifest_of(source, tag, datetime.now(UTC).isoformat(timespec="microseconds"))
     storage = open_storage(folder)
 
-    def reading(kind: str, name: str, nbytes: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        def read() -> tuple[torch.Tensor, ...]:
-            if kind == EXTRA:
-                return (aside[name].reshape(-1),)
-            on_tensor(kind, name, nbytes)
-            return (source.read(kind, name).reshape(-1),)
-
-        return read
+    def read(kind: str, name: str) -> tuple[torch.Tensor]:
+        return ((aside[name] if kind == EXTRA else source.read(kind, name)).reshape(-1),)
 
     entries: list[TensorEntry] = []
     owner: dict[str, int] = {}
     for index, record in enumerate(manifest.tensors):
         dtype = tree.dtype_of(record.dtype)
-        nbytes = record.numel * dtype.itemsize
-        if nbytes:
+        if record.numel:
             key = f"{record.kind}/{record.name}"
-            entries.append(TensorEntry(key, dtype, record.shape, reading(record.kind, record.name, nbytes)))
+            entries.append(TensorEntry(key, dtype, record.shape, partial(read, record.kind, record.name)))
             owner[key] = index
     plan = plan_file(entries)
     commit = Commit(storage, tag)

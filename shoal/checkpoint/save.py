@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,6 +116,8 @@ class Save:
         self._commit = Commit(storage, tag, on_phase)
         try:
             self._write(list(shards), host_memory)
+            if not options.is_async:
+                self.finish()
         except BaseException:
             self._end_commit()
             raise
@@ -141,37 +144,35 @@ class Save:
         folder, suffix = where[0]
         name = f"rank-{comm.rank:05d}{suffix}.safetensors"
         self._record = described
-        before_flush = lambda: self._on_phase("shard_fsync")  # noqa: E731
-        if not self._options.is_async:
 
-            def write() -> FileRecord:
-                self._on_phase("shard_write")
-                return write_file(self._storage, folder, name, plan, before_flush)
-
-            self._outcome = _attempt(write)
-            self._exchange()
-            self._finish_commit()
-            return
+        def write(snapshot: Snapshot | None = None) -> FileRecord:
+            if snapshot is not None:
+                snapshot.finish()
+            self._on_phase("shard_write")
+            before_flush = partial(self._on_phase, "shard_fsync")
+            return write_file(self._storage, folder, name, plan, before_flush, snapshot)
 
         def take() -> Snapshot:
             self._on_phase("snapshot")
             return Snapshot(plan, host_memory, self._device)
 
+        if not self._options.is_async:
+            self._start(write)
+            return
         snapshot = _attempt(take)
         if isinstance(snapshot, Exception):  # no memory: told at the end of the write, with the others' causes
             self._outcome = snapshot
             return
-
-        def run() -> FileRecord:
-            snapshot.finish()
-            self._on_phase("shard_write")
-            return write_file(self._storage, folder, name, plan, before_flush, snapshot)
-
-        self._start(run)
+        self._start(partial(write, snapshot))
         if self._thread is not None:
             self._snapshot = snapshot
 
     def _start(self, run: Callable[[], Any]) -> None:
+        """Keep what ``run`` returns or raises as the outcome. An asynchronous save runs it on a thread."""
+        if not self._options.is_async:
+            self._outcome = _attempt(run)
+            return
+
         def guarded() -> None:
             try:
                 self._outcome = run()
@@ -202,10 +203,7 @@ class Save:
             manifest = _manifest(self.tag, self._state, records, self._options)
             return self._commit.publish(manifest, self._options.retention, save_latest=self._options.save_latest)
 
-        if self._options.is_async:
-            self._start(run)
-        else:
-            self._outcome = _attempt(run)
+        self._start(run)
 
     def _finish_commit(self) -> None:
         problem = self._problem()
@@ -238,7 +236,7 @@ class Save:
             ) from problem
         return values
 
-    # an asynchronous save, seen from the thread that trains
+    # an go on
 
     def wait_taken(self) -> None:
         """Before optimizer state or shards are changed: wait until they are copied."""

@@ -8,8 +8,9 @@ checked before any of its bytes are used.
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,32 +18,19 @@ import torch
 import xxhash
 
 from shoal.checkpoint.manifest import MAX_SMALL_BLOCK, FileRecord, checksum
+from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.storage import Reader, Sink, Storage
-from shoal.checkpoint.tree import name_of
+from shoal.checkpoint.tree import SAFETENSORS_DTYPES, name_of
 from shoal.errors import CheckpointError
 from shoal.memory.stream_copies import CopyDone, copies_of
 
 MAX_BLOCKS = 1024  # of one file: blocks of a larger one are larger
 _GATHER_NBYTES = 1 << 20  # smaller tensors are gathered into one write
-_SAFETENSORS_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "complex64": "C64",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: 1-D pieces, one after the other, that together have ``shape``.
 
     Args:
@@ -59,35 +47,35 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """A file before it is written: its header, and where each entry will lie."""
 
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     offsets: tuple[int, ...]  # from the file's beginning
     nbytes: int
     block_nbytes: int
 
 
-def plan_file(entries: Sequence[Entry]) -> Plan:
-    """Lay entries out, the widest dtypes first, so that all are aligned."""
+def plan_file(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None = None) -> FilePlan:
+    """Lay entries out, the widest dtypes first, so that all are aligned.
+
+    Args:
+        metadata: text that the header holds beside the tensors.
+    """
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
-    table: dict[str, object] = {}
+    table: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
     offsets = []
     for entry in ordered:
-        name = name_of(entry.dtype)
-        if name not in _SAFETENSORS_DTYPES:
-            raise CheckpointError(f"{entry.key!r} has dtype {name}, which safetensors does not know.")
+        if entry.dtype not in _SAFETENSORS_NAMES:
+            raise CheckpointError(f"{entry.key!r} has dtype {name_of(entry.dtype)}, which safetensors does not know.")
         table[entry.key] = {
-            "dtype": _SAFETENSORS_DTYPES[name],
+            "dtype": _SAFETENSORS_NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [offset, offset + entry.nbytes],
         }
@@ -100,13 +88,21 @@ def plan_file(entries: Sequence[Entry]) -> Plan:
     block = MAX_SMALL_BLOCK
     while nbytes > block * MAX_BLOCKS:
         block *= 2
-    return Plan(header, tuple(ordered), tuple(len(header) + o for o in offsets), nbytes, block)
+    return FilePlan(header, tuple(ordered), tuple(len(header) + o for o in offsets), nbytes, block)
 
 
 def write_file(
-    storage: Storage, folder: str, name: str, plan: Plan, before_flush: Callable[[], None] = lambda: None
+    storage: Storage,
+    folder: str,
+    name: str,
+    plan: FilePlan,
+    before_flush: Callable[[], None] = lambda: None,
+    snapshot: Snapshot | None = None,
 ) -> FileRecord:
     """Write a planned file and flush it.
+
+    Args:
+        snapshot: the file's bytes, if they were copied before; None: read from the entries.
 
     Returns: its record, with the sum of each block.
     Raises: OSError: no space, no permission, a broken disk.
@@ -114,9 +110,12 @@ def write_file(
     """
     with storage.create(f"{folder}/{name}" if folder else name) as sink:
         writer = _BlockWriter(sink, plan.block_nbytes)
-        writer.add(memoryview(plan.header))
-        for entry in plan.entries:
-            writer.add_entry(entry)
+        if snapshot is not None:
+            writer.add(_view_of(snapshot.image))
+        else:
+            writer.add(memoryview(plan.header))
+            for entry in plan.entries:
+                writer.add_entry(entry)
         writer.finish()
         before_flush()
         sink.flush()
@@ -127,13 +126,13 @@ def write_file(
 class Snapshot:
     """A planned file's bytes in host memory, as they are at the call.
 
-    What the user's code can reach is copied when this returns. What is kept (``Entry.is_kept``) may be copied while
-    training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
+    What the user's code can reach is copied when this returns. What is kept (``TensorEntry.is_kept``) may be copied
+    while training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
 
     Order: blocks the host until the first part is there.
     """
 
-    def __init__(self, plan: Plan, host_memory: Callable[[int], torch.Tensor], device: torch.device) -> None:
+    def __init__(self, plan: FilePlan, host_memory: Callable[[int], torch.Tensor], device: torch.device) -> None:
         self.image = host_memory(plan.nbytes)[: plan.nbytes]
         self.image[: len(plan.header)].copy_(torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
         self._copies = copies_of(device)
@@ -183,24 +182,6 @@ class Snapshot:
             self._is_taken.wait()
 
 
-def write_snapshot(
-    storage: Storage,
-    folder: str,
-    name: str,
-    plan: Plan,
-    snapshot: Snapshot,
-    before_flush: Callable[[], None] = lambda: None,
-) -> FileRecord:
-    """Write a file that was taken to its end. Returns, raises: as ``write_file``."""
-    with storage.create(f"{folder}/{name}" if folder else name) as sink:
-        writer = _BlockWriter(sink, plan.block_nbytes)
-        writer.add(_view_of(snapshot.image))
-        writer.finish()
-        before_flush()
-        sink.flush()
-    return FileRecord(name=name, nbytes=writer.nbytes, block_nbytes=plan.block_nbytes, blocks=writer.sums)
-
-
 class _BlockWriter:
     """Sums blocks while they pass, and gathers small pieces into larger writes."""
 
@@ -213,7 +194,7 @@ class _BlockWriter:
         self.sums: list[str] = []
         self.nbytes = 0
 
-    def add_entry(self, entry: Entry) -> None:
+    def add_entry(self, entry: TensorEntry) -> None:
         """An entry's pieces, none of which is held any more when this returns."""
         for piece in entry.read():
             for data in _bytes_of(piece):
@@ -282,12 +263,7 @@ class BlockReader:
         self._is_checked = is_checked
         self._held = -1
         if file.nbytes != record.nbytes:
-            raise CheckpointError(
-                f"{record.name} has {file.nbytes} bytes, and {record.nbytes} were written.",
-                where=where,
-                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-                code="checkpoint-damaged",
-            )
+            raise damaged(f"{record.name} has {file.nbytes} bytes, and {record.nbytes} were written.", where)
         self._buffer = bytearray(min(record.block_nbytes, record.nbytes))
 
     def block(self, number: int) -> memoryview:
@@ -305,19 +281,13 @@ class BlockReader:
         try:
             self._file.read_into(begin, view)
         except OSError as error:
-            raise CheckpointError(
-                f"bytes {begin} to {begin + length} of {record.name} cannot be read: {error}.",
-                where=self._where,
-                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-                code="checkpoint-damaged",
-            ) from error
+            what = f"bytes {begin} to {begin + length} of {record.name} cannot be read: {error}."
+            raise damaged(what, self._where) from error
         if self._is_checked and (actual := checksum(view)) != record.blocks[number]:
-            raise CheckpointError(
+            raise damaged(
                 f"bytes {begin} to {begin + length} of {record.name} were changed after they were written:"
                 f" their xxh3 sum is {actual}, and {record.blocks[number]} was written.",
-                where=self._where,
-                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-                code="checkpoint-damaged",
+                self._where,
             )
         self._held = number
         return view

@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.catalogue import (
+from shoal.checkpoint.directory import (
     LATEST,
     STAGING,
-    Found,
-    hint,
+    FoundCheckpoint,
     inspect,
     is_only_deepspeeds,
     is_our_file,
     is_ours,
-    look,
+    list_checkpoints,
+    read_latest,
 )
 from shoal.checkpoint.lock import FolderLock
 from shoal.checkpoint.manifest import Manifest
@@ -96,7 +96,7 @@ class Commit:
             lock.acquire()
             self._lock = lock
         self._sweep()
-        self._refuse_foreign()
+        self._refuse_other_files()
         free = storage.free_bytes()
         if free is not None and free < nbytes + nbytes // 100:
             raise CheckpointError(
@@ -127,7 +127,7 @@ class Commit:
             return False
         return found["what"] == "tmp" or _is_whole(storage, found["tag"])
 
-    def _refuse_foreign(self) -> None:
+    def _refuse_other_files(self) -> None:
         """Only a checkpoint, or what a save has left of one, is ever replaced."""
         storage, tag = self.storage, self.tag
         if not storage.exists(tag):
@@ -182,7 +182,7 @@ class Commit:
                     if name not in kept and is_our_file(name):
                         storage.remove(f"{tag}/{name}")
             if retention.keep_last:
-                for found in prunable(look(storage), retention, protected=tag):
+                for found in prunable(list_checkpoints(storage), retention, protected=tag):
                     discard(storage, found.folder)
 
         return [
@@ -215,7 +215,7 @@ class Commit:
 
     def _later_than_the_newest(self, manifest: Manifest) -> Manifest:
         """Clocks of machines differ, and are set back; what is saved later must say so all the same."""
-        named = hint(self.storage)
+        named = read_latest(self.storage)
         with suppress(CheckpointError, OSError, ValueError, OverflowError):
             newest = inspect(self.storage, named).created if named is not None else ""
             if newest >= manifest.created:
@@ -267,7 +267,9 @@ def discard(storage: Storage, folder: str) -> None:
         storage.remove(folder)
 
 
-def prunable(found: Sequence[Found], retention: Retention, protected: str | None = None) -> list[Found]:
+def prunable(
+    found: Sequence[FoundCheckpoint], retention: Retention, protected: str | None = None
+) -> list[FoundCheckpoint]:
     """Which of a folder's checkpoints (the newest first) need not be kept.
 
     Damaged ones and those saved under a tag of their own (``save_latest=False``) neither count nor go.

@@ -14,19 +14,21 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import catalogue, tree
+from shoal.checkpoint import directory, tree
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.holdings import Holding, Holdings, names_of, owned_range
+from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from shoal.checkpoint.problems import agree, damaged, listed
 from shoal.checkpoint.reader import CheckpointReader, StateReader
 from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
+from shoal.sharding.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadOptions:
     """What is to be loaded.
 
     Args:
@@ -57,38 +59,14 @@ class Chosen:
         return f"checkpoint {self.folder} in {self.storage.url}"
 
 
-def agree(comm: Communicator, problem: Exception | None, value: Any, label: str) -> list[Any]:
-    """Every rank's value. Raises: CheckpointError: on every rank, if some rank has a problem."""
-    if comm.size == 1:
-        if problem is not None:
-            raise problem
-        return [value]
-    words = None
-    if problem is not None:
-        code, what = "checkpoint", f"{type(problem).__name__}: {problem}"
-        if isinstance(problem, CheckpointError):
-            code, what = problem.code, problem.what
-        words = [code, what, getattr(problem, "where", ""), getattr(problem, "do", "")]
-    theirs = list(comm.gather_objects({"problem": words, "value": value}, label=label))
-    failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
-    if failed:
-        code, what, where, do = failed[0][1]
-        ranks = ", ".join(str(rank) for rank, _ in failed[:8]) + (" ..." if len(failed) > 8 else "")
-        found_by = f"found by rank {ranks}" if len(failed) < comm.size else ""
-        raise CheckpointError(
-            what, where="; ".join(text for text in (where, found_by) if text), do=do, code=code
-        ) from problem
-    return [entry["value"] for entry in theirs]
-
-
 class Load:
     """One load into one engine's model and optimizer, on one rank."""
 
     def __init__(
-        self, comm: Communicator, holdings: Holdings, buffers: dict[str, torch.Tensor], wanted: Wanted
+        self, comm: Communicator, shards: LocalShards, buffers: dict[str, torch.Tensor], wanted: LoadOptions
     ) -> None:
         self._comm = comm
-        self._holdings = holdings
+        self._shards = shards
         self._buffers = buffers
         self._wanted = wanted
         self._apart: list[tuple[torch.Tensor, torch.Tensor]] = []  # buffers that are not contiguous, and their values
@@ -98,10 +76,10 @@ class Load:
         problem: Exception | None = None
         reader: StateReader | None = None
         try:
-            if catalogue.is_deepspeeds(storage, folder):
+            if directory.is_deepspeeds(storage, folder):
                 reader = self._open_deepspeeds(storage, folder)
             else:
-                manifest = catalogue.inspect(storage, folder)
+                manifest = directory.inspect(storage, folder)
                 reader = CheckpointReader(storage, folder, manifest, is_checked=self._wanted.is_checked)
         except (CheckpointError, OSError) as error:
             problem = error
@@ -147,9 +125,9 @@ class Load:
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
-        for bucket, group in self._holdings.buckets():
+        for bucket, group in self._shards.buckets():
             for slot in bucket.layout.specs:
-                held[slot.name] = slot.shape
+                held[slot.name] = slot.global_shape
                 if group is None:
                     frozen.add(slot.name)
         missing = [name for name in held if name not in saved]
@@ -158,11 +136,11 @@ class Load:
             notes.append(f"{len(left_out)} frozen parameters were left out of the checkpoint and stay as they are.")
             missing = [name for name in missing if name not in frozen]
         # A format without aliases holds a tied weight under each of its names.
-        aliases = {alias for names in names_of(self._holdings.sharded.model)[1].values() for alias in names}
+        aliases = {alias for names in names_of(self._shards.sharded.model)[1].values() for alias in names}
         unexpected = [name for name in saved if name not in held and name not in aliases]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
-                text = f"{kind} {len(names)}: {_some(names)}"
+                text = f"{kind} {len(names)}: {listed(names)}"
                 (problems if strict else notes).append(text)
         shapes = [
             f"{name} {list(saved[name])} in the checkpoint, {list(shape)} in the model"
@@ -170,8 +148,8 @@ class Load:
             if name in saved and saved[name] != tuple(shape)
         ]
         if shapes:
-            problems.append(f"{len(shapes)} of another shape: {_some(shapes)}")
-        if self._wanted.has_optimizer and self._holdings.step is not None:
+            problems.append(f"{len(shapes)} of another shape: {listed(shapes)}")
+        if self._wanted.has_optimizer and self._shards.step is not None:
             problems += self._compare_optimizer(manifest, groups, optimizer, notes)
         if problems:
             lines = "".join(f"\n    {problem}" for problem in problems)
@@ -204,43 +182,45 @@ class Load:
                 only_here, only_there = set(names) - saved_groups[index], saved_groups[index] - set(names)
                 if only_here or only_there:
                     problems.append(
-                        f"group {index}: {_some(sorted(only_there)) or 'none'} only in the checkpoint's,"
-                        f" {_some(sorted(only_here)) or 'none'} only in this optimizer's"
+                        f"group {index}: {listed(sorted(only_there)) or 'none'} only in the checkpoint's,"
+                        f" {listed(sorted(only_here)) or 'none'} only in this optimizer's"
                     )
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
             slot.name
-            for bucket, group in self._holdings.buckets()
+            for bucket, group in self._shards.buckets()
             if group is not None
             for slot in bucket.layout.specs
             if slot.name in wide and wide[slot.name].itemsize > group.main.dtype.itemsize
         ]
         if narrowed:
-            problems.append(f"its master weights are wider than this run's, which would lose digits: {_some(narrowed)}")
+            problems.append(
+                f"its master weights are wider than this run's, which would lose digits: {listed(narrowed)}"
+            )
         return problems
 
     # read
 
-    def _targets(self, chosen: Chosen, *, is_real: bool) -> list[Holding]:
-        targets = list(self._holdings.model())
+    def _targets(self, chosen: Chosen, *, is_real: bool) -> list[LocalShard]:
+        targets = list(self._shards.model())
         self._apart.clear()
         for name, buffer in self._buffers.items():
             flat = buffer.detach().view(-1) if buffer.is_contiguous() else buffer.detach().reshape(-1).clone()
             if not buffer.is_contiguous():
                 self._apart.append((buffer, flat))
-            targets.append(Holding(MODEL, name, tuple(buffer.shape), 0, (flat,)))
-        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
-            targets += list(self._holdings.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
+            targets.append(LocalShard(MODEL, ParameterSpec.whole(name, tuple(buffer.shape)), 0, (flat,)))
+        if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
+            targets += list(self._shards.optimizer()) if is_real else list(self._expected_state(chosen.manifest))
         return [target for target in targets if target.numel]
 
     def _expected_state(self, manifest: Manifest) -> Any:
         """The optimizer state that will be held, without memory."""
         kinds = sorted({tensor.kind for tensor in manifest.tensors if tensor.kind.startswith(OPTIMIZER)})
-        for holding in self._holdings.model():
+        for shard in self._shards.model():
             for kind in kinds:
-                if manifest.find(kind, holding.name) is not None:
-                    nothing = torch.empty(holding.numel, device="meta")
-                    yield Holding(kind, holding.name, holding.shape, holding.begin, (nothing,))
+                if manifest.find(kind, shard.name) is not None:
+                    nothing = torch.empty(shard.numel, device="meta")
+                    yield LocalShard(kind, shard.spec, shard.begin, (nothing,))
 
     def check(self, chosen: Chosen, reader: StateReader) -> None:
         """Read and compare, on every rank. Raises: CheckpointError: on every rank, the damage that was found."""
@@ -257,15 +237,15 @@ class Load:
 
         Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.
         """
-        axes = self._holdings.axes
+        axes = self._shards.axes
         for comm in (axes.world, axes.shard):
             comm.drain()  # peers may still read what is about to change
-        if self._wanted.has_optimizer and self._holdings.step is not None and chosen.manifest.optimizer is not None:
-            self._make_room(chosen.manifest)
+        if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
+            self._allocate_state(chosen.manifest)
         problem: Exception | None = None
         try:
             reader.run(reader.plan(self._targets(chosen, is_real=True)))
-            self._holdings.leave()
+            self._shards.leave()
         except (CheckpointError, OSError) as error:
             problem = error
         agree(self._comm, problem, None, "checkpoint: applied")
@@ -274,15 +254,15 @@ class Load:
         self._apart.clear()
         self.publish()
 
-    def _make_room(self, manifest: Manifest) -> None:
-        step = self._holdings.step
+    def _allocate_state(self, manifest: Manifest) -> None:
+        step = self._shards.step
         assert step is not None
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
         saved: dict[str, dict[str, str]] = {}
         for tensor in manifest.tensors:
             if tensor.kind.startswith(OPTIMIZER):
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
-        for group in self._holdings.states:
+        for group in self._shards.states:
             slots = group.buffer.layout.specs
             dtypes = []
             for slot in slots:
@@ -302,7 +282,7 @@ class Load:
     def publish(self) -> None:
         """From the master weights to the parameters, and from the owners to all ranks."""
         works = []
-        for bucket, group in self._holdings.buckets():
+        for bucket, group in self._shards.buckets():
             if group is not None and group.has_own_main:
                 with group.resident(), bucket.resident_shard(is_overwritten=True):
                     owned_range(bucket).copy_(group.main)
@@ -320,9 +300,5 @@ def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:
     buffer.copy_(value)
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"tensor {name!r} where a number was expected.", code="checkpoint-damaged")
+    raise damaged(f"tensor {name!r} where a number was expected.", "")

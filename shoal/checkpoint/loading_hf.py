@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.formats.huggingface import Weights
+from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
 from shoal.sharding.parameter_buffer import placeholder
@@ -62,7 +62,7 @@ def load_hf(
         from a configuration communicates as ``shoal.zero.Init`` does.
     Memory: the largest range that this rank reads, once in the file's dtype.
     """
-    with Weights(folder) as weights:
+    with SafetensorsWeights(folder) as weights:
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
@@ -134,7 +134,9 @@ def _gathered(parameter: torch.Tensor) -> Owner | None:
 # names
 
 
-def _matched(model: nn.Module, homes: Sequence[_Home], weights: Weights, strict: bool) -> dict[tuple[str, ...], str]:
+def _matched(
+    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool
+) -> dict[tuple[str, ...], str]:
     """The name in the folder of each tensor of the model.
 
     Raises: CheckpointError: listing every difference.
@@ -197,7 +199,7 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 # values
 
 
-def _fill(parameter: torch.Tensor, weights: Weights, name: str, dtype: torch.dtype | None) -> None:
+def _fill(parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None) -> None:
     early, owner = EARLY.get(parameter), OWNERS.get(parameter)
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     if early is not None:
@@ -212,7 +214,9 @@ def _fill(parameter: torch.Tensor, weights: Weights, name: str, dtype: torch.dty
             parameter.copy_(value)
 
 
-def _fill_shard(parameter: torch.Tensor, early: EarlyShard, weights: Weights, name: str, dtype: torch.dtype) -> None:
+def _fill_shard(
+    parameter: torch.Tensor, early: EarlyShard, weights: SafetensorsWeights, name: str, dtype: torch.dtype
+) -> None:
     """The range of a parameter of ``zero.Init``, which shards over all ranks of the world."""
     length = early.shard.numel()
     begin = min(current_world().rank * length, early.numel)
@@ -223,7 +227,7 @@ def _fill_shard(parameter: torch.Tensor, early: EarlyShard, weights: Weights, na
     early.shard[: end - begin].copy_(weights.read_range(name, begin, end))
 
 
-def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: Weights, name: str) -> None:
+def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: SafetensorsWeights, name: str) -> None:
     assert isinstance(parameter, nn.Parameter)
     group, slot = owner.sharded.home_of[id(parameter)]
     buffer, part = group.buffer, group.buffer.owned_part(slot)

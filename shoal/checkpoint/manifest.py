@@ -35,8 +35,8 @@ import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from shoal.checkpoint.cover import cover_problem
-from shoal.checkpoint.rectangles import Rectangle
+from shoal.checkpoint.problems import damaged, unsafe
+from shoal.checkpoint.rectangles import Rectangle, cover_problem
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
 
@@ -172,13 +172,13 @@ def parse(data: bytes, where: str, tensor_bytes: int = 0) -> Manifest:
     """
     found = _FIRST_LINE.match(data)
     if found is None:
-        raise _damaged(where, "it does not begin with its checksum")
+        raise _unreadable(where, "it does not begin with its checksum")
     rest = memoryview(data)[found.end() :]
     expected, actual = found.group(1).decode(), checksum(rest)
     if actual != expected:
-        raise _damaged(where, f"its checksum is {actual}, and {expected} was written")
+        raise _unreadable(where, f"its checksum is {actual}, and {expected} was written")
     if (problem := _size_problem(data, tensor_bytes)) is not None:
-        raise _unsafe(where, problem)
+        raise _impossible(where, problem)
     with collecting_nothing():
         return _parse(rest, where)
 
@@ -187,16 +187,16 @@ def _parse(rest: memoryview, where: str) -> Manifest:
     try:
         raw = json.loads("{" + str(rest, "utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise _damaged(where, f"it is not JSON: {error}") from error
+        raise _unreadable(where, f"it is not JSON: {error}") from error
     if not isinstance(raw, dict):
-        raise _damaged(where, "it is not a JSON object")
+        raise _unreadable(where, "it is not a JSON object")
     _check_format(raw.get("format"), raw.get("versions"), where)
     if (problem := _nesting_problem(raw)) is not None:
-        raise _unsafe(where, problem)
+        raise _impossible(where, problem)
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
-        raise _damaged(where, _first_problems(error)) from error
+        raise _unreadable(where, _first_problems(error)) from error
     _check(manifest, where)
     return manifest
 
@@ -265,7 +265,7 @@ def _listed(value: Any) -> list[Any]:
 
 def _check_format(number: Any, versions: Any, where: str) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise _damaged(where, f"its format is {number!r}")
+        raise _unreadable(where, f"its format is {number!r}")
     if number > FORMAT:
         writer = versions.get("shoal", "of an unknown version") if isinstance(versions, dict) else "of unknown version"
         raise CheckpointError(
@@ -280,28 +280,28 @@ def _check(manifest: Manifest, where: str) -> None:
     """Raises: CheckpointError: names, places or sizes that cannot be right."""
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
-        raise _unsafe(where, "a file is named twice")
+        raise _impossible(where, "a file is named twice")
     for file in manifest.files:
         if not _FILE_NAME.fullmatch(file.name) or ".." in file.name or file.name == NAME:
-            raise _unsafe(where, f"file name {file.name[:100]!r} is not a plain name inside the folder")
+            raise _impossible(where, f"file name {file.name[:100]!r} is not a plain name inside the folder")
         if file.block_nbytes % 64 or file.block_nbytes > max(MAX_SMALL_BLOCK, file.nbytes // 128):
-            raise _unsafe(where, f"{file.name} has blocks of {file.block_nbytes} bytes")
+            raise _impossible(where, f"{file.name} has blocks of {file.block_nbytes} bytes")
         if len(file.blocks) != -(-file.nbytes // file.block_nbytes):
-            raise _unsafe(where, f"{file.name} has {len(file.blocks)} block sums for {file.nbytes} bytes")
+            raise _impossible(where, f"{file.name} has {len(file.blocks)} block sums for {file.nbytes} bytes")
     seen: set[tuple[str, str]] = set()
     spans: list[list[tuple[int, int]]] = [[] for _ in manifest.files]
     for tensor in manifest.tensors:
         label = f"{tensor.kind} {tensor.name!r}"
         if (tensor.kind, tensor.name) in seen:
-            raise _unsafe(where, f"{label} is there twice")
+            raise _impossible(where, f"{label} is there twice")
         seen.add((tensor.kind, tensor.name))
         itemsize = dtype_of(tensor.dtype).itemsize
         for file_index, offset, _, shape in tensor.chunks:
             nbytes = math.prod(shape) * itemsize
             if file_index >= len(manifest.files):
-                raise _unsafe(where, f"{label} lies in file {file_index} of {len(manifest.files)}")
+                raise _impossible(where, f"{label} lies in file {file_index} of {len(manifest.files)}")
             if offset % itemsize or offset + nbytes > manifest.files[file_index].nbytes:
-                raise _unsafe(
+                raise _impossible(
                     where,
                     f"{label} lies at {offset} with {nbytes} bytes in {names[file_index]}"
                     f" of {manifest.files[file_index].nbytes}",
@@ -309,20 +309,22 @@ def _check(manifest: Manifest, where: str) -> None:
             spans[file_index].append((offset, offset + nbytes))
         problem = cover_problem(tensor.shape, tensor.rectangles())
         if problem is not None:
-            raise _unsafe(where, f"{label} is not whole: {problem}")
+            raise _impossible(where, f"{label} is not whole: {problem}")
     for file, ranges in zip(manifest.files, spans, strict=True):
         ranges.sort()
         for (_, end), (begin, _) in pairwise(ranges):
             if begin < end:
-                raise _unsafe(where, f"two chunks overlap at byte {begin} of {file.name}")
+                raise _impossible(where, f"two chunks overlap at byte {begin} of {file.name}")
     shapes = {parameter.name: parameter.shape for parameter in manifest.parameters}
     if len(shapes) != len(manifest.parameters):
-        raise _unsafe(where, "a parameter is named twice")
+        raise _impossible(where, "a parameter is named twice")
     for tensor in manifest.tensors:
         is_state = tensor.kind.startswith(OPTIMIZER)
         if (is_state or tensor.kind == MODEL) and shapes.get(tensor.name, tensor.shape) != tensor.shape:
             meant = list(shapes[tensor.name])
-            raise _unsafe(where, f"{tensor.kind} {tensor.name!r} has shape {list(tensor.shape)}, the parameter {meant}")
+            raise _impossible(
+                where, f"{tensor.kind} {tensor.name!r} has shape {list(tensor.shape)}, the parameter {meant}"
+            )
 
 
 def _first_problems(error: ValidationError) -> str:
@@ -334,19 +336,9 @@ def _refuse_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
 
 
-def _damaged(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the manifest cannot be read: {what}.",
-        where=where,
-        do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-        code="checkpoint-damaged",
-    )
+def _unreadable(where: str, what: str) -> CheckpointError:
+    return damaged(f"the manifest cannot be read: {what}.", where)
 
 
-def _unsafe(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"the manifest says what cannot be: {what}.",
-        where=where,
-        do="do not trust this checkpoint; it was not written by Shoal, or was changed since.",
-        code="checkpoint-unsafe",
-    )
+def _impossible(where: str, what: str) -> CheckpointError:
+    return unsafe(f"the manifest says what cannot be: {what}.", where)

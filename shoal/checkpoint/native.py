@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 
-from shoal.checkpoint import catalogue, tree
-from shoal.checkpoint.blocks import Entry, plan_file, write_file
+from shoal.checkpoint import directory, tree
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Retention
 from shoal.checkpoint.manifest import EXTRA, MODEL, OPTIMIZER, Manifest, ParameterRecord, TensorRecord, versions
 from shoal.checkpoint.portable import About, Source, TensorInfo
@@ -30,17 +31,17 @@ class ShoalSource:
         storage = open_storage(folder)
         name = ""
         if tag is not None:
-            name = catalogue.find_tag(storage, tag)
+            name = directory.find_tag(storage, tag)
         elif not storage.exists("manifest.json"):
-            whole = [found for found in catalogue.look(storage) if found.manifest is not None]
+            whole = [found for found in directory.list_checkpoints(storage) if found.manifest is not None]
             if not whole:
                 raise CheckpointError(
                     f"no whole checkpoint of Shoal's in {storage.url}.",
-                    do="name the folder that was saved to, or one checkpoint in it.",
+                    do="name the folder that was saved to, or one checkpoint in it; --from names another format.",
                     code="checkpoint-missing",
                 )
             name = whole[0].folder
-        self.manifest: Manifest = catalogue.inspect(storage, name)
+        self.manifest: Manifest = directory.inspect(storage, name)
         self.storage, self.folder = storage, name  # where it lies: its files are in this folder of that
         self._reader = CheckpointReader(storage, name, self.manifest)
         self.about = self._about()
@@ -62,6 +63,7 @@ class ShoalSource:
             loss_scale=state.get("loss_scale"),
             client_state=tree.decode(manifest.client_state, extra) or {},
             num_ranks=manifest.world.get("size"),
+            path=f"{self.storage.url}/{self.folder}".rstrip("/"),
         )
 
     def _extra(self, name: str) -> torch.Tensor:
@@ -142,14 +144,12 @@ def write_shoal(
     tag: str | None = None,
     *,
     is_for_resuming: bool = True,
-    on_tensor: Callable[[str, str, int], None] = lambda kind, name, nbytes: None,
 ) -> str:
     """Write a state as a checkpoint that any engine loads.
 
     Args:
         tag: None: ``global_step`` and the source's number of steps.
         is_for_resuming: False: ``latest`` does not name it, and it is loaded where its tag is asked for.
-        on_tensor: called with kind, name and bytes of each tensor as it is read.
 
     Returns: the tag.
     Raises: CheckpointError, OSError: nothing is left behind.
@@ -159,23 +159,16 @@ def write_shoal(
     manifest, aside = manifest_of(source, tag, datetime.now(UTC).isoformat(timespec="microseconds"))
     storage = open_storage(folder)
 
-    def reading(kind: str, name: str, nbytes: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        def read() -> tuple[torch.Tensor, ...]:
-            if kind == EXTRA:
-                return (aside[name].reshape(-1),)
-            on_tensor(kind, name, nbytes)
-            return (source.read(kind, name).reshape(-1),)
+    def read(kind: str, name: str) -> tuple[torch.Tensor]:
+        return ((aside[name] if kind == EXTRA else source.read(kind, name)).reshape(-1),)
 
-        return read
-
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     owner: dict[str, int] = {}
     for index, record in enumerate(manifest.tensors):
         dtype = tree.dtype_of(record.dtype)
-        nbytes = record.numel * dtype.itemsize
-        if nbytes:
+        if record.numel:
             key = f"{record.kind}/{record.name}"
-            entries.append(Entry(key, dtype, record.shape, reading(record.kind, record.name, nbytes)))
+            entries.append(TensorEntry(key, dtype, record.shape, partial(read, record.kind, record.name)))
             owner[key] = index
     plan = plan_file(entries)
     commit = Commit(storage, tag)

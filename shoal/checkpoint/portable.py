@@ -39,6 +39,7 @@ class About:
         client_state: what the client saved.
         num_ranks: that saved it.
         notes: what was found and could not be kept, a sentence each.
+        path: the folder or file that is read.
     """
 
     parameters: dict[str, TensorInfo]
@@ -53,6 +54,31 @@ class About:
     client_state: dict[str, Any] = field(default_factory=dict)
     num_ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    path: str = field(default="", compare=False)
+
+
+# PyTorch's own modules keep buffers of floating point under these names only.
+_BUFFER_ENDINGS = (".running_mean", ".running_var", ".num_batches_tracked")
+
+
+def about_bare(
+    tensors: Mapping[str, TensorInfo],
+    path: str,
+    aliases: Mapping[str, tuple[str, ...]] | None = None,
+    known_parameters: Iterable[str] = (),
+) -> About:
+    """An ``About`` for bare tensors.
+
+    A tensor counts as a parameter if it is of floating point and not one of PyTorch's running statistics. A buffer of
+    floating point by another name counts as one too; a model that is filled from it takes it by name all the same.
+    """
+    known = set(known_parameters)
+    parameters = {
+        name: info
+        for name, info in tensors.items()
+        if name in known or (info.dtype.is_floating_point and not f".{name}".endswith(_BUFFER_ENDINGS))
+    }
+    return About(parameters=parameters, aliases=dict(aliases or {}), path=path)
 
 
 class Source(Protocol):
@@ -74,3 +100,24 @@ class Source(Protocol):
         Raises: CheckpointError: it is damaged.
         """
         ...
+
+
+class WeightsSource:
+    """A source that holds the model alone; a format adds ``read``."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorInfo],
+        path: str,
+        aliases: Mapping[str, tuple[str, ...]],
+        notes: Iterable[str],
+    ) -> None:
+        self._infos = tensors
+        self.about = about_bare(tensors, path, aliases)
+        self.about.notes.extend(notes)
+
+    def kinds(self) -> Iterable[str]:
+        return ("model",)
+
+    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
+        return self._infos if kind == "model" else {}

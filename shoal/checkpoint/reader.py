@@ -16,23 +16,25 @@ from typing import Any, Protocol
 import torch
 
 from shoal.checkpoint.blocks import BlockReader
-from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import Manifest, TensorRecord
-from shoal.checkpoint.rectangles import Rectangle, flat_begin, rectangles, whole
+from shoal.checkpoint.problems import damaged, listed
+from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
+from shoal.sharding.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
-class Copy:
+class RangeCopy:
     """Contiguous bytes of a file that become contiguous elements."""
 
     offset: int
     numel: int
     dtype: torch.dtype
-    holding: Holding  # whose elements from ``begin`` on they become, in its own dtype and on its device
-    begin: int  # in the flattened tensor
+    shard: LocalShard  # whose elements from ``begin`` on they become, in its own dtype and on its device
+    begin: int  # in the flattened parameter
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +52,8 @@ class StateReader(Protocol):
         """What was found and could not be kept, a sentence each."""
         ...
 
-    def plan(self, holdings: Iterable[Holding]) -> Any:
-        """What fills the holdings."""
+    def plan(self, shards: Iterable[LocalShard]) -> Any:
+        """What fills the shards."""
         ...
 
     def check(self, plan: Any) -> None:
@@ -91,32 +93,26 @@ class CheckpointReader:
             with self.storage.open(f"{self.folder}/{record.name}" if self.folder else record.name) as opened:
                 yield BlockReader(opened, record, self.where(file), is_checked=self._is_checked)
         except OSError as error:
-            raise CheckpointError(
-                f"{record.name} cannot be opened: {error}.",
-                where=self.where(file),
-                do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-                code="checkpoint-damaged",
-            ) from error
+            raise damaged(f"{record.name} cannot be opened: {error}.", self.where(file)) from error
 
     # plans
 
-    def plan(self, holdings: Iterable[Holding]) -> dict[int, list[Copy]]:
-        """The copies that fill the holdings, by file, in the order in which they lie there."""
-        copies: dict[int, list[Copy]] = defaultdict(list)
-        for holding in holdings:
-            record = self.manifest.find(holding.kind, holding.name)
+    def plan(self, shards: Iterable[LocalShard]) -> dict[int, list[RangeCopy]]:
+        """The copies that fill the shards, by file, in the order in which they lie there."""
+        copies: dict[int, list[RangeCopy]] = defaultdict(list)
+        for shard in shards:
+            record = self.manifest.find(shard.kind, shard.name)
             if record is None:
                 continue  # the caller has compared the two and decided
-            for file, copy in self._copies(record, holding):
+            for file, copy in self._copies(record, shard):
                 copies[file].append(copy)
         for entries in copies.values():
             entries.sort(key=lambda copy: copy.offset)
         return dict(copies)
 
-    def _copies(self, record: TensorRecord, holding: Holding) -> Iterator[tuple[int, Copy]]:
+    def _copies(self, record: TensorRecord, shard: LocalShard) -> Iterator[tuple[int, RangeCopy]]:
         dtype = dtype_of(record.dtype)
-        for wanted in rectangles(record.shape, holding.begin, holding.end):
-            wanted_begin = flat_begin(record.shape, wanted)
+        for wanted_begin, wanted in shard.rectangles():
             for file, offset, start, shape in record.chunks:
                 held = Rectangle(start, shape)
                 common = held.meet(wanted)
@@ -127,34 +123,29 @@ class CheckpointReader:
                 targets = list(wanted.runs_of(common))
                 for source, target, numel in _paired(sources, targets):
                     begin = wanted_begin + target
-                    yield file, Copy(offset + source * dtype.itemsize, numel, dtype, holding, begin)
+                    yield file, RangeCopy(offset + source * dtype.itemsize, numel, dtype, shard, begin)
 
     # bytes
 
-    def check(self, plan: dict[int, list[Copy]]) -> None:
+    def check(self, plan: dict[int, list[RangeCopy]]) -> None:
         """Read every block that the plan needs and compare its sum.
 
         Raises: CheckpointError: a block is damaged; it names the file, the bytes, and the tensors in them.
         Memory: one block.
         """
         for file, copies in plan.items():
-            with self._open(file) as reader:
-                for number in self._blocks(file, copies):
-                    try:
-                        reader.block(number)
-                    except CheckpointError as error:
-                        raise self._with_tensors(error, file, number) from error
+            self.check_file(file, self._blocks(file, copies))
 
-    def check_file(self, file: int) -> None:
-        """Read a whole file and compare every sum. Raises: CheckpointError."""
+    def check_file(self, file: int, blocks: Iterable[int] | None = None) -> None:
+        """Read blocks of a file (None: all) and compare their sums. Raises: CheckpointError."""
         with self._open(file) as reader:
-            for number in range(len(self.manifest.files[file].blocks)):
+            for number in range(len(self.manifest.files[file].blocks)) if blocks is None else blocks:
                 try:
                     reader.block(number)
                 except CheckpointError as error:
                     raise self._with_tensors(error, file, number) from error
 
-    def _blocks(self, file: int, copies: list[Copy]) -> list[int]:
+    def _blocks(self, file: int, copies: list[RangeCopy]) -> list[int]:
         size = self.manifest.files[file].block_nbytes
         numbers: set[int] = set()
         for copy in copies:
@@ -172,16 +163,10 @@ class CheckpointReader:
                 if index == file and offset < (number + 1) * size and end > number * size:
                     place = ", ".join(f"{s}:{s + n}" for s, n in zip(start, shape, strict=True))
                     names.append(f"{tensor.kind} {tensor.name!r}[{place}]")
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        return CheckpointError(
-            f"{error.what} In them lie: {shown or 'no tensors (the header)'}.",
-            where=error.where,
-            do=error.do,
-            code=error.code,
-        )
+        return damaged(f"{error.what} In them lie: {listed(names, 4) or 'no tensors (the header)'}.", error.where)
 
     @torch.no_grad()
-    def run(self, plan: dict[int, list[Copy]]) -> None:
+    def run(self, plan: dict[int, list[RangeCopy]]) -> None:
         """Do the copies. Raises: CheckpointError. Memory: one block."""
         for file, copies in plan.items():
             with self._open(file) as reader:
@@ -189,7 +174,7 @@ class CheckpointReader:
                     at = copy.begin
                     for view in reader.pieces(copy.offset, copy.nbytes):
                         values = torch.frombuffer(view, dtype=copy.dtype)
-                        for target in copy.holding.part(at, at + values.numel()):
+                        for target in copy.shard.part(at, at + values.numel()):
                             target.copy_(values[: target.numel()])
                             values = values[target.numel() :]
                             at += target.numel()
@@ -198,13 +183,10 @@ class CheckpointReader:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
         record = self.manifest.find(kind, name)
         if record is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
-                where=f"checkpoint {self.folder} in {self.storage.url}",
-                code="checkpoint-damaged",
-            )
-        flat = torch.empty(math.prod(whole(record.shape).shape), dtype=dtype_of(record.dtype))
-        self.run(self.plan([Holding(kind, name, record.shape, 0, (flat,))]))
+            where = f"checkpoint {self.folder} in {self.storage.url}"
+            raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", where)
+        flat = torch.empty(record.numel, dtype=dtype_of(record.dtype))
+        self.run(self.plan([LocalShard(kind, ParameterSpec.whole(name, record.shape), 0, (flat,))]))
         return flat.view(record.shape)
 
 

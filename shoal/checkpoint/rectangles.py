@@ -19,6 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
+
+_FEW_DIMS = 5  # in which parts may be cut, however many they are
+_MAX_CORNERS = 1 << 18  # of a tensor that is cut in more dims
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,10 @@ class Rectangle:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Indices that take it out of the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     def meet(self, other: Rectangle) -> Rectangle | None:
         """The elements that are in both, or None."""
@@ -104,9 +112,33 @@ def whole(shape: tuple[int, ...]) -> Rectangle:
     return Rectangle((0,) * len(shape), shape)
 
 
-def flat_begin(shape: tuple[int, ...], rectangle: Rectangle) -> int:
-    """The flattened tensor's index of a rectangle's first element."""
-    begin = 0
-    for size, start in zip(shape, rectangle.start, strict=True):
-        begin = begin * size + start
-    return begin
+def cover_problem(shape: tuple[int, ...], parts: list[Rectangle]) -> str | None:
+    """What is wrong if ``parts`` do not hold every element of a tensor exactly once; else None.
+
+    The time grows with their number, whoever chose them. A rectangle is known by its corners: +1 at its start, -1 just
+    past its end, and so on with alternating signs over the 2^dims of them. Summed up along every dim they give the
+    rectangle back, so parts add up to the whole tensor exactly where their corners add up to the whole's.
+
+        +---+-----+        the corners at (0, 2) are + and -, those at (3, 2) too: they cancel,
+        |   |     |        and what remains are the four of the whole
+        +---+-----+
+    """
+    for part in parts:
+        if len(part.start) != len(shape) or len(part.shape) != len(shape):
+            return f"a part has {len(part.shape)} dims, the tensor {len(shape)}"
+        bounds = zip(part.start, part.shape, shape, strict=True)
+        if any(low < 0 or size < 1 or low + size > full for low, size, full in bounds):
+            return f"the part at {list(part.start)} of shape {list(part.shape)} is not inside {list(shape)}"
+    held, numel = sum(part.numel for part in parts), math.prod(shape)
+    if held != numel:
+        return f"{held} of {numel} elements are there"
+    dims = [dim for dim, full in enumerate(shape) if any(part.shape[dim] != full for part in parts)]
+    if len(dims) > _FEW_DIMS and len(parts) << len(dims) > _MAX_CORNERS:
+        return f"it is cut in {len(dims)} dims into {len(parts)} parts"
+    signs = [math.prod(choice) for choice in product((1, -1), repeat=len(dims))]
+    corners: dict[tuple[int, ...], int] = {}
+    for part, factor in (*((part, 1) for part in parts), (whole(shape), -1)):
+        sides = [(part.start[dim], part.start[dim] + part.shape[dim]) for dim in dims]
+        for corner, sign in zip(product(*sides), signs, strict=True):
+            corners[corner] = corners.get(corner, 0) + sign * factor
+    return "parts of it overlap" if dims and any(corners.values()) else None

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 
 from shoal.checkpoint import tree
-from shoal.checkpoint.blocks import Entry, Plan, Snapshot, plan_file, write_file, write_snapshot
+from shoal.checkpoint.blocks import FilePlan, Snapshot, TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
-from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
+from shoal.checkpoint.problems import listed, share
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
@@ -31,8 +33,8 @@ logger = logging.getLogger("shoal")
 
 
 @dataclass
-class State:
-    """What is saved beside the holdings.
+class SavedState:
+    """What is saved beside the shards.
 
     Args:
         parameters: gives them as the model has them. Rank 0's is called, before the manifest is written: an
@@ -60,7 +62,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Options:
+class SaveOptions:
     """How a checkpoint is saved."""
 
     save_latest: bool = True
@@ -68,7 +70,7 @@ class Options:
     retention: Retention = field(default_factory=Retention)
 
 
-class _Stage(Enum):
+class _SaveState(Enum):
     WRITING = 0  # this rank's file
     COMMITTING = 1  # rank 0: the manifest and what follows
     DONE = 2
@@ -92,9 +94,9 @@ class Save:
         comm: Communicator,
         storage: Storage,
         tag: str,
-        holdings: Iterable[Holding],
-        state: State,
-        options: Options,
+        shards: Iterable[LocalShard],
+        state: SavedState,
+        options: SaveOptions,
         on_phase: Phase,
         host_memory: Callable[[int], torch.Tensor],
         device: torch.device,
@@ -106,27 +108,29 @@ class Save:
         self._state = state
         self._options = options
         self._on_phase = on_phase
-        self._stage = _Stage.WRITING
+        self._progress = _SaveState.WRITING
         self._thread: threading.Thread | None = None
         self._snapshot: Snapshot | None = None
         self._outcome: Any = None  # of the part under way: a FileRecord, or an error
         self._record: dict[str, Any] = {}
         self._commit = Commit(storage, tag, on_phase)
         try:
-            self._write(list(holdings), host_memory)
+            self._write(list(shards), host_memory)
+            if not options.is_async:
+                self.finish()
         except BaseException:
-            self._give_up()
+            self._end_commit()
             raise
 
     # the parts
 
-    def _write(self, holdings: list[Holding], host_memory: Callable[[int], torch.Tensor]) -> None:
+    def _write(self, shards: list[LocalShard], host_memory: Callable[[int], torch.Tensor]) -> None:
         comm, state = self._comm, self._state
         problem: Exception | None = None
-        plan: Plan | None = None
+        plan: FilePlan | None = None
         described: dict[str, Any] = {}
         try:
-            plan, described = _plan(holdings, state, comm.rank)
+            plan, described = _plan(shards, state, comm.rank)
         except Exception as error:
             problem = error
         sizes = self._agree(problem, plan.nbytes if plan is not None else 0, "checkpoint: begin")
@@ -140,38 +144,35 @@ class Save:
         folder, suffix = where[0]
         name = f"rank-{comm.rank:05d}{suffix}.safetensors"
         self._record = described
-        before_flush = lambda: self._on_phase("shard_fsync")  # noqa: E731
-        if not self._options.is_async:
 
-            def write() -> FileRecord:
-                self._on_phase("shard_write")
-                return write_file(self._storage, folder, name, plan, before_flush)
-
-            self._outcome = _attempt(write)
-            self._exchange()
-            self._finish_commit()
-            self._end_commit()
-            return
+        def write(snapshot: Snapshot | None = None) -> FileRecord:
+            if snapshot is not None:
+                snapshot.finish()
+            self._on_phase("shard_write")
+            before_flush = partial(self._on_phase, "shard_fsync")
+            return write_file(self._storage, folder, name, plan, before_flush, snapshot)
 
         def take() -> Snapshot:
             self._on_phase("snapshot")
             return Snapshot(plan, host_memory, self._device)
 
+        if not self._options.is_async:
+            self._start(write)
+            return
         snapshot = _attempt(take)
         if isinstance(snapshot, Exception):  # no memory: told at the end of the write, with the others' causes
             self._outcome = snapshot
             return
-
-        def run() -> FileRecord:
-            snapshot.finish()
-            self._on_phase("shard_write")
-            return write_snapshot(self._storage, folder, name, plan, snapshot, before_flush)
-
-        self._start(run)
+        self._start(partial(write, snapshot))
         if self._thread is not None:
             self._snapshot = snapshot
 
     def _start(self, run: Callable[[], Any]) -> None:
+        """Keep what ``run`` returns or raises as the outcome. An asynchronous save runs it on a thread."""
+        if not self._options.is_async:
+            self._outcome = _attempt(run)
+            return
+
         def guarded() -> None:
             try:
                 self._outcome = run()
@@ -192,7 +193,7 @@ class Save:
         problem = self._problem() or _attempt(lambda: self._on_phase("exchange"))
         record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
         records = self._agree(problem, record, "checkpoint: files")
-        self._stage = _Stage.COMMITTING
+        self._progress = _SaveState.COMMITTING
         self._outcome = None
         self._thread = None
         if self._comm.rank:
@@ -202,24 +203,17 @@ class Save:
             manifest = _manifest(self.tag, self._state, records, self._options)
             return self._commit.publish(manifest, self._options.retention, save_latest=self._options.save_latest)
 
-        if self._options.is_async:
-            self._start(run)
-        else:
-            self._outcome = _attempt(run)
+        self._start(run)
 
     def _finish_commit(self) -> None:
         problem = self._problem()
         notes = self._agree(problem, None if problem is not None else self._outcome, "checkpoint: commit")[0]
         for note in notes:
             logger.warning("%s", note)
-        self._stage = _Stage.DONE
+        self._end_commit()
 
     def _end_commit(self) -> None:
-        if self._comm.rank == 0:
-            self._commit.end()
-
-    def _give_up(self) -> None:
-        self._stage = _Stage.DONE
+        self._progress = _SaveState.DONE
         if self._comm.rank == 0:
             self._commit.end()
 
@@ -228,23 +222,21 @@ class Save:
 
     def _agree(self, problem: BaseException | None, value: Any, label: str) -> list[Any]:
         """Every rank's value. Raises: CheckpointError: some rank has a problem; on every rank, with its text."""
-        mine = {"problem": None if problem is None else _words(problem), "value": value}
-        theirs = [mine] if self._comm.size == 1 else list(self._comm.gather_objects(mine, label=label))
-        failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
+        values, failed = share(self._comm, problem, value, label, code="checkpoint-write")
         if failed:
             if isinstance(problem, CheckpointError) and len(failed) == 1:
                 raise problem
-            code, text, where = failed[0][1]
-            more = "".join(f"\n  rank {rank}: {other[1]}" for rank, other in failed[1:4])
+            first = failed[0][1]
+            more = "".join(f"\n  rank {rank}: {other.what}" for rank, other in failed[1:4])
             raise CheckpointError(
-                f"checkpoint {self.tag!r} was not saved: {text}{more}",
-                where=f"rank {', '.join(str(rank) for rank, _ in failed[:8])}, {where or self._storage.url}",
-                do="older checkpoints are as they were; mend the cause and save again.",
-                code=code,
+                f"checkpoint {self.tag!r} was not saved: {first.what}{more}",
+                where=f"rank {listed(str(rank) for rank, _ in failed)}, {first.where or self._storage.url}",
+                do="older checkpoints are as they were; fix the cause and save again.",
+                code=first.code,
             ) from problem
-        return [entry["value"] for entry in theirs]
+        return values
 
-    # an asynchronous save, seen from the thread that trains
+    # an go on
 
     def wait_taken(self) -> None:
         """Before optimizer state or shards are changed: wait until they are copied."""
@@ -254,7 +246,7 @@ class Save:
 
     @property
     def is_done(self) -> bool:
-        return self._stage is _Stage.DONE
+        return self._progress is _SaveState.DONE
 
     def poll(self) -> None:
         """Go on if all ranks can. Called by every rank at the same place (a step's end). Does not block.
@@ -279,15 +271,14 @@ class Save:
 
     def _advance(self) -> None:
         try:
-            if self._outcome is None and (self._stage is _Stage.WRITING or self._comm.rank == 0):
+            if self._outcome is None and (self._progress is _SaveState.WRITING or self._comm.rank == 0):
                 self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
-            if self._stage is _Stage.WRITING:
+            if self._progress is _SaveState.WRITING:
                 self._exchange()
             else:
                 self._finish_commit()
-                self._end_commit()
         except BaseException:
-            self._give_up()
+            self._end_commit()
             raise
 
 
@@ -299,29 +290,21 @@ def _attempt(run: Callable[[], Any]) -> Any:
         return error
 
 
-def _words(problem: BaseException) -> tuple[str, str, str]:
-    """A problem's code, text and place, as they go to the other ranks."""
-    if not isinstance(problem, CheckpointError):
-        text = f"{type(problem).__name__}: {problem}"
-        is_writing = isinstance(problem, OSError)
-        problem = CheckpointError(text, code="checkpoint-write") if is_writing else CheckpointError(text)
-    return problem.code, problem.what, problem.where
-
-
-def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[str, Any]]:
+def _plan(shards: list[LocalShard], state: SavedState, rank: int) -> tuple[FilePlan, dict[str, Any]]:
     """This rank's file, and what it will tell the others about it."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     owners: dict[str, tuple[str, str, str, tuple[int, ...], tuple[int, ...]]] = {}
 
-    def add(entry: Entry, kind: str, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
+    def add(entry: TensorEntry, kind: str, name: str, shape: tuple[int, ...], start: tuple[int, ...]) -> None:
         entries.append(entry)
         owners[entry.key] = (kind, name, tree.name_of(entry.dtype), shape, start)
 
     described: list[tuple[str, str, str, tuple[int, ...]]] = []
-    for holding in holdings:
-        described.append((holding.kind, holding.name, tree.name_of(holding.dtype), holding.shape))
-        for entry, start in holding.entries():
-            add(entry, holding.kind, holding.name, holding.shape, start)
+    for shard in shards:
+        shape = shard.spec.global_shape
+        described.append((shard.kind, shard.name, tree.name_of(shard.dtype), shape))
+        for entry, start in shard.entries():
+            add(entry, shard.kind, shard.name, shape, start)
     whole: dict[tuple[str, str], torch.Tensor] = dict(state.tensors)
     own: dict[str, torch.Tensor] = {}
     own_tree = tree.encode(state.own, own, "own", what=f"the state of rank {rank}")
@@ -338,7 +321,7 @@ def _plan(holdings: list[Holding], state: State, rank: int) -> tuple[Plan, dict[
         described.append((kind, name, tree.name_of(tensor.dtype), shape))
         if tensor.numel():
             flat = tensor.detach().reshape(-1)
-            add(Entry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
+            add(TensorEntry(f"{kind}/{name}", tensor.dtype, shape, _just(flat)), kind, name, shape, (0,) * len(shape))
     scalars = {
         name: tree.encode(values, None, name, what=f"the optimizer state of {name!r}")
         for name, values in state.scalars.items()
@@ -356,7 +339,7 @@ def _just(tensor: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
     return lambda: (tensor,)
 
 
-def _manifest(tag: str, state: State, records: Sequence[dict[str, Any]], options: Options) -> Manifest:
+def _manifest(tag: str, state: SavedState, records: Sequence[dict[str, Any]], options: SaveOptions) -> Manifest:
     """What rank 0 writes, from what all ranks told it."""
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}

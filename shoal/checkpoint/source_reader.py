@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from shoal.checkpoint.holdings import Holding
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, Manifest
 from shoal.checkpoint.native import manifest_of
 from shoal.checkpoint.portable import Source
-from shoal.errors import CheckpointError
+from shoal.checkpoint.problems import damaged
 
 
 class SourceReader:
@@ -33,36 +33,33 @@ class SourceReader:
         stamp = hashlib.sha256(described.model_dump_json().encode()).hexdigest()[:16]
         self.manifest: Manifest = described.model_copy(update={"created": stamp})
 
-    def plan(self, holdings: Iterable[Holding]) -> dict[tuple[str, str], list[Holding]]:
-        """The holdings by tensor, so that each is read once."""
-        wanted: dict[tuple[str, str], list[Holding]] = defaultdict(list)
-        for holding in holdings:
-            if self.manifest.find(holding.kind, holding.name) is not None:  # else the caller has decided
-                wanted[holding.kind, holding.name].append(holding)
+    def plan(self, shards: Iterable[LocalShard]) -> dict[tuple[str, str], list[LocalShard]]:
+        """The shards by tensor, so that each is read once."""
+        wanted: dict[tuple[str, str], list[LocalShard]] = defaultdict(list)
+        for shard in shards:
+            if self.manifest.find(shard.kind, shard.name) is not None:  # else the caller has decided
+                wanted[shard.kind, shard.name].append(shard)
         return dict(wanted)
 
-    def check(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+    def check(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Nothing: the sums were compared when it was opened."""
 
     @torch.no_grad()
-    def run(self, plan: dict[tuple[str, str], list[Holding]]) -> None:
+    def run(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
         """Raises: CheckpointError."""
-        for (kind, name), holdings in plan.items():
-            values = self.tensor(kind, name).reshape(-1)
-            for holding in holdings:
-                at = holding.begin
-                for target in holding.part(holding.begin, holding.end):
-                    target.copy_(values[at : at + target.numel()])
-                    at += target.numel()
+        for (kind, name), shards in plan.items():
+            values = self.tensor(kind, name)
+            for shard in shards:
+                for begin, rectangle in shard.rectangles():
+                    flat = values[rectangle.slices()].reshape(-1)
+                    for target in shard.part(begin, begin + rectangle.numel):
+                        target.copy_(flat[: target.numel()])
+                        flat = flat[target.numel() :]
 
     def tensor(self, kind: str, name: str) -> torch.Tensor:
         """One tensor, whole, on the host. Raises: CheckpointError: there is none, or it is damaged."""
         if kind == EXTRA and name in self._aside:
             return self._aside[name].clone()
         if self.manifest.find(kind, name) is None:
-            raise CheckpointError(
-                f"the checkpoint has no tensor {name!r} of kind {kind!r}.",
-                where=self.manifest.tag,
-                code="checkpoint-damaged",
-            )
+            raise damaged(f"the checkpoint has no tensor {name!r} of kind {kind!r}.", self.manifest.tag)
         return self._source.read(kind, name)

@@ -326,8 +326,8 @@ class ObjectStorage(Storage):
     def create(self, path: str) -> Iterator[Sink]:
         if self.exists(path):
             raise FileExistsError(errno.EEXIST, "is there already", self._at(path))
-        with self._fs.open(self._at(path), "wb") as file:
-            yield _ObjectSink(file)
+        with self.replacing(path) as sink:
+            yield sink
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reader]:
@@ -342,8 +342,7 @@ class ObjectStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
 
-    def move_over(self, source: str, target: str) -> None:
-        raise OSError(errno.ENOTSUP, "an object store cannot rename", self.url)
+    move_over = rename
 
     def flush_folder(self, path: str = "") -> None:
         return

@@ -128,32 +128,29 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     return kind(decode(item, tensor) for item in value["items"])
 
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.complex64,
-        torch.complex128,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFETENSORS_DTYPES.values(), torch.complex128)}
 
 
 def dtype_of(name: str) -> torch.dtype:
     """``"float32"`` -> ``torch.float32``. Raises: CheckpointError: no dtype that a checkpoint holds."""
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {name!r} is none of {', '.join(sorted(_DTYPES))}.", code="checkpoint-damaged")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise CheckpointError(f"dtype {name!r} is none of {', '.join(sorted(DTYPES))}.", code="checkpoint-damaged")
+    return DTYPES[name]
 
 
 def name_of(dtype: torch.dtype) -> str:

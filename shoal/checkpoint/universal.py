@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint import catalogue
+from shoal.checkpoint import directory
 from shoal.checkpoint.commit import Commit, Retention
 from shoal.checkpoint.formats import detect, open_source
 from shoal.checkpoint.formats.target import split
@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Made:
+class UniversalResult:
     """What was made.
 
     Args:
@@ -44,7 +44,7 @@ class Made:
     notes: tuple[str, ...] = ()
 
 
-def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> Made:
+def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> UniversalResult:
     """Make ``target`` of ``source``, and let ``latest_universal`` beside it name it.
 
     Args:
@@ -55,7 +55,7 @@ def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str
     """
     root, name = split(target)
     storage = open_storage(root)
-    if not name or not catalogue.is_name(name):
+    if not name or not directory.is_name(name):
         raise CheckpointError(f"{os.fspath(target)!r} names no folder to make.", code="checkpoint-target")
     found = detect(source)
     if found == "shoal":
@@ -63,18 +63,18 @@ def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str
     elif found == "deepspeed":
         opened = open_source(source, format=found)
         write_shoal(opened, root, name, is_for_resuming=False)
-        made = Made(found, notes=tuple(opened.about.notes))
+        made = UniversalResult(found, notes=tuple(opened.about.notes))
     else:
         raise CheckpointError(
             f"{os.fspath(source)} is {found}, not a checkpoint.",
             do="name a tag's folder of a checkpoint; `shoal convert` takes other formats.",
             code="checkpoint-format",
         )
-    storage.replace(catalogue.LATEST_UNIVERSAL, name.encode())
+    storage.replace(directory.LATEST_UNIVERSAL, name.encode())
     return made
 
 
-def _twin(source: ShoalSource, storage: Storage, name: str) -> Made:
+def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
     origin = source.storage
     if not isinstance(origin, LocalStorage) or not isinstance(storage, LocalStorage):
         raise CheckpointError(
@@ -105,12 +105,12 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> Made:
         ) from error
     finally:
         commit.end()
-    return Made("shoal", linked, len(files) - linked)
+    return UniversalResult("shoal", linked, len(files) - linked)
 
 
 def _beside(folder: Path) -> Iterable[Path]:
     """What lies beside a checkpoint's own files for DeepSpeed's clients."""
-    return (path for path in sorted(folder.iterdir()) if catalogue.is_beside(path.name) and path.is_file())
+    return (path for path in sorted(folder.iterdir()) if directory.is_deepspeeds_file(path.name) and path.is_file())
 
 
 def _take(files: Iterable[Path], place: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,16 +26,16 @@ _FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
 @app.command("list")
 def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     """Show the checkpoints of a folder, the newest first."""
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.storage import open_storage
     from shoal.text import format_bytes, table
 
     storage = open_storage(folder)
-    found = catalogue.look(storage)
+    found = directory.list_checkpoints(storage)
     if not found:
         print(f"no checkpoints in {storage.url}", file=sys.stderr)
         raise typer.Exit(1)
-    hinted = catalogue.hint(storage)
+    hinted = directory.read_latest(storage)
     rows = []
     for entry in found:
         if entry.manifest is None:
@@ -65,11 +66,13 @@ def verify_checkpoints(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.storage import open_storage
 
     storage = open_storage(folder)
-    folders = [catalogue.find_tag(storage, tag)] if tag else [entry.folder for entry in catalogue.look(storage)]
+    folders = (
+        [directory.find_tag(storage, tag)] if tag else [entry.folder for entry in directory.list_checkpoints(storage)]
+    )
     if not folders and storage.exists("manifest.json"):
         folders = [""]  # the folder is a checkpoint itself
     if not folders:
@@ -82,7 +85,7 @@ def verify_checkpoints(
             shown = name or Path(storage.url).name
             total = sum(storage.size(f"{name}/{file}".lstrip("/")) for file in storage.names(name))
             task = progress.add_task(shown, total=total)
-            problems = catalogue.verify(storage, name, partial(_advance, progress, task))
+            problems = directory.verify(storage, name, partial(_advance, progress, task))
         if problems:
             num_damaged += 1
             print(f"{shown}: DAMAGED")
@@ -106,23 +109,20 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
 ) -> None:
     """Remove old checkpoints. Those that stay are verified first: a damaged one does not count as kept."""
-    from shoal.checkpoint import catalogue
+    from shoal.checkpoint import directory
     from shoal.checkpoint.commit import Retention, discard, prunable
     from shoal.checkpoint.lock import FolderLock
     from shoal.checkpoint.storage import LocalStorage, open_storage
 
     storage = open_storage(folder)
-    lock = FolderLock(storage.root) if isinstance(storage, LocalStorage) else None
-    if lock is not None:
-        lock.acquire()
-    try:
-        whole: list[catalogue.Found] = []
-        for entry in catalogue.look(storage):
+    with FolderLock(storage.root) if isinstance(storage, LocalStorage) else nullcontext():
+        whole: list[directory.FoundCheckpoint] = []
+        for entry in directory.list_checkpoints(storage):
             num_whole = len([w for w in whole if w.manifest is not None and w.manifest.is_for_resuming])
             if entry.manifest is None:
                 print(f"{entry.folder}: damaged, left alone")
                 continue
-            if num_whole < keep and catalogue.verify(storage, entry.folder):
+            if num_whole < keep and directory.verify(storage, entry.folder):
                 print(f"{entry.folder}: damaged, does not count, left alone")
                 continue
             whole.append(entry)
@@ -130,6 +130,3 @@ def prune(
             print(f"{entry.folder}: {'would be removed' if dry_run else 'removed'}")
             if not dry_run:
                 discard(storage, entry.folder)
-    finally:
-        if lock is not None:
-            lock.release()

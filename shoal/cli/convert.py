@@ -84,7 +84,7 @@ def _convert(
     max_file_gb: float,
 ) -> list[str]:
     """Returns: what was found and could not be kept, a sentence each."""
-    from shoal.checkpoint.formats import detect, open_source
+    from shoal.checkpoint.formats import Format, detect, open_source, unread_weights
     from shoal.checkpoint.formats.target import check_free
     from shoal.checkpoint.manifest import MODEL
     from shoal.checkpoint.tree import dtype_of
@@ -96,8 +96,10 @@ def _convert(
             code="checkpoint-format",
         )
     check_free(target)
-    found = from_.value if from_ is not None else detect(source)
+    found: Format = from_.value if from_ is not None else detect(source, tag)
     opened = open_source(source, tag, found)
+    for line in _what_is_read(opened, found, source, unread_weights(source, found)):
+        console.print(escape(line))
     keeps_all = to in (Target.shoal, Target.dcp)
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
     number = sum(len(opened.tensors(kind)) for kind in kinds)
@@ -132,14 +134,49 @@ def _convert(
             from shoal.checkpoint.formats.plain import write_plain
 
             write_plain(watched, target, dtype_of("float32") if to is Target.fp32 and chosen is None else chosen)
-    return [*opened.about.notes, *([] if keeps_all else _left_out(opened, to))]
+    return [*opened.about.notes, *([] if to is Target.shoal else _left_out(opened, to))]
+
+
+def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
+    """The checkpoint that is read and what it holds, then the weights that lie beside it."""
+    from shoal.checkpoint.directory import read_latest
+    from shoal.checkpoint.storage import open_storage
+
+    about, states = opened.about, _states(opened)
+    said = [f"reads {found}: {about.path}"]
+    said += [f"step {about.counters['global_steps']}"] if "global_steps" in about.counters else []
+    said += [f"saved by {about.num_ranks} ranks"] if about.num_ranks is not None else []
+    said += [f"with optimizer state ({', '.join(states)})" if states else "without optimizer state"]
+    lines = [", ".join(said)]
+    if unread:
+        shown = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+        other = "huggingface" if ".safetensors" in unread[0] else "state_dict"
+        lines.append(f"not read: {shown}, beside it (--from {other} reads the weights alone)")
+    storage = open_storage(source)
+    if found in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
+        lines.append(f"latest names {tag!r}, which is not there; the weights beside it are read instead")
+    return lines
+
+
+def _states(source: Source) -> list[str]:
+    return [kind.partition("/")[2] for kind in source.kinds() if kind != "model"]
 
 
 def _left_out(source: Source, to: Target) -> list[str]:
-    states = [kind.partition("/")[2] for kind in source.kinds() if kind != "model"]
-    if not states:
-        return []
-    return [f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out."]
+    """What the source holds and the target's format does not."""
+    about = source.about
+    notes = []
+    if to is not Target.dcp and (states := _states(source)):
+        notes.append(f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out.")
+    others = {
+        "counters": about.counters,
+        "the learning-rate schedule": about.schedule,
+        "the loss scale": about.loss_scale,
+        "client state": about.client_state,
+    }
+    if lost := [name for name, value in others.items() if value]:
+        notes.append(f"{to.value} has no place for {', '.join(lost)}; left out.")
+    return notes
 
 
 def _nbytes(source: Source, kinds: list[str]) -> int:

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shoal.checkpoint import catalogue, open_gradients, tree
-from shoal.checkpoint.choose import candidates
+from shoal.checkpoint import directory, open_gradients, tree
 from shoal.checkpoint.commit import Retention
-from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
-from shoal.checkpoint.load import Chosen, Load, Wanted, agree
+from shoal.checkpoint.load import Chosen, Load, LoadOptions
+from shoal.checkpoint.local_shards import LocalShards, buffers_of, names_of
 from shoal.checkpoint.manifest import MODEL, ParameterRecord, collecting_nothing, versions
+from shoal.checkpoint.problems import agree
 from shoal.checkpoint.reader import StateReader
-from shoal.checkpoint.save import Options, Save, State
+from shoal.checkpoint.save import Save, SavedState, SaveOptions
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
 from shoal.engine import own_state
 from shoal.engine.log import logger, say_on_rank_0
-from shoal.engine.weights import holdings_of
+from shoal.engine.weights import local_shards_of
 from shoal.errors import CheckpointError, CommError, UsageError
 
 if TYPE_CHECKING:
@@ -82,13 +82,13 @@ class Checkpoints:
         storage = open_storage(folder)
         settings = self._settings
         tag = self._agreed_tag(tag if tag is not None else f"global_step{engine.global_steps}")
-        options = Options(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
-        holdings = holdings_of(self._engine)
-        wanted = list(holdings.model(exclude_frozen=exclude_frozen)) + list(holdings.optimizer())
+        options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
+        shards = local_shards_of(self._engine)
+        wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
         problem: Exception | None = None
         state: Any = None
         try:
-            state = self._state(holdings, client_state, exclude_frozen=exclude_frozen)
+            state = self._state(shards, client_state, exclude_frozen=exclude_frozen)
         except (CheckpointError, UsageError, TypeError, ValueError) as error:
             problem = error
         agree(engine.axes.world, problem, None, "checkpoint: own state")
@@ -97,7 +97,7 @@ class Checkpoints:
                 engine.axes.world,
                 storage,
                 tag,
-                [holding for holding in wanted if holding.numel],
+                [shard for shard in wanted if shard.numel],
                 state,
                 options,
                 self.on_phase,
@@ -107,7 +107,7 @@ class Checkpoints:
         except CheckpointError as error:
             return self._report(error)
         finally:
-            holdings.leave()
+            shards.leave()
         if self.beside is not None and engine.axes.world.rank == 0:
             self._after = self.beside(engine, storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
@@ -170,7 +170,7 @@ class Checkpoints:
             self._host = host_empty(nbytes, torch.uint8, self._engine.device)
         return self._host
 
-    def _state(self, holdings: Holdings, client_state: Any, *, exclude_frozen: bool) -> State:
+    def _state(self, shards: LocalShards, client_state: Any, *, exclude_frozen: bool) -> SavedState:
         engine = self._engine
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(
@@ -185,9 +185,9 @@ class Checkpoints:
         groups = []
         if optimizer is not None:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        return State(
+        return SavedState(
             step=engine.global_steps,
-            parameters=self._parameters(),
+            parameters=self._parameters(shards),
             versions=versions(),
             world={"size": engine.axes.world.size, "dp_shard": engine.axes.shard.size, "stage": engine.plan.zero.stage},
             table=engine.sharded.table.as_dict(),
@@ -198,13 +198,14 @@ class Checkpoints:
             client_state=dict(client_state or {}),
             tensors=tensors,
             own=own_state.own(engine, buffers),
-            scalars=holdings.scalars(),
+            scalars=shards.scalars(),
         )
 
-    def _parameters(self) -> Callable[[], list[ParameterRecord]]:
+    def _parameters(self, shards: LocalShards) -> Callable[[], list[ParameterRecord]]:
         engine = self._engine
         names, aliases = names_of(engine.module)
         parameters = list(engine.module.parameters())
+        shapes = shards.global_shapes()
         group_of = {}
         if engine.sharded_optimizer is not None:
             group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
@@ -215,7 +216,7 @@ class Checkpoints:
                     name=names[id(parameter)],
                     aliases=list(aliases.get(names[id(parameter)], ())),
                     dtype=tree.name_of(parameter.dtype),
-                    shape=tuple(parameter.shape),
+                    shape=shapes.get(names[id(parameter)], tuple(parameter.shape)),
                     group=group_of.get(id(parameter)),
                 )
                 for parameter in parameters
@@ -297,7 +298,7 @@ class Checkpoints:
         storage = open_storage(folder)
         comm = engine.axes.world
         is_checked = bool(self._settings.verify)
-        holdings = holdings_of(self._engine)
+        shards = local_shards_of(self._engine)
         names = names_of(engine.module)[0]
         groups: list[list[str]] = []
         optimizer = None
@@ -305,9 +306,9 @@ class Checkpoints:
             groups = [[names[id(p)] for p in g["params"]] for g in engine.sharded_optimizer.param_groups]
             optimizer = type(engine.sharded_optimizer.optimizer).__name__
         has_optimizer = has_optimizer and not is_module_only and engine.sharded_optimizer is not None
-        wanted = Wanted(is_strict, has_optimizer, is_checked, groups, optimizer)
-        load = Load(comm, holdings, buffers_of(engine.module), wanted)
-        folders = candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
+        wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer)
+        load = Load(comm, shards, buffers_of(engine.module), wanted)
+        folders = directory.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
                 chosen, reader = load.open(storage, name)
@@ -351,7 +352,7 @@ class Checkpoints:
             return self.load(folder, tag, **wishes)
         except CheckpointError as error:
             is_missing = tag is None and error.code == "checkpoint-missing"
-            if not is_missing or catalogue.hint(open_storage(folder)) is not None:
+            if not is_missing or directory.read_latest(open_storage(folder)) is not None:
                 raise
             logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
             return None, None

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import open_gradients
-from shoal.checkpoint.holdings import buffers_of
+from shoal.checkpoint.local_shards import buffers_of
 from shoal.checkpoint.manifest import checksum
 from shoal.engine.log import logger
 from shoal.errors import UsageError

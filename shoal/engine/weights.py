@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from shoal.checkpoint.blocks import Entry, plan_file, write_file
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.formats.torch_writing import write_tensors
-from shoal.checkpoint.holdings import Holdings, buffers_of, names_of
-from shoal.checkpoint.load import agree
+from shoal.checkpoint.local_shards import LocalShards, buffers_of, names_of
 from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
-def holdings_of(engine: Engine) -> Holdings:
+def local_shards_of(engine: Engine) -> LocalShards:
     """What this rank holds of an engine's model and optimizer."""
-    return Holdings(engine.sharded, engine.trained_groups, engine._optimizer_step, engine.axes)
+    return LocalShards(engine.sharded, engine.trained_groups, engine._optimizer_step, engine.axes)
 
 
 class Weights:
@@ -44,7 +44,7 @@ class Weights:
         with engine.sharded.gathered(engine.sharded.sharded):
             result = use()
             with torch.no_grad():
-                for bucket, group in holdings_of(engine).buckets():
+                for bucket, group in local_shards_of(engine).buckets():
                     if group is not None:
                         group.update_main(0, bucket.end - bucket.begin, bucket.full[bucket.begin : bucket.end])
                     bucket.write_back()
@@ -178,7 +178,7 @@ def _write(
                 write_tensors(sink, infos, values.__getitem__, aliases)
                 sink.flush()
         else:
-            entries = [Entry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
+            entries = [TensorEntry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
             write_file(storage, "", staging, plan_file(entries))
         if staging != name:
             storage.move_over(staging, name)

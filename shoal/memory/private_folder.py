@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import TierError, UsageError
-from shoal.memory.owner import Owner, lock_if_gone, sign
+from shoal.process import FileOwner, lock_if_gone, sign
 
 logger = logging.getLogger("shoal")
 
@@ -53,7 +53,7 @@ class PrivateFolder:
         try:
             os.mkdir(self.path, 0o700)
             self.fd = os.open(self.path, _OPEN_FOLDER)
-            self._owner_fd = sign(Owner.this(job, rank), self.fd, _OWNER)
+            self._owner_fd = sign(FileOwner.this(job, rank), _OWNER, folder_fd=self.fd)
         except OSError as error:
             if self.fd >= 0:
                 self.remove()
@@ -116,7 +116,7 @@ def _sweep_one(path: Path) -> bool:
         status = os.fstat(fd)
         if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) != 0o700:
             return False
-        found = lock_if_gone(fd, _OWNER)
+        found = lock_if_gone(_OWNER, fd)
         if found is None:
             return False
         owner, owner_fd = found

@@ -41,8 +41,19 @@ class ParameterSpec:
     global_shape: tuple[int, ...] = ()  # default: ``shape``
     local: tuple[tuple[int, int], ...] = ()  # default: all of it
 
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> ParameterSpec:
+        """A tensor that is not in a buffer."""
+        return cls(name, shape, math.prod(shape), 0, -1)
+
+    @classmethod
+    def part(cls, name: str, global_shape: tuple[int, ...], local: tuple[tuple[int, int], ...]) -> ParameterSpec:
+        """A part of a larger tensor that is not in a buffer."""
+        shape = tuple(stop - start for start, stop in local)
+        return cls(name, shape, math.prod(shape), 0, -1, global_shape, local)
+
     def __post_init__(self) -> None:
-        if not self.local:
+        if not self.global_shape:
             object.__setattr__(self, "global_shape", self.shape)
             object.__setattr__(self, "local", tuple((0, size) for size in self.shape))
         if tuple(stop - start for start, stop in self.local) != self.shape:

@@ -42,8 +42,8 @@ class DiskOptimizerState:
     Main parameters are stored as their buffer is built (``add``), so that memory never holds all of them; the groups
     come with ``bind``, and their optimizer state group by group in the first step.
 
-    Memory: on the host at most three groups' state: the one that is updated, the next and the last (one more while it is
-    written).
+    Memory: on the host at most three groups' state: the one that is updated, the next and the last (one more while
+    it is written).
     """
 
     def __init__(self, store: DiskStore) -> None:

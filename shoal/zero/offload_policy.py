@@ -41,7 +41,8 @@ def from_config(
 
     Args:
         ratio: share of the trained elements whose state is stored on ``state``; of the first units in forward it
-            stays on the device, as long as that is at most ``1 - ratio`` of all (DeepSpeed's ZeRO-Offload++, "Twin-Flow").
+            stays on the device, as long as that is at most ``1 - ratio`` of all (DeepSpeed's ZeRO-Offload++,
+            "Twin-Flow").
         max_host_numel: elements of this rank's parameters that stay in host memory though ``parameter`` is the disk.
     """
     kept = (1 - ratio) * sum(size.trained_numel for size in sizes)

@@ -121,7 +121,7 @@ class ShardedStep:
                     yield self._range(group, index, low, min(low + step, stop))
 
     def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
-        """What of this rank's range belongs to one of the optimizer's groups; by parameter where gradients are views."""
+        """What of this rank's range belongs to one optimizer group; by parameter where gradients are views."""
         if group.gradient.is_view:
             return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
         return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]

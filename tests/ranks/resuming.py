@@ -17,7 +17,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.engine.weights import holdings_of
+from shoal.engine.weights import local_shards_of
 from shoal.errors import CheckpointError
 from tests.ranks.models import Late, Plain
 from tests.ranks.training import Factory, adamw, batch, config, make
@@ -121,7 +121,7 @@ def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
     if step is not None:
         for value in step.optimizer.state.values():
             mine |= {key for key, item in value.items() if isinstance(item, torch.Tensor) and item.dim() == 1}
-        scalars = copy.deepcopy(holdings_of(engine).scalars())
+        scalars = copy.deepcopy(local_shards_of(engine).scalars())
     keys = sorted(set().union(*engine.axes.world.gather_objects(sorted(mine), label="test: keys")))
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key in keys:

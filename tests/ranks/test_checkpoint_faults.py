@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint import catalogue, lock
+from shoal.checkpoint import directory, lock
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from tests.ranks.dying import (
@@ -145,7 +145,7 @@ def test_a_rank_killed_while_it_replaces_a_checkpoint_leaves_a_whole_one_of_that
     olds = [place for place in places if {p.name: p.read_bytes() for p in place.iterdir()} == before]
     assert len(olds) == 1, "the old one was written to"
     assert len(places) == 1 + is_new
-    assert catalogue.find_tag(LocalStorage(folder), "best") == ("best" if phase != BETWEEN_RENAMES else olds[0].name)
+    assert directory.find_tag(LocalStorage(folder), "best") == ("best" if phase != BETWEEN_RENAMES else olds[0].name)
     assert go_on(oracle, folder, tag="best") == (2 if is_new else 1)
     go_on(oracle, folder, tag="best")  # what this save replaces is swept by it, what the killed one left by that
     assert sorted(os.listdir(folder)) == ["best", "latest"]

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import shoal
-from shoal.checkpoint import catalogue
+from shoal.checkpoint import directory
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.weights import holdings_of
+from shoal.engine.weights import local_shards_of
 from tests.ranks.dying import SIZE, tiny
 from tests.ranks.failing_saves import Outcome, attempt, load, save_and_finish, steps_in
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, state_of
@@ -132,13 +132,13 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         # mypy takes the mixed values for objects.
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
         client_state["list"].append(3)  # type: ignore[attr-defined]
-        holdings = holdings_of(engine)
-        everything = (*holdings.model(), *holdings.optimizer())
-        for piece in (piece for holding in everything if not holding.is_private for piece in holding.pieces):
+        shards = local_shards_of(engine)
+        everything = (*shards.model(), *shards.optimizer())
+        for piece in (piece for shard in everything if not shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
-        for group in engine.trained_groups:
-            group.wait_for_readers()  # as every caller that changes state
-        for piece in (piece for holding in everything if holding.is_private for piece in holding.pieces):
+        for bucket_state in engine.trained_groups:
+            bucket_state.let_go()  # as whoever changes what only Shoal can reach
+        for piece in (piece for shard in everything if shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
         assert engine.optimizer is not None
         assert engine._optimizer_step is not None
@@ -195,7 +195,7 @@ def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_p
         assert most_threads <= SIZE
     assert steps_in(tmp_path) == ["global_step1", "global_step2", "global_step3"]
     for step in (1, 2, 3):
-        assert catalogue.verify(LocalStorage(tmp_path), f"global_step{step}") == []
+        assert directory.verify(LocalStorage(tmp_path), f"global_step{step}") == []
 
 
 def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     first.destroy()
     second.destroy()
     assert steps_in(tmp_path) == ["global_step0", "of-the-first"]
-    assert all(not catalogue.verify(LocalStorage(tmp_path), name) for name in steps_in(tmp_path))
+    assert all(not directory.verify(LocalStorage(tmp_path), name) for name in steps_in(tmp_path))
 
 
 def test_the_last_good_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Path) -> None:
@@ -234,5 +234,5 @@ def test_the_last_good_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Pa
 
     run_ranks(SIZE, rank)
     assert steps_in(tmp_path) == ["global_step1", "global_step2", "global_step3", "global_step4"]
-    whole = [found.folder for found in catalogue.look(LocalStorage(tmp_path)) if found.manifest is not None]
+    whole = [found.folder for found in directory.list_checkpoints(LocalStorage(tmp_path)) if found.manifest is not None]
     assert whole == ["global_step4", "global_step1"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import shoal.checkpoint.universal
-from shoal.checkpoint import catalogue
+from shoal.checkpoint import directory
 from shoal.checkpoint.native import ShoalSource
 from shoal.checkpoint.storage import open_storage
 from shoal.comm.threads import run_ranks
@@ -132,7 +132,7 @@ def test_files_have_a_second_name_and_the_manifest_is_another(folder: Path) -> N
     assert before.keys() == after.keys()
     assert "rank-00001.safetensors" in after and "mp_rank_00_model_states.pt" in after
     assert {name for name in before if before[name] != after[name]} == {"manifest.json"}
-    found = {entry.folder: entry.manifest for entry in catalogue.look(open_storage(folder))}
+    found = {entry.folder: entry.manifest for entry in directory.list_checkpoints(open_storage(folder))}
     assert found["out"] is not None and (found["out"].tag, found["out"].is_for_resuming) == ("out", False)
 
 
@@ -140,7 +140,7 @@ def test_it_stays_whole_when_the_other_is_removed(folder: Path) -> None:
     main(arguments(folder / "test_tag", folder / "out"))
     expected = everything(ShoalSource(folder, "test_tag"))
     open_storage(folder).remove("test_tag")
-    assert catalogue.verify(open_storage(folder), "out") == []
+    assert directory.verify(open_storage(folder), "out") == []
     found = everything(ShoalSource(folder, "out"))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -153,14 +153,14 @@ def test_without_links_files_are_copied(folder: Path, monkeypatch: pytest.Monkey
     main(arguments(folder / "test_tag", folder / "out"))
     before, after = inodes(folder / "test_tag"), inodes(folder / "out")
     assert not set(before.values()) & set(after.values())
-    assert catalogue.verify(open_storage(folder), "out") == []
+    assert directory.verify(open_storage(folder), "out") == []
 
 
 def test_a_second_time_replaces_the_first(folder: Path) -> None:
     for _ in range(2):
         main(arguments(folder / "test_tag", folder / "elsewhere" / "out"))
     assert sorted(path.name for path in (folder / "elsewhere").iterdir()) == ["latest_universal", "out"]
-    assert catalogue.verify(open_storage(folder / "elsewhere"), "out") == []
+    assert directory.verify(open_storage(folder / "elsewhere"), "out") == []
 
 
 def test_an_output_that_is_no_checkpoint_is_left_alone(folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import catalogue
-from shoal.checkpoint.blocks import Entry, Plan, plan_file, write_file
+from shoal.checkpoint import directory
+from shoal.checkpoint.blocks import FilePlan, TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.manifest import Manifest, ParameterRecord, TensorRecord, checksum
 from shoal.checkpoint.reader import CheckpointReader
@@ -24,16 +24,16 @@ def values(step: int) -> torch.Tensor:
     return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS) + 1000 * step
 
 
-def plans(step: int) -> list[Plan]:
+def plans(step: int) -> list[FilePlan]:
     half = ROWS // 2
     return [plan_file([_entry(f"model/w[{rank}]", values(step)[rank * half :][:half])]) for rank in range(2)]
 
 
-def _entry(key: str, tensor: torch.Tensor) -> Entry:
-    return Entry(key, tensor.dtype, tuple(tensor.shape), lambda: (tensor.reshape(-1),))
+def _entry(key: str, tensor: torch.Tensor) -> TensorEntry:
+    return TensorEntry(key, tensor.dtype, tuple(tensor.shape), lambda: (tensor.reshape(-1),))
 
 
-def describe(step: int, tag: str, files: list[Any], made: list[Plan], **more: Any) -> Manifest:
+def describe(step: int, tag: str, files: list[Any], made: list[FilePlan], **more: Any) -> Manifest:
     half = ROWS // 2
     fields: dict[str, Any] = {
         "tag": tag,
@@ -81,13 +81,13 @@ def make(
 
 def read(storage: Storage, folder: str) -> torch.Tensor:
     """``w``, as a load would read it. Raises: CheckpointError."""
-    return CheckpointReader(storage, folder, catalogue.inspect(storage, folder)).tensor("model", SHARED)
+    return CheckpointReader(storage, folder, directory.inspect(storage, folder)).tensor("model", SHARED)
 
 
 def newest(storage: Storage) -> torch.Tensor:
     """``w`` of the newest checkpoint that is whole by name and size, fully read."""
-    for found in catalogue.look(storage):
-        if found.manifest is not None and not catalogue.verify(storage, found.folder):
+    for found in directory.list_checkpoints(storage):
+        if found.manifest is not None and not directory.verify(storage, found.folder):
             return read(storage, found.folder)
     raise AssertionError("no whole checkpoint")
 

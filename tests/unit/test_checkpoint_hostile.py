@@ -20,10 +20,9 @@ import pytest
 import torch
 
 import shoal
-from shoal.checkpoint import catalogue
-from shoal.checkpoint.cover import cover_problem
+from shoal.checkpoint import directory
 from shoal.checkpoint.reader import CheckpointReader
-from shoal.checkpoint.rectangles import Rectangle, rectangles
+from shoal.checkpoint.rectangles import Rectangle, cover_problem, rectangles
 from shoal.errors import CheckpointError
 from tests.unit.checkpoint_maker import local, make, newest, read, rewrite, values
 
@@ -53,7 +52,7 @@ def flip(path: Path, bit: int) -> None:
 
 def test_not_one_of_ten_thousand_flipped_bits_is_read_in_silence(root: Path) -> None:
     storage = local(root)
-    reader = CheckpointReader(storage, "step2", catalogue.inspect(storage, "step2"))
+    reader = CheckpointReader(storage, "step2", directory.inspect(storage, "step2"))
     names = {file.name: index for index, file in enumerate(reader.manifest.files)}
     paths = [*sorted((root / "step2").iterdir()), root / "latest"]
     bits = [(path, bit) for path in paths for bit in range(path.stat().st_size * 8)]
@@ -63,14 +62,14 @@ def test_not_one_of_ten_thousand_flipped_bits_is_read_in_silence(root: Path) -> 
         path, bit = generator.choice(bits)
         flip(path, bit)
         if path.name == "latest":  # a hint: it names another checkpoint, or none
-            num_silent += catalogue.hint(storage) == "step2"
+            num_silent += directory.read_latest(storage) == "step2"
         else:
             said = ""
             try:
                 if path.name in names:
                     reader.check_file(names[path.name])
                 else:
-                    catalogue.inspect(storage, "step2")
+                    directory.inspect(storage, "step2")
             except CheckpointError as error:
                 said = str(error)
             num_silent += path.name not in said
@@ -86,11 +85,11 @@ def test_a_flipped_bit_is_reported_with_its_file_both_sums_and_the_tensors_in_it
     with pytest.raises(CheckpointError) as caught:
         read(storage, "step2")
     text = str(caught.value)
-    recorded = catalogue.inspect(storage, "step2").files[1].blocks[0]
+    recorded = directory.inspect(storage, "step2").files[1].blocks[0]
     assert "rank-00001.safetensors" in text
     assert f"and {recorded} was written" in text
     assert "their xxh3 sum is " in text
-    [problem] = catalogue.verify(storage, "step2")
+    [problem] = directory.verify(storage, "step2")
     assert "model 'w'[3:6, 0:5]" in str(problem)
     assert torch.equal(newest(storage), values(1))
 
@@ -130,7 +129,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 def test_a_damaged_file_is_refused_and_an_older_checkpoint_taken(root: Path, damage: str) -> None:
     DAMAGES[damage](root)
     storage = local(root)
-    problems = catalogue.verify(storage, "step2")
+    problems = directory.verify(storage, "step2")
     assert problems
     assert {problem.code for problem in problems} == {"checkpoint-damaged"}
     assert torch.equal(newest(storage), values(1))
@@ -167,9 +166,9 @@ def test_a_pickle_in_the_place_of_any_file_never_runs(root: Path, tmp_path: Path
             with open(path, "wb") as file:
                 (pickle.dump if kind == "pickle" else torch.save)(Payload(canary), file)
     storage = local(root)
-    catalogue.hint(storage)
-    for found in catalogue.look(storage):
-        catalogue.verify(storage, found.folder)
+    directory.read_latest(storage)
+    for found in directory.list_checkpoints(storage):
+        directory.verify(storage, found.folder)
     if name == "latest":
         assert torch.equal(read(storage, "step2"), values(2))
     else:
@@ -344,7 +343,7 @@ def test_a_manifest_that_lies_is_refused_quickly_and_without_much_memory(root: P
         pytest.skip(f"the kernel does not measure this process's peak: {error}")
     before, began = memory("VmRSS"), time.process_time()
     with pytest.raises(CheckpointError) as caught:
-        catalogue.inspect(storage, "step2")
+        directory.inspect(storage, "step2")
     assert time.process_time() - began < MOST_SECONDS
     assert memory("VmHWM") - before < MOST_BYTES
     assert caught.value.code in ("checkpoint-damaged", "checkpoint-unsafe")
@@ -375,7 +374,7 @@ def test_a_newer_format_is_refused_with_both_versions(root: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"format 2 and was written by Shoal 9\.1; this one reads up to 1"
     ) as caught:
-        catalogue.inspect(local(root), "step2")
+        directory.inspect(local(root), "step2")
     assert caught.value.code == "checkpoint-version"
 
 
@@ -411,7 +410,7 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 def test_what_is_no_plain_file_is_refused_at_once(root: Path, kind: str, name: str) -> None:
     in_place_of(name, NO_FILES[kind])(root)
     began = time.monotonic()
-    for action in (catalogue.inspect, read):
+    for action in (directory.inspect, read):
         with pytest.raises(CheckpointError, match="checkpoint"):
             action(local(root), "step2")
     assert torch.equal(newest(local(root)), values(1))
@@ -422,18 +421,18 @@ def test_what_is_no_plain_file_is_refused_at_once(root: Path, kind: str, name: s
 def test_a_hint_that_is_no_plain_file_names_nothing(root: Path, kind: str) -> None:
     (root / "latest").unlink()
     NO_FILES[kind](root / "latest")
-    assert catalogue.hint(local(root)) is None
+    assert directory.read_latest(local(root)) is None
 
 
 def test_a_link_to_a_checkpoint_elsewhere_is_no_checkpoint(root: Path, tmp_path: Path) -> None:
     (root / "step2").rename(tmp_path / "elsewhere")
     (root / "step2").symlink_to(tmp_path / "elsewhere")
-    assert [found.folder for found in catalogue.look(local(root))] == ["step1"]
+    assert [found.folder for found in directory.list_checkpoints(local(root))] == ["step1"]
 
 
 def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(root: Path, tmp_path: Path) -> None:
     storage = local(root)
-    reader = CheckpointReader(storage, "step2", catalogue.inspect(storage, "step2"))
+    reader = CheckpointReader(storage, "step2", directory.inspect(storage, "step2"))
     (root / "step2" / FIRST).rename(tmp_path / "elsewhere")
     (root / "step2" / FIRST).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=os.strerror(errno.ELOOP)):
@@ -448,7 +447,7 @@ def test_a_manifest_of_holes_does_not_fill_the_memory(root: Path) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before, began = memory("VmRSS"), time.process_time()
     with pytest.raises(CheckpointError):
-        catalogue.inspect(local(root), "step2")
+        directory.inspect(local(root), "step2")
     assert time.process_time() - began < MOST_SECONDS
     assert memory("VmHWM") - before < MOST_BYTES
 

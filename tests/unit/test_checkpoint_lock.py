@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 from shoal.checkpoint import lock
 from shoal.checkpoint.lock import FolderLock
 from shoal.errors import CheckpointError
+from shoal.process import FileOwner
 from tests.unit.checkpoint_maker import local, make
 
 SHORT_SECONDS = 0.2  # a foreign lock is watched for so long in these tests
@@ -69,7 +71,7 @@ def owner_of(folder: Path) -> dict[str, Any]:
 
 def write_owner(folder: Path, **changes: Any) -> None:
     """A lock as this process would write it, but for the changes."""
-    (folder / lock.NAME).write_text(json.dumps({**lock._self(), "token": "0" * 16, **changes}))
+    (folder / lock.NAME).write_text(json.dumps({**asdict(FileOwner.this("0" * 16, 0)), **changes}))
 
 
 def test_a_second_job_is_told_host_and_process_of_the_first_and_takes_over_once_it_is_dead(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_the_lock_of_a_process_whose_number_was_given_to_another_is_broken(tmp_p
     write_owner(tmp_path, started=1)  # this process lives, and was started later
     with held(tmp_path, LONG_SECONDS) as seconds:
         assert seconds < QUICK_SECONDS
-        assert owner_of(tmp_path)["token"] != "0" * 16
+        assert owner_of(tmp_path)["job"] != "0" * 16
 
 
 def test_the_lock_of_this_very_process_is_not_broken(tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_the_lock_of_this_very_process_is_not_broken(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("foreign", [{"host": "elsewhere"}, {"machine": "another boot/1"}], ids=["host", "boot"])
+@pytest.mark.parametrize("foreign", [{"host": "elsewhere"}, {"boot": "another boot/1"}], ids=["host", "boot"])
 def test_a_lock_of_another_machine_is_broken_only_when_it_no_longer_beats(
     tmp_path: Path, foreign: dict[str, Any]
 ) -> None:
@@ -194,7 +196,7 @@ def test_a_disk_that_is_full_when_the_lock_is_written_leaves_no_lock_without_an_
     def full(*args: Any, **kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"), held(tmp_path):
         pass
     assert os.listdir(tmp_path) == []

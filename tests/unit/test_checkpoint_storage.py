@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint import catalogue
+from shoal.checkpoint import directory
 from shoal.checkpoint.commit import Retention, discard, prunable
 from shoal.checkpoint.storage import LocalStorage, open_storage
 from shoal.errors import CheckpointError
@@ -128,7 +128,7 @@ def test_a_loss_of_power_while_a_tag_is_replaced_leaves_a_whole_one_of_it(
 
     def lose_power() -> None:
         after = disk.after_a_loss_of_power(tmp_path / "after")
-        found = read(after, catalogue.find_tag(after, "best"))
+        found = read(after, directory.find_tag(after, "best"))
         seen.append(1 if torch.equal(found, values(1)) else 2)
         assert torch.equal(found, values(seen[-1]))
 
@@ -151,7 +151,7 @@ def test_files_that_were_never_flushed_are_not_taken_for_a_checkpoint(
     after = disk.after_a_loss_of_power(tmp_path / "after")
     assert torch.equal(newest(after), values(1))
     with pytest.raises(CheckpointError, match="manifest cannot be read"):
-        catalogue.inspect(after, "step2")
+        directory.inspect(after, "step2")
 
 
 def killed_in(monkeypatch: pytest.MonkeyPatch, name: str, when: Callable[..., bool]) -> None:
@@ -303,8 +303,8 @@ def test_a_checkpoint_saved_later_by_a_slower_clock_is_the_newest(root: Path) ->
     make(storage, 1, created="2030-01-01T00:00:10.000000+00:00")
     make(storage, 2, created="2020-01-01T00:00:00.000000+00:00", retention=Retention(keep_last=1))
     make(storage, 3, created="2025-01-01T00:00:00.000000+00:00", retention=Retention(keep_last=2))
-    assert [found.folder for found in catalogue.look(storage)] == ["step3", "step2"]
-    assert catalogue.inspect(storage, "step3").created == "2030-01-01T00:00:10.000002+00:00"
+    assert [found.folder for found in directory.list_checkpoints(storage)] == ["step3", "step2"]
+    assert directory.inspect(storage, "step3").created == "2030-01-01T00:00:10.000002+00:00"
 
 
 def test_pruning_never_takes_the_last_good_one_when_the_newest_is_damaged(root: Path) -> None:
@@ -313,11 +313,11 @@ def test_pruning_never_takes_the_last_good_one_when_the_newest_is_damaged(root: 
         make(storage, step)
     os.truncate(root / "step3" / "rank-00001.safetensors", 100)
     rewrite(root / "step2", lambda raw: b"{nonsense")
-    assert prunable(catalogue.look(storage), Retention(keep_last=1)) == []
+    assert prunable(directory.list_checkpoints(storage), Retention(keep_last=1)) == []
     make(storage, 4, retention=Retention(keep_last=2))
     assert sorted(os.listdir(root)) == ["latest", "step1", "step2", "step3", "step4"]
     make(storage, 5, retention=Retention(keep_last=2))
-    assert [f.folder for f in catalogue.look(storage) if f.manifest is not None] == ["step5", "step4"]
+    assert [f.folder for f in directory.list_checkpoints(storage) if f.manifest is not None] == ["step5", "step4"]
 
 
 def test_a_process_that_dies_while_it_removes_a_checkpoint_leaves_no_half_of_one(
@@ -330,7 +330,7 @@ def test_a_process_that_dies_while_it_removes_a_checkpoint_leaves_no_half_of_one
     with pytest.raises(SystemExit):
         discard(storage, "step1")
     monkeypatch.undo()
-    assert [found.folder for found in catalogue.look(storage)] == ["step2"]
+    assert [found.folder for found in directory.list_checkpoints(storage)] == ["step2"]
     make(storage, 3)
     assert sorted(os.listdir(root)) == ["latest", "step2", "step3"]
 
@@ -400,7 +400,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(root: Path, monkeypatc
         return preadv(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", shrink)
-    problems = catalogue.verify(storage, "step1")
+    problems = directory.verify(storage, "step1")
     assert len(problems) == 1
     assert "rank-00001.safetensors cannot be read" in str(problems[0])
 
@@ -438,5 +438,5 @@ def test_a_folder_that_cannot_be_read_is_a_clear_error(root: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(CheckpointError, match="the folder cannot be read") as caught:
-        catalogue.look(LocalStorage(root))
+        directory.list_checkpoints(LocalStorage(root))
     assert caught.value.code == "checkpoint-storage"

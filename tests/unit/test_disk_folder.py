@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from shoal import process
 from shoal.errors import TierError, UsageError
-from shoal.memory import owner as owner_room
-from shoal.memory.owner import Owner
 from shoal.memory.private_folder import PrivateFolder, sweep
+from shoal.process import FileOwner
 
 JOB = "0123456789abcdef0123456789abcdef"
 
@@ -26,7 +26,7 @@ def left_behind(parent: Path, **changes: Any) -> Path:
     """What a process of this machine that has ended leaves."""
     path = parent / f"shoal-offload-{JOB}-rank3"
     path.mkdir(mode=0o700)
-    this = Owner.this(JOB, 3)
+    this = FileOwner.this(JOB, 3)
     record = {**this.__dict__, "started": (this.started or 0) - 1, "is_locked": True, **changes}
     (path / "owner.json").write_text(json.dumps(record))
     (path / "extent-0000.bin").write_bytes(b"state")
@@ -115,7 +115,7 @@ sys.stdin.read()
     [
         {"host": "elsewhere"},
         {"machine": "another installation"},
-        {"pid": os.getpid(), "started": Owner.this(JOB, 3).started},
+        {"pid": os.getpid(), "started": FileOwner.this(JOB, 3).started},
         {"boot": "another container", "is_locked": False},
         {"rank": 4},
         {"job": "f" * 32},
@@ -153,7 +153,7 @@ def test_a_lock_that_is_held_speaks_louder_than_the_file(tmp_path: Path) -> None
 
 
 def test_no_start_time_means_that_the_process_number_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_room, "_started", lambda pid: None)
+    monkeypatch.setattr(process, "started", lambda pid: None)
     alive = left_behind(tmp_path, pid=os.getpid(), started=None)
     assert sweep(tmp_path) == []
     record = json.loads((alive / "owner.json").read_text())
@@ -182,7 +182,7 @@ def test_other_names_links_open_folders_and_folders_without_an_owner_are_left(tm
 def left_behind_as(parent: Path, rank: int) -> Path:
     path = parent / f"shoal-offload-{JOB}-rank{rank}"
     path.mkdir(mode=0o700)
-    record = {**Owner.this(JOB, rank).__dict__, "started": 0, "is_locked": True}
+    record = {**FileOwner.this(JOB, rank).__dict__, "started": 0, "is_locked": True}
     (path / "owner.json").write_text(json.dumps(record))
     return path
 

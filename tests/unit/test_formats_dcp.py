@@ -20,12 +20,12 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from shoal.checkpoint.formats import inert
+from shoal.checkpoint.formats import safe_unpickling
 from shoal.checkpoint.formats.dcp import DcpSource
 from shoal.checkpoint.formats.dcp_metadata import _EXPECTED, read_metadata
 from shoal.checkpoint.formats.dcp_writing import write_dcp
-from shoal.checkpoint.formats.foreign import ForeignFolder
-from shoal.checkpoint.formats.torch_writing import write_tensor
+from shoal.checkpoint.formats.torch_writing import write_values
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import are_equal, everything, trained
@@ -137,7 +137,7 @@ def test_chunks_in_several_files_are_put_together(tmp_path: Path) -> None:
         part = whole[rows[0] : rows[1], columns[0] : columns[1]].clone()
         with (folder / f"__{number}_1.distcp").open("wb") as file:
             file.write(b"before")
-            write_tensor(file, part)
+            write_values(file, part)
             place = _StorageInfo(f"__{number}_1.distcp", 6, file.tell() - 6)
         start = torch.Size([rows[0], columns[0]])
         chunk = torch_metadata.ChunkStorageMetadata(start, part.shape)
@@ -188,7 +188,7 @@ def test_what_is_written_comes_back_and_tied_weights_share_their_bytes(tmp_path:
     assert again.about.scalars == source.about.scalars
     assert again.about.groups == source.about.groups
     assert again.about.group_of == source.about.group_of
-    parts = {item.path: item.parts for item in read_metadata(ForeignFolder(tmp_path / "out"))}
+    parts = {item.path: item.parts for item in read_metadata(UntrustedFolder(tmp_path / "out"))}
     assert parts["model", "head.weight"] == parts["model", "embedding.weight"]
 
 
@@ -318,7 +318,7 @@ def test_a_missing_part_is_named(tmp_path: Path) -> None:
 )
 def test_a_program_that_is_no_plain_data_is_refused(program: bytes, what: str) -> None:
     with pytest.raises(CheckpointError, match=what):
-        inert.read(program, _EXPECTED, "here")
+        safe_unpickling.read(program, _EXPECTED, "here")
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_a_program_that_would_take_much_memory_or_time_takes_neither(program: by
     began = time.perf_counter()
     try:
         with contextlib.suppress(CheckpointError):
-            inert.read(program, _EXPECTED, "here")
+            safe_unpickling.read(program, _EXPECTED, "here")
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()
@@ -348,7 +348,7 @@ def test_no_byte_of_a_metadata_file_leads_to_anything_but_an_error_or_data(at: i
     data = bytearray(pickle.dumps(described()))
     data[at % len(data)] = value
     with contextlib.suppress(CheckpointError):  # and nothing else
-        inert.read(bytes(data), _EXPECTED, "here")
+        safe_unpickling.read(bytes(data), _EXPECTED, "here")
 
 
 def test_plain_data_comes_back_as_it_was() -> None:
@@ -359,4 +359,4 @@ def test_plain_data_comes_back_as_it_was() -> None:
     }
     for protocol in (2, 3, 4, 5):
         program = pickle.dumps({key: item for key, item in value.items() if protocol > 3 or key == "b"}, protocol)
-        assert inert.read(program, (), "here") == pickle.loads(program)  # noqa: S301
+        assert safe_unpickling.read(program, (), "here") == pickle.loads(program)  # noqa: S301

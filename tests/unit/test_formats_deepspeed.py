@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.formats.deepspeed_files import open_file
-from shoal.checkpoint.formats.deepspeed_state import Place, Spread
+from shoal.checkpoint.formats.deepspeed_state import EqualParts, FlatRange
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.fixtures.deepspeed.make import CASES
@@ -258,13 +258,13 @@ def test_what_is_read_is_the_callers_own(deepspeed_copy: Any) -> None:
 
 
 def test_a_parameter_of_7_over_3_ranks_lies_in_parts_of_3_3_and_1() -> None:
-    assert list(Spread(flat=2, start=10, numel=7, size=3)) == [
-        Place(0, 2, 10, 3),
-        Place(1, 2, 10, 3),
-        Place(2, 2, 10, 1),
+    assert list(EqualParts(flat=2, start=10, numel=7, size=3)) == [
+        FlatRange(0, 2, 10, 3),
+        FlatRange(1, 2, 10, 3),
+        FlatRange(2, 2, 10, 1),
     ]
-    assert list(Spread(flat=0, start=4, numel=2, size=4)) == [Place(0, 0, 4, 1), Place(1, 0, 4, 1)]
-    assert list(Spread(flat=0, start=4, numel=0, size=4)) == [Place(0, 0, 4, 0)]
+    assert list(EqualParts(flat=0, start=4, numel=2, size=4)) == [FlatRange(0, 0, 4, 1), FlatRange(1, 0, 4, 1)]
+    assert list(EqualParts(flat=0, start=4, numel=0, size=4)) == [FlatRange(0, 0, 4, 0)]
 
 
 # Memory

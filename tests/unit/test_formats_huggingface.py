@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint.formats.huggingface import HuggingFaceSource, Weights, write_huggingface
+from shoal.checkpoint.formats.huggingface import HuggingFaceSource, SafetensorsWeights, write_huggingface
 from shoal.checkpoint.formats.safetensors_file import read_header
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
@@ -92,7 +92,7 @@ def test_a_range_is_that_of_the_flattened_tensor_and_only_its_bytes_are_read(beg
     end = min(begin + length, 20)
     url = f"memory://ranges-{begin}-{length}/out"
     write_huggingface(trained(), url, dtype=torch.float32)
-    with Weights(url) as weights:
+    with SafetensorsWeights(url) as weights:
         assert torch.equal(weights.read_range("layer.weight", begin, end), KEPT["layer.weight"].flatten()[begin:end])
         assert weights.num_bytes_read == 4 * (end - begin)
         with pytest.raises(IndexError):
@@ -165,14 +165,14 @@ F = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 def test_a_header_that_cannot_be_is_refused(tmp_path: Path, table: Any, nbytes: int, what: str) -> None:
     file = header_file(tmp_path / "model.safetensors", table, bytes(nbytes))
     with pytest.raises(CheckpointError, match=what):
-        Weights(file)
+        SafetensorsWeights(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", (2**63).to_bytes(8, "little"), (50).to_bytes(8, "little") + b"{}"])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        Weights(tmp_path)
+        SafetensorsWeights(tmp_path)
     assert caught.value.code == "checkpoint-damaged"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shoal.checkpoint.formats.plain import PlainSource, write_plain
-from shoal.checkpoint.formats.torch_writing import write_tensor, write_tensors
+from shoal.checkpoint.formats.torch_writing import write_tensors, write_values
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import TensorInfo
 from shoal.errors import CheckpointError
@@ -101,7 +101,7 @@ def test_other_names_of_a_tensor_are_the_same_object() -> None:
 def test_a_tensor_by_itself_can_stand_anywhere_in_a_file() -> None:
     stream = io.BytesIO(b"before")
     stream.seek(6)
-    write_tensor(stream, KEPT["layer.weight"].t())
+    write_values(stream, KEPT["layer.weight"].t())
     found = torch.load(io.BytesIO(stream.getvalue()[6:]), weights_only=True)
     assert torch.equal(found, KEPT["layer.weight"].t())
 

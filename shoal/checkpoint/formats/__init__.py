@@ -1,4 +1,16 @@
-"""Checkpoints and weights of others, each read as a ``Source``, and found out by what lies there."""
+"""Checkpoints and weights of other programs, each read as a ``Source``, and recognised by the names in a folder.
+
+In one folder a checkpoint may lie beside exported weights (``save_16bit_model``, ``Trainer``). The first row that fits
+is read, so the checkpoint is:
+
+    in the folder                                   format
+    .metadata                                       dcp
+    manifest.json                                   shoal
+    *_model_states.pt, *_optim_states.pt            deepspeed
+    a folder for each tag, of Shoal or DeepSpeed    what ``latest`` names; otherwise shoal before deepspeed
+    *.safetensors                                   huggingface
+    pytorch_model.bin                               state_dict
+"""
 
 from __future__ import annotations
 
@@ -7,16 +19,24 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from shoal.checkpoint import directory
 from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.errors import CheckpointError
 
 Format = Literal["shoal", "deepspeed", "huggingface", "state_dict", "dcp"]
-_DEEPSPEED = re.compile(r"(mp_rank_\d+|(bf16_)?zero_pp_rank_\d+_mp_rank_\d+|layer_\d+.*)_(model|optim)_states\.pt")
+_DEEPSPEED = re.compile(
+    r"(mp_rank_\d+|(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+|layer_\d+.*)_(model|optim)_states\.pt"
+)
+_SAFETENSORS = re.compile(r".+\.safetensors(\.index\.json)?")
+_BIN = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin(\.index\.json)?")
 
 
-def detect(path: str | os.PathLike[str]) -> Format:
+def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     """The format of a file or folder, by the names in it.
+
+    Args:
+        tag: of several checkpoints in the folder, the one that is asked for.
 
     Raises: CheckpointError: nothing is there, or nothing that Shoal knows.
     """
@@ -27,9 +47,10 @@ def detect(path: str | os.PathLike[str]) -> Format:
         return _of_file(Path(text).expanduser())
     if text.endswith(".safetensors"):
         return "huggingface"
-    found = _of_folder(open_storage(text))
+    storage = open_storage(text)
+    found = _of_folder(storage, tag)
     if found is None:
-        names = open_storage(text).names()
+        names = storage.names()
         raise CheckpointError(
             f"{text} is of no format that Shoal knows: it holds"
             f" {', '.join(map(repr, names[:6])) + (' ...' if len(names) > 6 else '') if names else 'nothing'}.",
@@ -57,28 +78,44 @@ def _of_file(path: Path) -> Format:
     )
 
 
-def _of_folder(storage: Storage) -> Format | None:
-    names = set(storage.names())
+def _of_folder(storage: Storage, tag: str | None) -> Format | None:
+    if tag is not None and directory.is_name(tag) and (found := _of_checkpoint(storage, tag)) is not None:
+        return found
+    names = storage.names()
     if ".metadata" in names:
         return "dcp"
-    if "manifest.json" in names:
-        return "shoal"
-    if any(_DEEPSPEED.fullmatch(name) for name in names):
+    if (found := _of_checkpoint(storage, "")) is not None:
+        return found
+    if directory.deepspeeds_tag(storage) is not None:
         return "deepspeed"
-    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+    tags = {_of_checkpoint(storage, name) for name in names if storage.is_folder(name)}
+    if tags & {"shoal", "deepspeed"}:
+        return "shoal" if "shoal" in tags else "deepspeed"
+    if any(map(_SAFETENSORS.fullmatch, names)):
         return "huggingface"
-    if names & {"pytorch_model.bin", "pytorch_model.bin.index.json"}:
-        return "state_dict"
-    # A folder of checkpoints: each tag has a folder of its own.
-    for name in sorted(names):
-        if not storage.is_folder(name):
-            continue
-        below = storage.names(name)
-        if "manifest.json" in below:
-            return "shoal"
-        if any(_DEEPSPEED.fullmatch(other) for other in below):
-            return "deepspeed"
-    return None
+    return "state_dict" if any(map(_BIN.fullmatch, names)) else None
+
+
+def _of_checkpoint(storage: Storage, folder: str) -> Literal["shoal", "deepspeed"] | None:
+    """The format of the checkpoint whose files lie in a folder. One of Shoal's that is damaged is one of Shoal's."""
+    names = storage.names(folder)
+    if "manifest.json" in names or directory.is_ours(storage, folder):
+        return "shoal"
+    return "deepspeed" if any(map(_DEEPSPEED.fullmatch, names)) else None
+
+
+def unread_weights(path: str | os.PathLike[str], format: Format) -> list[str]:
+    """Files of weights in a folder that are not read, because it is read as ``format``."""
+    text = os.fspath(path)
+    if format == "state_dict" or text.endswith(".safetensors") or ("://" not in text and Path(text).is_file()):
+        return []
+    storage = open_storage(text)
+    kinds = [_BIN] if format == "huggingface" else [_SAFETENSORS, _BIN]
+    return [
+        name
+        for name in storage.names()
+        if any(kind.fullmatch(name) for kind in kinds) and not directory.is_our_file(name)
+    ]
 
 
 def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Format | None = None) -> Source:
@@ -90,7 +127,7 @@ def open_source(path: str | os.PathLike[str], tag: str | None = None, format: Fo
 
     Raises: CheckpointError: it is of no format that Shoal knows, damaged, or asks for more than data.
     """
-    found = format if format is not None else detect(path)
+    found = format if format is not None else detect(path, tag)
     if tag is not None and found not in ("shoal", "deepspeed"):
         raise CheckpointError(
             f"tag {tag!r} was given, and {os.fspath(path)} is {found}, which has none.",

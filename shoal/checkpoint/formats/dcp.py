@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.dcp_metadata import Item, Part, Path, read_metadata
-from shoal.checkpoint.formats.described import about
-from shoal.checkpoint.formats.foreign import ForeignFolder
+from shoal.checkpoint.formats.dcp_metadata import FileRange, Item, Path, read_metadata
 from shoal.checkpoint.formats.torch_file import load_part
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.portable import TensorInfo, about_bare
+from shoal.checkpoint.problems import damaged_copy
 from shoal.errors import CheckpointError
 
 _MODEL_KEYS = ("model", "module", "state_dict")
@@ -37,7 +37,7 @@ class DcpSource:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = ForeignFolder(folder)
+        self._folder = UntrustedFolder(folder)
         self._items: dict[tuple[str, str], Item] = {}
         sorting = _Sorted(read_metadata(self._folder))
         if not sorting.model:
@@ -50,7 +50,7 @@ class DcpSource:
         aliases = _take_aliases(sorting.model)
         tensors = {name: TensorInfo(_dtype(item), item.shape) for name, item in sorting.model.items()}
         trained = {name for name, _ in sorting.state} & tensors.keys()
-        self.about = about(tensors, aliases, known_parameters=trained)
+        self.about = about_bare(tensors, self._folder.url, aliases, known_parameters=trained)
         self._kinds: dict[str, dict[str, TensorInfo]] = {MODEL: tensors}
         self._items.update({(MODEL, name): item for name, item in sorting.model.items()})
         self._take_state(sorting, tensors)
@@ -143,24 +143,18 @@ class DcpSource:
         for part in item.parts:
             assert part.rectangle is not None
             chunk = self._chunk(item, part)
-            place = tuple(
-                slice(start, start + size)
-                for start, size in zip(part.rectangle.start, part.rectangle.shape, strict=True)
-            )
-            whole[place] = chunk
+            whole[part.rectangle.slices()] = chunk
         return whole
 
-    def _chunk(self, item: Item, part: Part) -> torch.Tensor:
+    def _chunk(self, item: Item, part: FileRange) -> torch.Tensor:
         assert part.rectangle is not None
         value = self._load(part)
         shape, dtype = part.rectangle.shape, _dtype(item)
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape or value.dtype != dtype:
             found = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise CheckpointError(
+            raise damaged_copy(
                 f"byte {part.offset} of {part.file} holds a {found}, and .metadata says {dtype} {list(shape)}.",
-                where=self._folder.url,
-                do="copy the checkpoint once more from where it came.",
-                code="checkpoint-damaged",
+                self._folder.url,
             )
         return value
 
@@ -168,14 +162,11 @@ class DcpSource:
         if item.dtype is not None:
             return self._tensor(item)
         if not item.parts or item.parts[0].nbytes > _MAX_OBJECT_NBYTES:
-            raise CheckpointError(
-                f"{'.'.join(map(str, item.path))} is {'missing' if not item.parts else 'too large for what it is'}.",
-                where=self._folder.url,
-                code="checkpoint-damaged",
-            )
+            problem = "missing" if not item.parts else "too large for what it is"
+            raise damaged_copy(f"{'.'.join(map(str, item.path))} is {problem}.", self._folder.url)
         return self._load(item.parts[0])
 
-    def _load(self, part: Part) -> Any:
+    def _load(self, part: FileRange) -> Any:
         where = f"byte {part.offset} of {self._folder.url}/{part.file}"
         with self._folder.open(part.file) as file:
             return load_part(file, part.offset, part.nbytes, where)
@@ -183,7 +174,7 @@ class DcpSource:
 
 def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:
     """Remove names whose bytes are another's, as Shoal writes tied weights. Returns: the other names, by name."""
-    first: dict[tuple[Part, ...], str] = {}
+    first: dict[tuple[FileRange, ...], str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
     for name, item in list(model.items()):
         same = first.setdefault(item.parts, name) if item.parts else name

@@ -1,7 +1,7 @@
 """The ``.metadata`` of a ``torch.distributed.checkpoint`` folder: which tensors there are and where their chunks lie.
 
-The file is a pickle of a handful of dataclasses; ``inert`` reads it, so none of them is made. Everything in it is
-checked before it is used.
+The file is a pickle of a handful of dataclasses; ``safe_unpickling`` reads it, so none of them is made. Everything in
+it is checked before it is used.
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.cover import cover_problem
-from shoal.checkpoint.formats import inert
-from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
-from shoal.checkpoint.formats.inert import Built, Symbol
-from shoal.checkpoint.rectangles import Rectangle
-from shoal.checkpoint.tree import dtype_of, name_of
+from shoal.checkpoint.formats import safe_unpickling
+from shoal.checkpoint.formats.safe_unpickling import Built, Symbol
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
+from shoal.checkpoint.problems import damaged_copy, unsafe
+from shoal.checkpoint.rectangles import Rectangle, cover_problem
+from shoal.checkpoint.tree import DTYPES
 from shoal.errors import CheckpointError
 
 NAME = ".metadata"
 _MAX_NBYTES = 1 << 30
 _DCP = "torch.distributed.checkpoint"
-_DTYPES = {
-    f"torch.{name_of(dtype)}": dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-    + (torch.complex128, torch.complex64)
-    + (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
+_DTYPES = {f"torch.{name}": dtype for name, dtype in DTYPES.items()}
 _EXPECTED = frozenset(
     [f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")]
     + [f"{_DCP}.metadata.{name}" for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")]
@@ -43,7 +38,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class FileRange:
     """A piece of a file: what ``torch.save`` made of one chunk, or of one object that is no tensor."""
 
     file: str
@@ -64,21 +59,21 @@ class Item:
     path: Path
     dtype: torch.dtype | None
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[FileRange, ...]
 
 
-def read_metadata(folder: ForeignFolder) -> list[Item]:
+def read_metadata(folder: UntrustedFolder) -> list[Item]:
     """Every leaf of a checkpoint.
 
     Raises: CheckpointError: the file asks for something that does not belong there, or says what cannot be.
     """
     where = f"{folder.url}/{NAME}"
-    content = inert.read(folder.read(NAME, _MAX_NBYTES), _EXPECTED, where)
-    return list(_Reader(folder, where).items(content))
+    content = safe_unpickling.read(folder.read(NAME, _MAX_NBYTES), _EXPECTED, where)
+    return list(_MetadataReader(folder, where).items(content))
 
 
-class _Reader:
-    def __init__(self, folder: ForeignFolder, where: str) -> None:
+class _MetadataReader:
+    def __init__(self, folder: UntrustedFolder, where: str) -> None:
         self._folder = folder
         self._where = where
         self._sizes: dict[str, int] = {}
@@ -127,7 +122,7 @@ class _Reader:
             raise self._unsafe(f"{name!r} is not whole: {problem}")
         return Item(path, dtype, shape, tuple(parts))
 
-    def _part(self, name: str, info: Built, rectangle: Rectangle | None) -> Part:
+    def _part(self, name: str, info: Built, rectangle: Rectangle | None) -> FileRange:
         file, offset, nbytes = info.get("relative_path"), info.get("offset"), info.get("length")
         if info.get("transform_descriptors"):
             raise CheckpointError(
@@ -144,20 +139,17 @@ class _Reader:
             with self._folder.open(file) as opened:
                 self._sizes[file] = opened.nbytes
         if offset + nbytes > self._sizes[file]:
-            raise CheckpointError(
-                f"{file} has {self._sizes[file]} bytes, and {name!r} lies at {offset} with {nbytes}.",
-                where=self._where,
-                do="copy the file once more from where it came.",
-                code="checkpoint-damaged",
+            raise damaged_copy(
+                f"{file} has {self._sizes[file]} bytes, and {name!r} lies at {offset} with {nbytes}.", self._where
             )
-        return Part(file, offset, nbytes, rectangle)
+        return FileRange(file, offset, nbytes, rectangle)
 
     def _dtype(self, name: str, properties: Any) -> torch.dtype:
         state = self._is(properties, f"{_DCP}.metadata.TensorProperties").state
         first = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(first, Symbol) or first.name not in _DTYPES:
             raise self._unsafe(f"{name!r} has no dtype")
-        return dtype_of(first.name.removeprefix("torch."))
+        return _DTYPES[first.name]
 
     def _size(self, value: Any) -> tuple[int, ...]:
         """A ``torch.Size``: Built("torch.Size", ((2, 3),))."""
@@ -185,9 +177,4 @@ class _Reader:
         return value
 
     def _unsafe(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"it says what cannot be: {what}.",
-            where=self._where,
-            do="do not trust this checkpoint; it was not written by torch, or was changed since.",
-            code="checkpoint-unsafe",
-        )
+        return unsafe(f"it says what cannot be: {what}.", self._where)

@@ -6,15 +6,19 @@ until the file is done.
 
 from __future__ import annotations
 
-import io
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shoal.checkpoint.formats.target import new_folder
-from shoal.checkpoint.formats.torch_writing import Stream, write_tensor
+from shoal.checkpoint.formats.torch_writing import write_values
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source
 from shoal.checkpoint.storage import LocalStorage, Sink
@@ -30,9 +34,6 @@ def write_dcp(source: Source, folder: str | os.PathLike[str]) -> None:
     Raises: CheckpointError: the folder is there already, or is no folder of a file system.
     Memory: one tensor.
     """
-    # Imported here: torch.distributed.checkpoint takes a second to load.
-    import torch.distributed.checkpoint as dcp
-
     tree, homes = _tree(source)
     with new_folder(folder) as (storage, staging):
         if not isinstance(storage, LocalStorage):
@@ -41,7 +42,7 @@ def write_dcp(source: Source, folder: str | os.PathLike[str]) -> None:
                 do="convert into a folder and copy it.",
                 code="checkpoint-storage",
             )
-        _run(_planner(dcp, source, homes), _writer(dcp, storage.root / staging), tree)
+        _run(_LazyPlanner(source, homes), _StreamingWriter(storage.root / staging), tree)
 
 
 def _run(planner: Any, writer: Any, tree: dict[str, Any]) -> None:
@@ -86,56 +87,52 @@ def _tree(source: Source) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
     return tree, homes
 
 
-def _planner(dcp: Any, source: Source, homes: dict[str, tuple[str, str]]) -> Any:
-    class Lazy(dcp.DefaultSavePlanner):
-        """Reads a tensor when its turn comes."""
+class _LazyPlanner(DefaultSavePlanner):
+    """Reads a tensor when its turn comes."""
 
-        def lookup_object(self, index: Any) -> Any:
-            home = homes.get(index.fqn)
-            if home is None:
-                return super().lookup_object(index)
-            return source.read(*home)
+    def __init__(self, source: Source, homes: dict[str, tuple[str, str]]) -> None:
+        super().__init__()
+        self._source, self.homes = source, homes
 
-        def home_of(self, index: Any) -> tuple[str, str] | None:
-            return homes.get(index.fqn)
-
-    return Lazy()
+    def lookup_object(self, index: Any) -> Any:
+        home = self.homes.get(index.fqn)
+        return super().lookup_object(index) if home is None else self._source.read(*home)
 
 
-def _writer(dcp: Any, place: Path) -> Any:
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
+class _StreamingWriter(FileSystemWriter):
+    """Drops each tensor when it is written."""
 
-    class Streaming(dcp.FileSystemWriter):
-        """Drops each tensor when it is written."""
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
 
-        def storage_meta(self) -> StorageMeta:
-            return StorageMeta()  # without the path that it has while it is written
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta()  # without the path that it has while it is written
 
-        def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-            name = f"{plan.storage_data.prefix}0.distcp"
-            results: list[WriteResult] = []
-            written: dict[tuple[str, str], _StorageInfo] = {}
-            with LocalStorage(place).create(name) as sink:
-                stream = _Counting(sink)
-                for item in plan.items:
-                    home = planner.home_of(item.index)
-                    info = written.get(home) if home is not None else None
-                    if info is None:
-                        begin = stream.position
-                        _write(stream, planner.resolve_data(item))
-                        info = _StorageInfo(name, begin, stream.position - begin)
-                        if home is not None:
-                            written[home] = info
-                    results.append(WriteResult(item.index, info.length, info))
-                sink.flush()
-            done: Future[list[WriteResult]] = Future()
-            done.set_result(results)
-            return done
-
-    return Streaming(place)
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results: list[WriteResult] = []
+        written: dict[tuple[str, str], _StorageInfo] = {}
+        with LocalStorage(self._folder).create(name) as sink:
+            stream = _Counting(sink)
+            for item in plan.items:
+                home = planner.homes.get(item.index.fqn)
+                info = written.get(home) if home is not None else None
+                if info is None:
+                    begin = stream.position
+                    data = planner.resolve_data(item)
+                    if isinstance(data, torch.Tensor):
+                        write_values(stream, data)
+                    else:
+                        stream.write(data.getbuffer())
+                    info = _StorageInfo(name, begin, stream.position - begin)
+                    if home is not None:
+                        written[home] = info
+                results.append(WriteResult(item.index, info.length, info))
+            sink.flush()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
 
 class _Counting:
@@ -146,10 +143,3 @@ class _Counting:
     def write(self, data: memoryview) -> None:
         self._sink.write(data)
         self.position += data.nbytes
-
-
-def _write(stream: Stream, data: torch.Tensor | io.BytesIO) -> None:
-    if isinstance(data, torch.Tensor):
-        write_tensor(stream, data)
-    else:
-        stream.write(data.getbuffer())

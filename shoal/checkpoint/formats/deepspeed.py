@@ -6,7 +6,7 @@
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
 
-DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_objects`` for what they may ask for.
+DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_files`` for what they may ask for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_state import (
-    Held,
-    Spread,
-    Trained,
+    EqualParts,
+    FlatState,
+    NamedState,
     damaged,
     entry,
     read_partitioned,
@@ -86,7 +86,7 @@ class DeepSpeedSource:
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))
         self._frozen = _frozen(files, model, size, notes, turns) if files.is_stage_3 else None
-        self._trained: Held | None
+        self._trained: NamedState | None
         if files.universal is None:
             self._trained, scale = _trained(files, self._module, size, names, turns)
         else:
@@ -96,7 +96,7 @@ class DeepSpeedSource:
         weights = self._module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
         self._infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
         self.about = self._module.about(weights, self._trained, scale)
-        self.about.num_ranks = size
+        self.about.num_ranks, self.about.path = size, str(files.folder)
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)
@@ -120,7 +120,7 @@ def _trained(
     size: int,
     names: Sequence[Sequence[str]] | None,
     turns: Turns,
-) -> tuple[Trained | None, Any]:
+) -> tuple[FlatState | None, Any]:
     """The optimizer's state, and its loss scale. None: there is none."""
     state = module.state.get("optimizer")
     if state is not None:
@@ -160,7 +160,9 @@ def _trained(
     return trained, states[0].get("loss_scaler")
 
 
-def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], turns: Turns) -> Trained | None:
+def _frozen(
+    files: CheckpointFiles, model: dict[str, Any], size: int, notes: list[str], turns: Turns
+) -> FlatState | None:
     """Stage 3: the parameters that no optimizer has, each rank's part from its model file."""
     if len(files.model) < size:
         raise damaged(
@@ -175,10 +177,10 @@ def _frozen(files: CheckpointFiles, model: dict[str, Any], size: int, notes: lis
         return None
     paths = [str(path) for path in files.model[:size]]
     states = [model, *(open_file(path, verify=turns.take()) for path in files.model[1:size])]
-    parts = Trained([], paths)
+    parts = FlatState([], paths)
     for state, path in zip(states, paths, strict=True):
         fragments = entry(state, "frozen_param_fragments", path)
         parts.flats.append([{MODEL: entry(fragments, name, path).detach()} for name in shapes])
     for index, (name, shape) in enumerate(shapes.items()):
-        parts.add(name, shape, 0, Spread(index, 0, math.prod(shape), size), {})
+        parts.add(name, shape, 0, EqualParts(index, 0, math.prod(shape), size), {})
     return parts

@@ -19,12 +19,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_objects import STAND_INS
+from shoal.checkpoint.directory import UNIVERSAL
 from shoal.checkpoint.formats.torch_file import load
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.checkpoint.storage import LocalStorage, open_storage
 from shoal.errors import CheckpointError, NotBuiltError
 
@@ -37,10 +38,51 @@ _NOT_BUILT = {
     "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
-UNIVERSAL = "zero"  # the folder of a universal checkpoint's weights and state
 _MAX_TAG_BYTES = 4096
 _CHUNK = 1 << 20
 _ALLOWING = threading.Lock()  # what torch allows, it allows in all threads, and takes back as it was before
+
+
+class PickledRecord:
+    """What was an object of a class of DeepSpeed's: its attributes, as ``values``. It can do nothing."""
+
+    __slots__ = ("values",)
+
+    values: dict[str, Any]
+
+    def __new__(cls) -> Self:
+        record = super().__new__(cls)  # pickle calls no __init__
+        record.values = {}
+        return record
+
+    def __setstate__(self, state: object) -> None:
+        self.values = dict(state) if type(state) is dict else {}
+
+
+class LossScaler(PickledRecord):
+    """A loss scale: ``cur_scale``; of a dynamic one also ``cur_iter``, ``last_overflow_iter``, ``cur_hysteresis``."""
+
+
+class FragmentAddress(PickledRecord):
+    """Where a rank's flat partition holds a part of a parameter: ``start`` and ``numel``, in elements."""
+
+
+class SubparamShape(PickledRecord):
+    """Sizes of parameters that lie in one tensor: ``shape``, ``partition_dim``."""
+
+
+class ZeroStage(int):
+    """The ZeRO stage."""
+
+
+# What torch.serialization.safe_globals takes: a class, and the name under which a file asks for it.
+_ALLOWED_CLASSES: tuple[tuple[Any, str], ...] = (
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (FragmentAddress, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (SubparamShape, "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
+    (ZeroStage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+)
 
 
 @dataclass(frozen=True)
@@ -69,13 +111,8 @@ class CheckpointFiles:
             example = next(iter(self.optimizer.values())).name
             missing = islice((rank for rank in range(size) if rank not in self.optimizer), 8)
             names = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example, count=1) for rank in missing]
-            raise CheckpointError(
-                f"the optimizer files of {number} of {size} ranks are missing: {', '.join(names)}"
-                f"{' and others' if number > 8 else ''}.",
-                where=str(self.folder),
-                do="copy them there: each rank holds a part of every parameter.",
-                code="checkpoint-damaged",
-            )
+            what = f"the optimizer files of {number} of {size} ranks are missing: {', '.join(names)}"
+            raise damaged_copy(f"{what}{' and others' if number > 8 else ''}.", str(self.folder))
         left = sorted(rank for rank in self.optimizer if rank >= size)
         notes = [f"{len(left)} optimizer files of ranks beyond {size - 1} are of another save and were left out."]
         return [self.optimizer[rank] for rank in range(size)], notes if left else []
@@ -105,32 +142,20 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
     model = _by_rank(place, names, _MODEL, is_universal=universal is not None)
     optimizer = _by_rank(place, names, _OPTIMIZER)
     if not model:
-        raise CheckpointError(
-            "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's.",
-            where=str(place),
-            do="name the folder that was given to save_checkpoint(), or the tag's folder in it.",
-            code="checkpoint-missing",
-        )
+        what = "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's."
+        raise _missing(what, place, "name the folder that was given to save_checkpoint(), or the tag's folder in it.")
     if None in model:
         if len(model) > 1:
-            raise CheckpointError(
-                f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3).",
-                where=str(place),
-                do="two saves went to one tag: take away the files of the older one.",
-                code="checkpoint-damaged",
-            )
+            what = f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3)."
+            raise _of_two_saves(what, place)
         return CheckpointFiles(place, (model[None],), False, _ranks(optimizer), universal)
     ranks = _ranks(model)
     number = max(ranks) + 1 - len(ranks)
     if number:
         missing = islice((rank for rank in range(max(ranks)) if rank not in ranks), 8)
         names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing]
-        raise CheckpointError(
-            f"{number} model files are missing: {', '.join(names)}{' and others' if number > 8 else ''}.",
-            where=str(place),
-            do="copy them there.",
-            code="checkpoint-damaged",
-        )
+        what = f"{number} model files are missing: {', '.join(names)}{' and others' if number > 8 else ''}."
+        raise damaged_copy(what, str(place))
     return CheckpointFiles(place, tuple(ranks[rank] for rank in sorted(ranks)), True, _ranks(optimizer), universal)
 
 
@@ -160,15 +185,13 @@ def open_file(path: Path, *, verify: bool) -> dict[str, Any]:
     """
     state = open_value(path, verify=verify)
     if not isinstance(state, dict):
-        raise CheckpointError(
-            f"a dict was expected, not a {type(state).__name__}.", where=str(path), code="checkpoint-damaged"
-        )
+        raise damaged_copy(f"a dict was expected, not a {type(state).__name__}.", str(path))
     return state
 
 
 def open_value(path: Path, *, verify: bool) -> Any:
     """As ``open_file``, of a file that need not hold a dict."""
-    with _ALLOWING, torch.serialization.safe_globals(list(STAND_INS)):
+    with _ALLOWING, torch.serialization.safe_globals(list(_ALLOWED_CLASSES)):
         state = load(path)
     if verify:
         _check_sums(path)
@@ -184,6 +207,15 @@ def not_built(what: str, where: str) -> NotBuiltError:
     )
 
 
+def _missing(what: str, where: Path, do: str) -> CheckpointError:
+    return CheckpointError(what, where=str(where), do=do, code="checkpoint-missing")
+
+
+def _of_two_saves(what: str, where: Path) -> CheckpointError:
+    do = "two saves went to one tag: remove the files of the older one."
+    return CheckpointError(what, where=str(where), do=do, code="checkpoint-damaged")
+
+
 def _tag_folder(root: Path, tag: str | None) -> Path:
     for hint in (root / "latest", root / "latest_universal"):
         if tag is None and hint.is_file():
@@ -191,29 +223,14 @@ def _tag_folder(root: Path, tag: str | None) -> Path:
                 tag = file.read(_MAX_TAG_BYTES).decode(errors="replace").strip()
     if tag is None:
         if not root.is_dir():
-            raise CheckpointError("there is no such folder.", where=str(root), code="checkpoint-missing")
+            raise _missing("there is no such folder.", root, "name the folder that was given to save_checkpoint().")
         if any(_MODEL.fullmatch(entry.name) for entry in root.iterdir()):
             return root
-        raise CheckpointError(
-            f"there is no file 'latest', and no tag was named. {_tags(root)}",
-            where=str(root),
-            do="name the tag.",
-            code="checkpoint-missing",
-        )
+        raise _missing(f"there is no file 'latest', and no tag was named. {_tags(root)}", root, "name the tag.")
     if not is_inside(tag):
-        raise CheckpointError(
-            f"{tag[:200]!r} is not the name of a folder in it.",
-            where=str(root),
-            do="name the tag.",
-            code="checkpoint-unsafe",
-        )
+        raise unsafe(f"{tag[:200]!r} is not the name of a folder in it.", str(root))
     if not root.joinpath(tag).is_dir():
-        raise CheckpointError(
-            f"tag {tag!r} is not there. {_tags(root)}",
-            where=str(root),
-            do="name another tag.",
-            code="checkpoint-missing",
-        )
+        raise _missing(f"tag {tag!r} is not there. {_tags(root)}", root, "name another tag.")
     return root / tag
 
 
@@ -244,12 +261,7 @@ def _by_rank(
             raise not_built("pipeline parallelism", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])
         if rank in found:
-            raise CheckpointError(
-                f"{found[rank].name} and {name} are both of rank {rank}.",
-                where=str(place),
-                do="two saves went to one tag: take away the files of the older one.",
-                code="checkpoint-damaged",
-            )
+            raise _of_two_saves(f"{found[rank].name} and {name} are both of rank {rank}.", place)
         found[rank] = place / name
     return found
 
@@ -271,9 +283,4 @@ def _check_sums(path: Path) -> None:
                     while part.read(_CHUNK):
                         pass
             except (zipfile.BadZipFile, OSError, EOFError) as error:
-                raise CheckpointError(
-                    f"{path.name} is damaged: {str(error).rstrip('.')}.",
-                    where=str(path),
-                    do="copy it once more from where it came, or load another checkpoint.",
-                    code="checkpoint-damaged",
-                ) from error
+                raise damaged_copy(f"{path.name} is damaged: {str(error).rstrip('.')}.", str(path)) from error

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_files import not_built
-from shoal.checkpoint.formats.deepspeed_objects import DynamicLossScaler, LossScaler
-from shoal.checkpoint.formats.deepspeed_state import Held, check_stored, damaged, entry
+from shoal.checkpoint.formats.deepspeed_files import LossScaler, not_built
+from shoal.checkpoint.formats.deepspeed_state import NamedState, check_stored, damaged, entry
 from shoal.checkpoint.portable import About, TensorInfo
 
 # Everything else at the top of a model file is the client's.
@@ -86,7 +85,7 @@ class ModelFile:
                 found[name] = TensorInfo(tensor.dtype, tuple(tensor.shape))
         return found | {name: info for name, info in elsewhere.items() if name not in found}
 
-    def about(self, infos: Mapping[str, TensorInfo], trained: Held | None, scale: Any) -> About:
+    def about(self, infos: Mapping[str, TensorInfo], trained: NamedState | None, scale: Any) -> About:
         """All that is known beside the tensors."""
         state = self.state
         for key, what in _NOT_KEPT.items():
@@ -146,7 +145,7 @@ class ModelFile:
         """The scale of fp16 as Shoal's ``LossScale.state_dict()`` has it."""
         if torch.float16 not in {tensor.dtype for tensor in self.parameters().values()}:
             return None
-        values = scale.values if isinstance(scale, DynamicLossScaler | LossScaler) else scale
+        values = scale.values if isinstance(scale, LossScaler) else scale
         if not isinstance(values, Mapping) or "cur_scale" not in values:
             return None
         return {
@@ -157,7 +156,7 @@ class ModelFile:
         }
 
 
-def optimizer_name(config: Any, trained: Held) -> str | None:
+def optimizer_name(config: Any, trained: NamedState) -> str | None:
     """The optimizer's class: from the configuration, or else by its settings and state; None: it cannot be told."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and isinstance(section.get("type"), str):

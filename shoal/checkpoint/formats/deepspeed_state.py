@@ -17,14 +17,16 @@ At stage 0 every tensor is whole, and is a flat tensor of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import TensorInfo
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
@@ -34,7 +36,7 @@ _NO_HYPERPARAMETERS = ("params", "param_names", "step", "foreach", "fused", "cap
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatRange:
     """Elements ``start`` to ``start + numel`` of flat tensor ``flat`` of ``rank``."""
 
     rank: int
@@ -43,36 +45,27 @@ class Place:
     numel: int
 
 
-class Places(Protocol):
-    """Where a parameter lies: its elements in order."""
-
-    def __iter__(self) -> Iterator[Place]: ...
-
-
-class Held(Protocol):
+@dataclass(kw_only=True)
+class NamedState(ABC):
     """The optimizer's state by parameter, wherever it lies."""
 
-    @property
-    def group_of(self) -> dict[str, int]: ...
+    group_of: dict[str, int] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # hyperparameters
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
-    @property
-    def groups(self) -> list[dict[str, Any]]: ...
-
-    @property
-    def scalars(self) -> dict[str, dict[str, Any]]: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
+    @abstractmethod
     def kinds(self) -> list[str]: ...
 
+    @abstractmethod
     def infos(self, kind: str) -> dict[str, TensorInfo]: ...
 
+    @abstractmethod
     def read(self, kind: str, name: str) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
-class Spread:
+class EqualParts:
     """Stage 3: equal parts at one offset on every rank, the last ones padded."""
 
     flat: int
@@ -84,35 +77,31 @@ class Spread:
     def numel_per_rank(self) -> int:
         return -(-self.numel // self.size)
 
-    def __iter__(self) -> Iterator[Place]:
+    def __iter__(self) -> Iterator[FlatRange]:
         part = self.numel_per_rank
         for rank in range(self.size):
             numel = min(part, self.numel - rank * part)
             if numel > 0 or rank == 0:
-                yield Place(rank, self.flat, self.start, numel)
+                yield FlatRange(rank, self.flat, self.start, numel)
 
 
 @dataclass
-class Trained:
-    """The optimizer's state by parameter.
+class FlatState(NamedState):
+    """The optimizer's state in flat tensors.
 
     Args:
         flats: of each rank, its flat tensors. They are mapped from the files.
-        shapes, places, group_of, scalars: by parameter.
-        groups: hyperparameters.
         files: names the ranks' files in errors.
     """
 
     flats: list[list[Flat]]
     files: list[str]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    places: dict[str, Places] = field(default_factory=dict)
-    group_of: dict[str, int] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    places: dict[str, Iterable[FlatRange]] = field(default_factory=dict)
 
-    def add(self, name: str, shape: Sequence[int], group: int, places: Places, scalars: Mapping[str, Any]) -> None:
+    def add(
+        self, name: str, shape: Sequence[int], group: int, places: Iterable[FlatRange], scalars: Mapping[str, Any]
+    ) -> None:
         """Raises: CheckpointError: the parts are not the whole, or not in the files."""
         numel = math.prod(shape)
         found = 0
@@ -172,7 +161,7 @@ class Trained:
 
 def read_partitioned(
     states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]
-) -> Trained:
+) -> FlatState:
     """Stages 1 and 2.
 
     Args:
@@ -185,7 +174,7 @@ def read_partitioned(
     weights = [entry(state, "single_partition_of_fp32_groups", file) for state, file in zip(states, files, strict=True)]
     paddings = [state.get("group_paddings", [0] * len(shapes)) for state in states]
     _check_counts(weights, len(shapes), files)
-    trained = Trained([], files)
+    trained = FlatState([], files)
     scalars: list[dict[str, Any]] = []
     for rank, flats in enumerate(weights):
         trained.flats.append([])
@@ -213,7 +202,7 @@ def read_partitioned(
     return trained
 
 
-def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]) -> Trained:
+def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]) -> FlatState:
     """Stage 3.
 
     Args:
@@ -225,7 +214,7 @@ def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence
     weights = [entry(state, "fp32_flat_groups", file) for state, file in zip(states, files, strict=True)]
     base = [entry(state, "optimizer_state_dict", file) for state, file in zip(states, files, strict=True)]
     _check_counts(weights, len(shapes), files)
-    trained = Trained([], files)
+    trained = FlatState([], files)
     scalars: list[dict[str, Any]] = []
     for rank, flats in enumerate(weights):
         trained.flats.append([])
@@ -246,7 +235,7 @@ def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence
     for index, members in enumerate(shapes):
         start = 0
         for name, shape in members.items():
-            spread = Spread(index, start, math.prod(shape), len(states))
+            spread = EqualParts(index, start, math.prod(shape), len(states))
             group = of_flat.get(index, 0)
             trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
             start += spread.numel_per_rank
@@ -309,21 +298,12 @@ def entry(state: Any, key: str, file: str) -> Any:
 def check_stored(what: str, tensor: torch.Tensor, file: str) -> None:
     """Raises: CheckpointError: a file's few bytes claim to be a large tensor, by strides of 0."""
     if tensor.nbytes > max(tensor.untyped_storage().nbytes(), _MAX_REPEATED_BYTES):
-        raise CheckpointError(
-            f"{what} is {tensor.nbytes} bytes, of which the file holds {tensor.untyped_storage().nbytes()}.",
-            where=file,
-            do="do not trust this checkpoint.",
-            code="checkpoint-unsafe",
-        )
+        held = tensor.untyped_storage().nbytes()
+        raise unsafe(f"{what} is {tensor.nbytes} bytes, of which the file holds {held}.", file)
 
 
 def damaged(what: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint is not whole: {what}.",
-        where=where,
-        do="copy it once more from where it came, or load another checkpoint.",
-        code="checkpoint-damaged",
-    )
+    return damaged_copy(f"the checkpoint is not whole: {what}.", where)
 
 
 def _as_counted(step: Any) -> torch.Tensor:
@@ -361,7 +341,7 @@ def _lined_up(
     group: int,
     members: Mapping[str, Sequence[int]],
     files: list[str],
-) -> dict[str, list[Place]]:
+) -> dict[str, list[FlatRange]]:
     """Where the parameters of a group lie, one behind the other over all ranks.
 
     DeepSpeed also writes down where each of them lies (``param_slice_mappings``), but in another order than they do
@@ -380,7 +360,7 @@ def _lined_up(
     part = parts.pop()
     if len(gaps) != len(members):
         raise damaged(f"{len(gaps)} paddings for the {len(members)} parameters of group {group}", files[0])
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[FlatRange]] = {}
     at = 0
     for (name, shape), gap in zip(members.items(), gaps, strict=True):
         end = at + math.prod(shape)
@@ -390,7 +370,7 @@ def _lined_up(
         while at < end:
             rank, start = divmod(at, part)
             numel = min(end - at, part - start)
-            found[name].append(Place(rank, group, start, numel))
+            found[name].append(FlatRange(rank, group, start, numel))
             at += numel
         at += gap
     return found

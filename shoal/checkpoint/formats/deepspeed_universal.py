@@ -26,20 +26,24 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed_files import Turns, is_inside, not_built, open_file, open_value
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
-from shoal.checkpoint.formats.deepspeed_state import check_stored, damaged, entry, hyperparameters, sort_state
+from shoal.checkpoint.formats.deepspeed_state import (
+    NamedState,
+    check_stored,
+    damaged,
+    entry,
+    hyperparameters,
+    sort_state,
+)
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import TensorInfo
-from shoal.errors import CheckpointError
+from shoal.checkpoint.problems import unsafe
 
 
-class UniversalState:
+class UniversalState(NamedState):
     """The optimizer's state by parameter, in files that are opened when a tensor is read."""
 
     def __init__(self) -> None:
-        self.group_of: dict[str, int] = {}
-        self.groups: list[dict[str, Any]] = []
-        self.scalars: dict[str, dict[str, Any]] = {}
-        self.notes: list[str] = []
+        super().__init__()
         self._infos: dict[str, dict[str, TensorInfo]] = {MODEL: {}}
         self._files: dict[tuple[str, str], Path] = {}
 
@@ -120,12 +124,7 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
         numbers = {**steps[group], **_numbers_of(counted.get(index, {}))}
         for name, shape in members.items():
             if not is_inside(name):
-                raise CheckpointError(
-                    f"{name[:200]!r} is not the name of a folder in it.",
-                    where=str(folder),
-                    do="do not trust this checkpoint.",
-                    code="checkpoint-unsafe",
-                )
+                raise unsafe(f"{name[:200]!r} is not the name of a folder in it.", str(folder))
             if numbers and math.prod(shape):
                 found.scalars[name] = dict(numbers)
             found.add(folder / name, name, tuple(shape), group, turns, is_part=module.is_part)

@@ -18,14 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_state import Flat, Place, Trained, entry, hyperparameters, sort_state
+from shoal.checkpoint.formats.deepspeed_state import Flat, FlatRange, FlatState, entry, hyperparameters, sort_state
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 
 _MAX_STATES = 20_000
 
 
-class Row(Protocol):
+class UnnamedGroup(Protocol):
     """A group's tensors in order, without names. A position is where the next parameter's begins."""
 
     end: int
@@ -38,10 +38,10 @@ class Row(Protocol):
         """How many parameters are still to come at least."""
         ...
 
-    def place(self, position: int, tensor: torch.Tensor) -> Place: ...
+    def place(self, position: int, tensor: torch.Tensor) -> FlatRange: ...
 
 
-class _Whole:
+class _SeparateTensors:
     """One tensor for each parameter; ``first`` is the number of the first one."""
 
     def __init__(self, first: int, flats: list[Flat]) -> None:
@@ -59,11 +59,11 @@ class _Whole:
     def fewest(self, position: int) -> int:
         return self.end - position
 
-    def place(self, position: int, tensor: torch.Tensor) -> Place:
-        return Place(0, self._first + position, 0, tensor.numel())
+    def place(self, position: int, tensor: torch.Tensor) -> FlatRange:
+        return FlatRange(0, self._first + position, 0, tensor.numel())
 
 
-class _Joined:
+class _FlatGroup:
     """All of a group's parameters in one flat tensor, which has the number ``index``."""
 
     def __init__(self, index: int, weights: torch.Tensor) -> None:
@@ -80,8 +80,8 @@ class _Joined:
     def fewest(self, position: int) -> int:
         return int(position < self.end)
 
-    def place(self, position: int, tensor: torch.Tensor) -> Place:
-        return Place(0, self._index, position, tensor.numel())
+    def place(self, position: int, tensor: torch.Tensor) -> FlatRange:
+        return FlatRange(0, self._index, position, tensor.numel())
 
 
 def read_unnamed(
@@ -89,7 +89,7 @@ def read_unnamed(
     parameters: Mapping[str, torch.Tensor],
     names: Sequence[Sequence[str]] | None,
     file: str,
-) -> Trained:
+) -> FlatState:
     """The optimizer's state at stage 0.
 
     Args:
@@ -102,10 +102,10 @@ def read_unnamed(
     masters, joined = state.get("fp32_groups"), state.get("fp32_groups_flat")
     base = state.get("optimizer_state_dict", state)
     groups = entry(base, "param_groups", file)
-    trained = Trained([[]], [file])
+    trained = FlatState([[]], [file])
     flats = trained.flats[0]
     scalars: list[dict[str, Any]] = []
-    rows: list[Row] = []
+    rows: list[UnnamedGroup] = []
     for index, group in enumerate(groups):
         first = len(flats)
         for position, number in enumerate(group["params"]):
@@ -115,7 +115,9 @@ def read_unnamed(
             tensors, numbers = sort_state(entries, (numel,), trained.notes)
             flats.append({**({} if weights is None else {MODEL: weights.detach()}), **tensors})
             scalars.append(numbers)
-        rows.append(_Whole(first, flats[first:]) if joined is None else _Joined(first, joined[index].detach()))
+        rows.append(
+            _SeparateTensors(first, flats[first:]) if joined is None else _FlatGroup(first, joined[index].detach())
+        )
     trained.groups, steps = hyperparameters(base, len(groups), trained.notes)
     said = names if names is not None else _said(groups)
     found = _follow(said, rows, parameters, file) if said is not None else _search(rows, parameters, file)
@@ -133,8 +135,8 @@ def _said(groups: list[dict[str, Any]]) -> list[list[str]] | None:
 
 
 def _follow(
-    names: Sequence[Sequence[str]], rows: Sequence[Row], parameters: Mapping[str, torch.Tensor], file: str
-) -> dict[str, tuple[int, Place]]:
+    names: Sequence[Sequence[str]], rows: Sequence[UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
+) -> dict[str, tuple[int, FlatRange]]:
     found = {}
     if len(names) != len(rows):
         raise _unclear(f"{len(names)} groups were named, and the optimizer has {len(rows)}", file)
@@ -153,7 +155,9 @@ def _follow(
     return found
 
 
-def _search(rows: Sequence[Row], parameters: Mapping[str, torch.Tensor], file: str) -> dict[str, tuple[int, Place]]:
+def _search(
+    rows: Sequence[UnnamedGroup], parameters: Mapping[str, torch.Tensor], file: str
+) -> dict[str, tuple[int, FlatRange]]:
     """The one way to give each tensor a name, in the model's order."""
     end = tuple(row.end for row in rows)
     # After each parameter, the positions that the rows can be at: in how many ways, from where, and by which row.
@@ -182,7 +186,7 @@ def _search(rows: Sequence[Row], parameters: Mapping[str, torch.Tensor], file: s
     ways = steps[-1][end].ways if end in steps[-1] else 0
     if ways != 1:
         raise _unclear(f"{ways or 'no'} assignments of names to its tensors fit", file)
-    found: dict[str, tuple[int, Place]] = {}
+    found: dict[str, tuple[int, FlatRange]] = {}
     positions = end
     for (name, tensor), reached in zip(reversed(list(parameters.items())), reversed(steps), strict=False):
         how = reached[positions]

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
 
 import torch
 
-from shoal.checkpoint.blocks import Entry, Plan, plan_file, write_file
-from shoal.checkpoint.formats.described import about
-from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
+from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
 from shoal.checkpoint.formats.safetensors_file import Header, Stored, read_header, read_range
 from shoal.checkpoint.formats.target import new_folder, split
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import Source, TensorInfo
+from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource
+from shoal.checkpoint.problems import damaged_copy, listed, unsafe
 from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
 
@@ -34,7 +32,7 @@ _FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
 _MAX_NAMED = 5
 
 
-class Weights:
+class SafetensorsWeights:
     """The tensors of a folder of safetensors files, by name: whole, or ranges of them.
 
     Args:
@@ -47,7 +45,7 @@ class Weights:
     def __init__(self, url: str | os.PathLike[str]) -> None:
         text = os.fspath(url)
         is_file = text.endswith(".safetensors")
-        self._folder = ForeignFolder(split(text)[0] if is_file else text)
+        self._folder = UntrustedFolder(split(text)[0] if is_file else text)
         self.url = self._folder.url
         self.notes: list[str] = []
         self.num_bytes_read = 0  # of tensors
@@ -70,7 +68,7 @@ class Weights:
             if missing:
                 lost = sum(file in missing for file in index.values())
                 raise CheckpointError(
-                    f"{_listed(missing)} of {len(named)} files {'is' if len(missing) == 1 else 'are'} missing;"
+                    f"{_shown(missing)} of {len(named)} files {'is' if len(missing) == 1 else 'are'} missing;"
                     f" {lost} tensors lie there.",
                     where=self.url,
                     do="copy the missing files there.",
@@ -93,18 +91,11 @@ class Weights:
             if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
                 raise TypeError("weight_map is not file names by tensor")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise CheckpointError(
-                f"{name} cannot be read: {type(error).__name__}: {error}.",
-                where=self.url,
-                do="copy it once more from where it came.",
-                code="checkpoint-damaged",
-            ) from error
+            raise damaged_copy(f"{name} cannot be read: {type(error).__name__}: {error}.", self.url) from error
         for file in set(table.values()):
             check_name(file, f"{name} in {self.url}")
             if not file.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{name} names {file!r}, which is no safetensors file.", where=self.url, code="checkpoint-unsafe"
-                )
+                raise unsafe(f"{name} names {file!r}, which is no safetensors file.", self.url)
         return table
 
     def _header(self, name: str) -> Header:
@@ -117,16 +108,12 @@ class Weights:
     def _by_index(self, index: dict[str, str], headers: Mapping[str, Header]) -> dict[str, str]:
         missing = [name for name, file in index.items() if name not in headers[file].tensors]
         if missing:
-            raise CheckpointError(
-                f"{_listed(missing)}: the index says where {'it lies' if len(missing) == 1 else 'they lie'}, and"
-                f" {'it is' if len(missing) == 1 else 'they are'} not there.",
-                where=self.url,
-                do="copy index and files once more from where they came.",
-                code="checkpoint-damaged",
-            )
+            them, there = ("they lie", "they are") if len(missing) > 1 else ("it lies", "it is")
+            shown = _shown(missing)
+            raise damaged_copy(f"{shown}: the index says where {them}, and {there} not there.", self.url)
         left = [name for file, header in headers.items() for name in header.tensors if index.get(name) != file]
         if left:
-            self.notes.append(f"{_listed(left)}: in a file, but not there in the index; left out.")
+            self.notes.append(f"{_shown(left)}: in a file, but not there in the index; left out.")
         return dict(index)
 
     def _aliases(self, headers: Mapping[str, Header]) -> dict[str, tuple[str, ...]]:
@@ -169,7 +156,7 @@ class Weights:
         self._opened = None
         self._open.close()
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> SafetensorsWeights:
         return self
 
     def __exit__(
@@ -178,32 +165,20 @@ class Weights:
         self.close()
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(WeightsSource):
     """A Hugging Face model's safetensors as a ``Source``.
 
-    Raises: CheckpointError: as ``Weights``.
+    Raises: CheckpointError: as ``SafetensorsWeights``.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._weights = Weights(folder)
-        self._info = self._weights.info()
-        self.about = about(self._info, self._weights.aliases)
-        self.about.notes.extend(self._weights.notes)
-
-    def kinds(self) -> Iterable[str]:
-        return (MODEL,)
-
-    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
-        return self._info if kind == MODEL else {}
+        self._weights = SafetensorsWeights(folder)
+        weights = self._weights
+        super().__init__(weights.info(), weights.url, weights.aliases, weights.notes)
 
     def read(self, kind: str, name: str) -> torch.Tensor:
         assert kind == MODEL, kind
         return self._weights.read(name)
-
-    def read_range(self, kind: str, name: str, begin: int, end: int) -> torch.Tensor:
-        """Elements ``[begin, end)`` of a flattened tensor; only their bytes are read."""
-        assert kind == MODEL, kind
-        return self._weights.read_range(name, begin, end)
 
 
 def cast_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
@@ -218,20 +193,6 @@ def cast_dtypes(source: Source, dtype: torch.dtype | None) -> dict[str, torch.dt
         is_cast = dtype is not None and info.dtype.is_floating_point
         chosen[name] = dtype if is_cast and dtype is not None else known
     return chosen
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    info: TensorInfo
-    aliases: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        numel = 1
-        for size in self.info.shape:
-            numel *= size
-        return numel * self.info.dtype.itemsize
 
 
 def write_huggingface(
@@ -254,21 +215,24 @@ def write_huggingface(
     Memory: one tensor.
     """
     chosen = cast_dtypes(source, dtype)
-    tensors = [
-        _Tensor(name, TensorInfo(chosen[name], info.shape), source.about.aliases.get(name, ()))
-        for name, info in source.tensors(MODEL).items()
+
+    def reading(name: str) -> Callable[[], Sequence[torch.Tensor]]:
+        return lambda: [source.read(MODEL, name).to(chosen[name]).reshape(-1)]
+
+    entries = [
+        TensorEntry(name, chosen[name], info.shape, reading(name)) for name, info in source.tensors(MODEL).items()
     ]
-    shards = _shards(tensors, max_file_nbytes)
-    names = _file_names(len(shards))
+    shards = _shards(entries, max_file_nbytes)
+    many = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    names = many if len(shards) > 1 else [SINGLE]
     with new_folder(folder) as (storage, staging):
         for file, shard in zip(names, shards, strict=True):
-            entries = [_entry(source, tensor) for tensor in shard]
-            aliases = {other: tensor.name for tensor in shard for other in tensor.aliases}
-            write_file(storage, staging, file, _with_metadata(plan_file(entries), {**_FORMAT, **aliases}))
+            aliases = {other: entry.key for entry in shard for other in source.about.aliases.get(entry.key, ())}
+            write_file(storage, staging, file, plan_file(shard, {**_FORMAT, **aliases}))
         if len(shards) > 1:
-            weight_map = {tensor.name: file for file, shard in zip(names, shards, strict=True) for tensor in shard}
+            weight_map = {entry.key: file for file, shard in zip(names, shards, strict=True) for entry in shard}
             index = {
-                "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+                "metadata": {"total_size": sum(entry.nbytes for entry in entries)},
                 "weight_map": dict(sorted(weight_map.items())),
             }
             with storage.create(f"{staging}/{INDEX}") as sink:
@@ -276,46 +240,17 @@ def write_huggingface(
                 sink.flush()
 
 
-def _shards(tensors: Sequence[_Tensor], max_file_nbytes: float) -> list[list[_Tensor]]:
-    shards: list[list[_Tensor]] = [[]]
+def _shards(entries: Sequence[TensorEntry], max_file_nbytes: float) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
     held = 0
-    for tensor in tensors:
-        if shards[-1] and held + tensor.nbytes > max_file_nbytes:
+    for entry in entries:
+        if shards[-1] and held + entry.nbytes > max_file_nbytes:
             shards.append([])
             held = 0
-        shards[-1].append(tensor)
-        held += tensor.nbytes
+        shards[-1].append(entry)
+        held += entry.nbytes
     return shards
 
 
-def _file_names(number: int) -> list[str]:
-    if number == 1:
-        return [SINGLE]
-    return [f"model-{index:05d}-of-{number:05d}.safetensors" for index in range(1, number + 1)]
-
-
-def _entry(source: Source, tensor: _Tensor) -> Entry:
-    def read() -> Sequence[torch.Tensor]:
-        return [source.read(MODEL, tensor.name).to(tensor.info.dtype).reshape(-1)]
-
-    return Entry(tensor.name, tensor.info.dtype, tensor.info.shape, read)
-
-
-def _with_metadata(plan: Plan, metadata: dict[str, str]) -> Plan:
-    """The same file with a ``__metadata__`` in its header, which moves the tensors."""
-    table: dict[str, Any] = json.loads(plan.header[8:])
-    text = json.dumps({"__metadata__": metadata, **table}, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(len(text) + 8) % 64)
-    header = len(text).to_bytes(8, "little") + text
-    moved = len(header) - len(plan.header)
-    return replace(
-        plan,
-        header=header,
-        offsets=tuple(offset + moved for offset in plan.offsets),
-        nbytes=plan.nbytes + moved,
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(repr(name[:200]) for name in names[:_MAX_NAMED])
-    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
+def _shown(names: Sequence[str]) -> str:
+    return listed((repr(name[:200]) for name in names), _MAX_NAMED)

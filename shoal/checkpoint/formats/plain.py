@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.described import about
-from shoal.checkpoint.formats.foreign import ForeignFolder, check_name
 from shoal.checkpoint.formats.huggingface import cast_dtypes, write_huggingface
 from shoal.checkpoint.formats.target import new_file
 from shoal.checkpoint.formats.torch_file import load
 from shoal.checkpoint.formats.torch_writing import write_tensors
+from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
-from shoal.checkpoint.portable import Source, TensorInfo
+from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource
+from shoal.checkpoint.problems import damaged_copy
 from shoal.checkpoint.storage import LocalStorage
 from shoal.errors import CheckpointError
 
@@ -32,7 +32,7 @@ _NESTED = ("state_dict", "model_state_dict", "model", "module")
 _MAX_INDEX_NBYTES = 64 << 20
 
 
-class PlainSource:
+class PlainSource(WeightsSource):
     """A file that ``torch.save`` made of a ``state_dict`` (or of a dict with one in it), or a folder of such files.
 
     Files are mapped, so a tensor is read when it is asked for. Tensors that share their memory are one tensor with
@@ -53,15 +53,8 @@ class PlainSource:
                     aliases[same] = (*aliases.get(same, ()), name)
                 else:
                     self._tensors[name] = tensor
-        self._info = {name: TensorInfo(value.dtype, tuple(value.shape)) for name, value in self._tensors.items()}
-        self.about = about(self._info, aliases)
-        self.about.notes.extend(notes)
-
-    def kinds(self) -> Iterable[str]:
-        return (MODEL,)
-
-    def tensors(self, kind: str) -> Mapping[str, TensorInfo]:
-        return self._info if kind == MODEL else {}
+        infos = {name: TensorInfo(value.dtype, tuple(value.shape)) for name, value in self._tensors.items()}
+        super().__init__(infos, os.fspath(path), aliases, notes)
 
     def read(self, kind: str, name: str) -> torch.Tensor:
         assert kind == MODEL, kind
@@ -76,7 +69,7 @@ def _files(path: str | os.PathLike[str]) -> list[Path]:
     place = Path(path).expanduser()
     if not place.is_dir():
         return [place]
-    folder = ForeignFolder(place)
+    folder = UntrustedFolder(place)
     assert isinstance(folder.storage, LocalStorage)
     present = folder.names()
     if INDEX in present:
@@ -85,12 +78,7 @@ def _files(path: str | os.PathLike[str]) -> list[Path]:
             for name in named:
                 check_name(name, f"{INDEX} in {place}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{INDEX} cannot be read: {type(error).__name__}: {error}.",
-                where=str(place),
-                do="copy it once more from where it came.",
-                code="checkpoint-damaged",
-            ) from error
+            raise damaged_copy(f"{INDEX} cannot be read: {type(error).__name__}: {error}.", str(place)) from error
     else:
         named = [SINGLE]
     found = []

@@ -4,7 +4,7 @@
     header   JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "__metadata__": {...}}
     data     each tensor's bytes, row by row, without a gap
 
-A header is foreign input: each place in it is checked against the file's size before memory is asked for.
+A header is not trusted: each offset in it is checked against the file's size before memory is allocated.
 """
 
 from __future__ import annotations
@@ -16,27 +16,14 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.problems import damaged_copy
 from shoal.checkpoint.storage import Reader
+from shoal.checkpoint.tree import SAFETENSORS_DTYPES
 from shoal.errors import CheckpointError
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library, too
 _MAX_DIMS = 64
 _METADATA = "__metadata__"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True)
@@ -93,15 +80,15 @@ def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[s
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
             raise _damaged(where, f"what it says of {name[:200]!r} is not a dtype, a shape and offsets")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
+        if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
             raise CheckpointError(
-                f"{name[:200]!r} has dtype {str(dtype)[:50]!r}, and Shoal reads {', '.join(_DTYPES)}.",
+                f"{name[:200]!r} has dtype {str(dtype)[:50]!r}, and Shoal reads {', '.join(SAFETENSORS_DTYPES)}.",
                 where=where,
                 code="checkpoint-format",
             )
         if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
             raise _damaged(where, f"shape or offsets of {name[:200]!r} are not counts")
-        stored = Stored(_DTYPES[dtype], tuple(shape), data + offsets[0])
+        stored = Stored(SAFETENSORS_DTYPES[dtype], tuple(shape), data + offsets[0])
         if offsets[1] - offsets[0] != stored.numel * stored.dtype.itemsize:
             raise _damaged(where, f"{name[:200]!r} of shape {shape} and dtype {dtype} has offsets {offsets}")
         spans.append((offsets[0], offsets[1], name))
@@ -128,12 +115,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _damaged(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"this is no whole safetensors file: {what}.",
-        where=where,
-        do="copy it once more from where it came.",
-        code="checkpoint-damaged",
-    )
+    return damaged_copy(f"this is no whole safetensors file: {what}.", where)
 
 
 def read_range(file: Reader, stored: Stored, begin: int, end: int, where: str) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
 
@@ -48,7 +49,7 @@ def load(path: str | os.PathLike[str]) -> Any:
 
 def load_part(file: Reader, offset: int, nbytes: int, where: str) -> Any:
     """What a part of a file holds, as ``load``; its tensors are read at once."""
-    part = cast(IO[bytes], _Part(file, offset, nbytes))
+    part = cast(IO[bytes], _FileSlice(file, offset, nbytes))
     check_zip(part, where)
     try:
         part.seek(0)
@@ -58,7 +59,7 @@ def load_part(file: Reader, offset: int, nbytes: int, where: str) -> Any:
         raise _refused(error, where, part) from error
 
 
-class _Part(io.RawIOBase):
+class _FileSlice(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, file: Reader, begin: int, nbytes: int) -> None:
@@ -99,12 +100,7 @@ def check_zip(file: IO[bytes], where: str) -> None:
         raise _damaged(where, str(error)) from error
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise CheckpointError(
-                f"{entry.filename[:200]!r} in it is compressed, which torch.save never does.",
-                where=where,
-                do="do not trust this file.",
-                code="checkpoint-unsafe",
-            )
+            raise unsafe(f"{entry.filename[:200]!r} in it is compressed, which torch.save never does.", where)
 
 
 def _refused(error: Exception, where: str, file: Path | IO[bytes]) -> CheckpointError:
@@ -130,9 +126,4 @@ def _asked_for(file: Path | IO[bytes]) -> list[str]:
 
 
 def _damaged(where: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"this is no whole file of torch.save: {what}.",
-        where=where,
-        do="copy it once more from where it came.",
-        code="checkpoint-damaged",
-    )
+    return damaged_copy(f"this is no whole file of torch.save: {what}.", where)

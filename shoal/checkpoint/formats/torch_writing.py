@@ -14,6 +14,8 @@ import math
 import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +48,14 @@ class Stream(Protocol):
     def write(self, data: memoryview, /) -> object: ...
 
 
+@dataclass(eq=False)
+class DeferredTensor:
+    """A tensor that is read when its bytes are written."""
+
+    info: TensorInfo
+    read: Callable[[], torch.Tensor]
+
+
 def write_tensors(
     stream: Stream,
     tensors: Mapping[str, TensorInfo],
@@ -61,27 +71,11 @@ def write_tensors(
     Raises: CheckpointError: a dtype that the format lacks.
     Memory: one tensor.
     """
-    rows = []
-    for key, (name, info) in enumerate(tensors.items()):
-        value, others = _tensor(str(key), info), (aliases or {}).get(name, ())
-        number = key.to_bytes(4, "little")  # under which the tensor is kept for its other names: one object, read once
-        rows += [_text(name) + value + (b"r" + number if others else b"")]
-        rows += [_text(other) + b"j" + number for other in others]
-    with _Archive(stream) as archive:
-        archive.add("data.pkl", b"\x80\x02}(" + b"".join(rows) + b"u.")
-        archive.add("byteorder", b"little")
-        for key, name in enumerate(tensors):
-            archive.add_tensor(f"data/{key}", read(name))
-        archive.add("version", b"3\n")
-
-
-def write_tensor(stream: Stream, tensor: torch.Tensor) -> None:
-    """Write a tensor by itself, as ``torch.save(tensor)``. Raises: CheckpointError: a dtype that the format lacks."""
-    with _Archive(stream) as archive:
-        archive.add("data.pkl", b"\x80\x02" + _tensor("0", TensorInfo(tensor.dtype, tuple(tensor.shape))) + b".")
-        archive.add("byteorder", b"little")
-        archive.add_tensor("data/0", tensor)
-        archive.add("version", b"3\n")
+    values: dict[str, DeferredTensor] = {}
+    for name, info in tensors.items():
+        deferred = DeferredTensor(info, partial(read, name))
+        values |= dict.fromkeys((name, *(aliases or {}).get(name, ())), deferred)
+    write_values(stream, values)
 
 
 def write_values(stream: Stream, value: Any) -> None:
@@ -92,7 +86,7 @@ def write_values(stream: Stream, value: Any) -> None:
             that are the same memory one is written.
 
     Raises: CheckpointError: anything else, before a byte is written.
-    Memory: one tensor, of those that are not on the host or not contiguous.
+    Memory: one tensor, of those that are deferred, not on the host, or not contiguous.
     """
     tensors = _Tensors()
     data = b"\x80\x02" + _value(value, tensors) + b"."
@@ -100,7 +94,7 @@ def write_values(stream: Stream, value: Any) -> None:
         archive.add("data.pkl", data)
         archive.add("byteorder", b"little")
         for key, tensor in enumerate(tensors.in_order):
-            archive.add_tensor(f"data/{key}", tensor)
+            archive.add_tensor(f"data/{key}", tensor.read() if isinstance(tensor, DeferredTensor) else tensor)
         archive.add("version", b"3\n")
 
 
@@ -130,17 +124,26 @@ class _Tensors:
     """The tensors of a file in the order in which they are written; what is the same memory throughout comes once."""
 
     def __init__(self) -> None:
-        self.in_order: list[torch.Tensor] = []
-        self._number: dict[tuple[object, ...], int] = {}
+        self.in_order: list[torch.Tensor | DeferredTensor] = []
+        self._number: dict[object, int] = {}
+        self._objects: dict[int, bytes] = {}  # numbers under which deferred tensors are kept, by ``id``
 
-    def number_of(self, tensor: torch.Tensor) -> int:
+    def pickled(self, tensor: torch.Tensor) -> bytes:
         number = len(self.in_order)
         if tensor.numel() and tensor.is_contiguous():
-            place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel())
-            number = self._number.setdefault(place, number)
+            memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.numel())
+            number = self._number.setdefault(memory, number)
         if number == len(self.in_order):
             self.in_order.append(tensor)
-        return number
+        return _tensor(str(number), TensorInfo(tensor.dtype, tuple(tensor.shape)))
+
+    def pickled_deferred(self, tensor: DeferredTensor) -> bytes:
+        """Where the same one comes again, the reader gets the same object."""
+        if id(tensor) in self._objects:
+            return b"j" + self._objects[id(tensor)]
+        self._objects[id(tensor)] = number = len(self._objects).to_bytes(4, "little")
+        self.in_order.append(tensor)
+        return _tensor(str(len(self.in_order) - 1), tensor.info) + b"r" + number
 
 
 def _value(value: Any, tensors: _Tensors) -> bytes:
@@ -155,7 +158,9 @@ def _value(value: Any, tensors: _Tensors) -> bytes:
     if isinstance(value, str):
         return _text(str(value))
     if isinstance(value, torch.Tensor):
-        return _tensor(str(tensors.number_of(value.detach())), TensorInfo(value.dtype, tuple(value.shape)))
+        return tensors.pickled(value.detach())
+    if isinstance(value, DeferredTensor):
+        return tensors.pickled_deferred(value)
     if isinstance(value, torch.dtype):
         return _name("torch", str(value).removeprefix("torch."))
     if isinstance(value, Mapping):

@@ -1,22 +1,31 @@
 """Which checkpoints lie in a folder, and which of them are whole.
 
 A checkpoint is a folder with a manifest. ``latest`` only names one: the newest whole checkpoint is what counts, so a
-run that died between the commit and the hint loses nothing.
+run that died between the commit and the hint loses nothing. Which one is loaded:
+
+    asked for                     chosen
+    a tag                         that one, of Shoal's or DeepSpeed's
+    none, ``load_universal``      what ``latest_universal`` names, if there is that file
+    none                          what ``latest`` names, if DeepSpeed saved it; else the newest whole one of Shoal's
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.formats.deepspeed_files import UNIVERSAL
 from shoal.checkpoint.manifest import Manifest
+from shoal.checkpoint.problems import agree, damaged, unsafe
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import Storage
+from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
+
+logger = logging.getLogger("shoal")
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"  # of what ds_to_universal made last
@@ -24,11 +33,12 @@ STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
 # Of DeepSpeed's layout, written beside ours for its clients; alone they are a checkpoint of DeepSpeed's.
 _BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
+UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """One checkpoint of a folder."""
 
     folder: str
@@ -41,7 +51,7 @@ class Found:
         return ("", 0) if self.manifest is None else (self.manifest.created, self.manifest.step)
 
 
-def look(storage: Storage) -> list[Found]:
+def list_checkpoints(storage: Storage) -> list[FoundCheckpoint]:
     """The checkpoints of a folder, the newest first, those that cannot be read last.
 
     Only manifests and sizes are looked at.
@@ -50,21 +60,21 @@ def look(storage: Storage) -> list[Found]:
     """
     with _reading(storage):
         names = storage.names()
-    found = [entry for name in names if (entry := _look_at(storage, name)) is not None]
+    found = [entry for name in names if (entry := _inspect_entry(storage, name)) is not None]
     return sorted(found, key=lambda entry: entry.order, reverse=True)
 
 
-def _look_at(storage: Storage, name: str) -> Found | None:
+def _inspect_entry(storage: Storage, name: str) -> FoundCheckpoint | None:
     staging = STAGING.fullmatch(name)
     try:
         with _reading(storage):
             if (staging is not None and staging["what"] == "tmp") or not storage.is_folder(name):
                 return None
             if not storage.exists(f"{name}/{manifests.NAME}"):
-                return Found(name, None, _missing_manifest(storage, name)) if is_ours(storage, name) else None
-        return Found(name, inspect(storage, name))
+                return FoundCheckpoint(name, None, _missing_manifest(storage, name)) if is_ours(storage, name) else None
+        return FoundCheckpoint(name, inspect(storage, name))
     except CheckpointError as error:
-        return Found(name, None, error)
+        return FoundCheckpoint(name, None, error)
 
 
 @contextmanager
@@ -113,12 +123,8 @@ def inspect(storage: Storage, folder: str) -> Manifest:
         if size != file.nbytes:
             problems.append(f"{file.name} has {size} bytes, and {file.nbytes} were written")
     if problems:
-        raise CheckpointError(
-            f"the checkpoint is not whole: {'; '.join(problems[:5])}{' ...' if len(problems) > 5 else ''}.",
-            where=where,
-            do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-            code="checkpoint-damaged",
-        )
+        shown = "; ".join(problems[:5]) + (" ..." if len(problems) > 5 else "")
+        raise damaged(f"the checkpoint is not whole: {shown}.", where)
     return manifest
 
 
@@ -147,7 +153,7 @@ def verify(
     return problems
 
 
-def hint(storage: Storage, file: str = LATEST) -> str | None:
+def read_latest(storage: Storage, file: str = LATEST) -> str | None:
     """What ``latest`` names, if it can be read."""
     try:
         return storage.read(file, _MAX_HINT_BYTES).decode().strip() or None
@@ -163,7 +169,7 @@ def find_tag(storage: Storage, tag: str) -> str:
     with _reading(storage):
         if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
             return tag
-    others = look(storage)
+    others = list_checkpoints(storage)
     for found in others:  # one that was being replaced when its run died
         if found.manifest is not None and found.manifest.tag == tag:
             return found.folder
@@ -182,6 +188,89 @@ def find_tag(storage: Storage, tag: str) -> str:
     )
 
 
+def candidates(comm: Communicator, storage: Storage, tag: str | None, *, is_universal: bool = False) -> list[str]:
+    """The folders that may be loaded, the best first. Raises: CheckpointError: there is none.
+
+    Args:
+        is_universal: without a tag, the one that ``latest_universal`` names, if there is that file.
+
+    Communicates: rank 0's answer.
+    """
+    problem: Exception | None = None
+    folders: list[str] = []
+    if comm.rank == 0:
+        try:
+            named = _universal(storage) if is_universal and tag is None else None
+            wanted = tag if tag is not None else named
+            folders = [find_tag(storage, str(wanted))] if wanted is not None else _resumable(storage)
+        except Exception as error:
+            problem = error
+    return list(agree(comm, problem, folders, "checkpoint: choice")[0])
+
+
+def _universal(storage: Storage) -> str | None:
+    """What ``latest_universal`` names; it stays while training goes on and saves, so a later save is told."""
+    named, latest = read_latest(storage, LATEST_UNIVERSAL), read_latest(storage)
+    if named is None:
+        logger.info(
+            "checkpoint.load_universal: there is no %s, and none is needed: every checkpoint of Shoal's loads in every"
+            " layout.",
+            LATEST_UNIVERSAL,
+        )
+        return None
+    if not is_name(named):
+        raise unsafe(f"{LATEST_UNIVERSAL} holds {named[:200]!r}, which is not the name of a folder in it.", storage.url)
+    if latest is not None and latest != named and f"{latest}_universal" != named:
+        logger.warning(
+            "checkpoint.load_universal: %s names %r, so that is loaded, and not %r, which was saved last. Take the key"
+            " out of the config to load what was saved last.",
+            LATEST_UNIVERSAL,
+            named,
+            latest,
+        )
+    return named
+
+
+def _resumable(storage: Storage) -> list[str]:
+    found = list_checkpoints(storage)
+    for entry in found:
+        if entry.problem is not None:
+            logger.warning("%s is passed over: %s", entry.folder, entry.problem.what)
+    whole = [entry for entry in found if entry.manifest is not None]
+    meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
+    deepspeeds = deepspeeds_tag(storage)
+    if deepspeeds is not None:
+        if meant:
+            logger.warning(
+                "%s names %r, which DeepSpeed saved: it is loaded. Pass tag=%r to load the newest of Shoal's.",
+                LATEST,
+                deepspeeds,
+                meant[0].folder,
+            )
+        return [deepspeeds]
+    if not meant:
+        damaged = [entry.folder for entry in found]
+        raise CheckpointError(
+            f"no whole checkpoint in {storage.url}"
+            + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
+            do="load from the folder around it, with its name as the tag."
+            if storage.exists(manifests.NAME)
+            else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+            code="checkpoint-missing",
+        )
+    hinted = read_latest(storage)
+    names = {entry.folder for entry in whole} | {entry.manifest.tag for entry in whole if entry.manifest is not None}
+    if hinted in names - {meant[0].folder, meant[0].manifest and meant[0].manifest.tag}:
+        logger.warning(
+            "%s names %r, but %s is newer and whole: it is loaded. Pass tag=%r to load the other.",
+            LATEST,
+            hinted,
+            meant[0].folder,
+            hinted,
+        )
+    return [entry.folder for entry in meant]
+
+
 def is_deepspeeds(storage: Storage, folder: str) -> bool:
     """Is it a checkpoint that DeepSpeed itself saved, or its universal format?"""
     names = storage.names(folder)
@@ -191,7 +280,7 @@ def is_deepspeeds(storage: Storage, folder: str) -> bool:
 def deepspeeds_tag(storage: Storage) -> str | None:
     """The folder of DeepSpeed's that ``latest``, or else ``latest_universal``, names; None: they name none of its."""
     for file in (LATEST, LATEST_UNIVERSAL):
-        tag = hint(storage, file)
+        tag = read_latest(storage, file)
         if tag is not None:
             return deepspeeds_folder(storage, tag) if is_name(tag) else None
     return None
@@ -225,7 +314,7 @@ def is_ours(storage: Storage, folder: str) -> bool:
     return any(map(is_our_file, names)) and all(is_our_file(name) or _BESIDE.fullmatch(name) for name in names)
 
 
-def is_beside(name: str) -> bool:
+def is_deepspeeds_file(name: str) -> bool:
     """Is it a file of DeepSpeed's layout, as a save under its name leaves them beside ours?"""
     return _BESIDE.fullmatch(name) is not None
 
@@ -236,9 +325,5 @@ def is_our_file(name: str) -> bool:
 
 
 def _missing_manifest(storage: Storage, folder: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} was never committed: it has no {manifests.NAME}.",
-        where=f"checkpoint {folder} in {storage.url}",
-        do="load another checkpoint; `shoal checkpoint list` shows which are whole.",
-        code="checkpoint-damaged",
-    )
+    what = f"{folder} was never committed: it has no {manifests.NAME}."
+    return damaged(what, f"checkpoint {folder} in {storage.url}")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.errors import CheckpointError
 
 
@@ -40,19 +41,22 @@ class Built:
 
 
 _MARK = object()
+_NO_OPERATION = frozenset({"PROTO", "FRAME"})
 _VALUES = frozenset(
     ["BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"]
     + ["SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES"]
 )
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_EMPTY: dict[str, Callable[[], Any]] = {
+_NEW: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
     "EMPTY_DICT": dict,
     "EMPTY_LIST": list,
     "EMPTY_TUPLE": tuple,
     "EMPTY_SET": set,
+    "MARK": lambda: _MARK,
 }
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_NOTHING = frozenset({"PROTO", "FRAME"})
 _Key = str | int | Built  # of dicts and sets: a nest of tuples can take for ever to hash
 
 
@@ -64,49 +68,51 @@ def read(data: bytes, expected: Collection[str], where: str) -> Any:
 
     Raises: CheckpointError: it asks for another name, or for an instruction that no plain data needs, or it is cut off.
     """
-    return _Machine(frozenset(expected), where).run(data)
+    machine = _Machine(frozenset(expected), where)
+    try:
+        for instruction, argument, _ in pickletools.genops(data):
+            if instruction.name == "STOP":
+                (result,) = machine.stack
+                return result
+            machine.do(instruction.name, argument)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged program leads to
+        raise damaged_copy(f"it cannot be read: {type(error).__name__}: {str(error)[:200]}.", where) from error
+    raise damaged_copy("it cannot be read: it has no end.", where)
 
 
 class _Machine:
     def __init__(self, expected: frozenset[str], where: str) -> None:
         self._expected = expected
         self._where = where
-        self._stack: list[Any] = []
+        self.stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self, data: bytes) -> Any:
-        try:
-            for instruction, argument, _ in pickletools.genops(data):
-                if instruction.name == "STOP":
-                    (result,) = self._stack
-                    return result
-                self._do(instruction.name, argument)
-        except CheckpointError:
-            raise
-        except Exception as error:  # whatever a damaged program leads to
-            raise self._damaged(f"{type(error).__name__}: {str(error)[:200]}") from error
-        raise self._damaged("it has no end")
-
-    def _do(self, name: str, argument: Any) -> None:
-        stack = self._stack
-        if name in _NOTHING:
+    def do(self, name: str, argument: Any) -> None:
+        """Raises: CheckpointError: an instruction or a name that is not expected. Others: a damaged program."""
+        stack = self.stack
+        if name in _NO_OPERATION:
             return
         if name in _VALUES:
             stack.append(argument)
-        elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _EMPTY:
-            stack.append(_EMPTY[name]())
+        elif name in _NEW:
+            stack.append(_NEW[name]())
         elif name in _TUPLES:
             stack.append(tuple(self._last(_TUPLES[name])))
-        elif name == "MARK":
-            stack.append(_MARK)
         elif name == "TUPLE":
             stack.append(tuple(self._to_mark()))
         elif name in ("APPEND", "APPENDS", "ADDITEMS"):
-            self._extend(self._last(1) if name == "APPEND" else self._to_mark())
+            items = self._last(1) if name == "APPEND" else self._to_mark()
+            if isinstance(stack[-1], set):
+                stack[-1].update(map(_checked_key, items))
+            else:
+                self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
-            self._fill(self._last(2) if name == "SETITEM" else self._to_mark())
+            items = self._last(2) if name == "SETITEM" else self._to_mark()
+            target = self._top(dict)
+            for key, value in zip(items[::2], items[1::2], strict=True):
+                target[_checked_key(key)] = value
         elif name == "MEMOIZE":
             self._memo[len(self._memo)] = stack[-1]
         elif name in ("BINPUT", "LONG_BINPUT"):
@@ -116,80 +122,48 @@ class _Machine:
         elif name == "GLOBAL":
             stack.append(self._symbol(argument.replace(" ", ".", 1)))
         elif name == "STACK_GLOBAL":
-            last = stack.pop()
-            stack.append(self._symbol(f"{stack.pop()}.{last}"))
+            stack.append(self._symbol(".".join(self._last(2))))
         elif name in ("REDUCE", "NEWOBJ"):
-            arguments = stack.pop()
-            stack.append(self._built(stack.pop(), arguments))
+            symbol, arguments = self._last(2)
+            if not isinstance(symbol, Symbol) or not isinstance(arguments, tuple):
+                raise TypeError("a call of something that is no name")
+            stack.append(Built(symbol.name, arguments))
         elif name == "BUILD":
             state = stack.pop()
             self._top(Built).state = state
         else:
-            raise CheckpointError(
-                f"it has the instruction {name}, which no plain data needs.",
-                where=self._where,
-                do="do not trust this checkpoint.",
-                code="checkpoint-unsafe",
-            )
+            raise unsafe(f"it has the instruction {name}, which no plain data needs.", self._where)
 
     def _last(self, number: int) -> list[Any]:
-        if len(self._stack) < number:
+        if len(self.stack) < number:
             raise ValueError("too few values")
-        items = self._stack[-number:]
-        del self._stack[-number:]
+        items = self.stack[-number:]
+        del self.stack[-number:]
         return items
 
     def _to_mark(self) -> list[Any]:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
+        at = len(self.stack) - 1
+        while self.stack[at] is not _MARK:
             at -= 1
             if at < 0:
                 raise ValueError("a mark is missing")
-        items = self._stack[at + 1 :]
-        del self._stack[at:]
+        items = self.stack[at + 1 :]
+        del self.stack[at:]
         return items
 
     def _top(self, kind: type[Any]) -> Any:
-        top = self._stack[-1]
+        top = self.stack[-1]
         if not isinstance(top, kind):
             raise TypeError(f"a {kind.__name__} was expected, and there is a {type(top).__name__}")
         return top
 
-    def _extend(self, items: list[Any]) -> None:
-        if isinstance(self._stack[-1], set):
-            self._stack[-1].update(self._key(item) for item in items)
-        else:
-            self._top(list).extend(items)
-
-    def _fill(self, items: list[Any]) -> None:
-        top = self._top(dict)
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            top[self._key(key)] = value
-
-    def _key(self, key: Any) -> Any:
-        if not isinstance(key, _Key):
-            raise TypeError(f"a {type(key).__name__} as a key")
-        return key
-
     def _symbol(self, name: str) -> Symbol:
         if name not in self._expected:
-            raise CheckpointError(
-                f"it asks for {name[:200]}, which is no part of such a file.",
-                where=self._where,
-                do="do not trust this checkpoint.",
-                code="checkpoint-unsafe",
-            )
+            raise unsafe(f"it asks for {name[:200]}, which is no part of such a file.", self._where)
         return Symbol(name)
 
-    def _built(self, symbol: Any, arguments: Any) -> Built:
-        if not isinstance(symbol, Symbol) or not isinstance(arguments, tuple):
-            raise TypeError("a call of something that is no name")
-        return Built(symbol.name, arguments)
 
-    def _damaged(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"it cannot be read: {what}.",
-            where=self._where,
-            do="copy it once more from where it came.",
-            code="checkpoint-damaged",
-        )
+def _checked_key(key: Any) -> Any:
+    if not isinstance(key, _Key):
+        raise TypeError(f"a {type(key).__name__} as a key")
+    return key

@@ -1,7 +1,14 @@
-"""What this rank holds of a sharded model, by parameter: the one list that saving and loading both go through.
+"""What this rank has of a sharded model, by parameter: the one list that saving and loading both go through.
 
-A holding is a contiguous range of one flattened tensor, in one or more pieces of memory. Where several ranks hold the
-same range, each writes its share of it; each loads the whole.
+A local shard is a contiguous range of one flattened parameter, or of its optimizer state, in one or more pieces of
+memory. The parameter may itself be a rectangle of a larger, global tensor (a tensor-parallel rank's columns):
+
+    global [4, 6], local ((0, 4), (2, 4))        . . # # . .        elements 1..6 of the flattened local part are
+                                                 . . # # . .        the rectangles  rows 0..1, columns 3..4
+                                                 . . # # . .                        rows 1..3, columns 2..4
+                                                 . . # # . .
+
+Where several ranks have the same range, each writes its share of it; each loads the whole.
 """
 
 from __future__ import annotations
@@ -14,10 +21,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.blocks import Entry
+from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
-from shoal.checkpoint.rectangles import rectangles
+from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
+from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.zero.runtime import ShardedModel
@@ -25,19 +33,33 @@ from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
 
+def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:
+    """Elements ``[begin, end)`` of the flattened local part, as rectangles of the global tensor.
+
+    Yields: where each begins in the flattened local part, and the rectangle, in order.
+    """
+    for inner in rectangles(tuple(stop - start for start, stop in spec.local), begin, end):
+        start = tuple(low + first for (low, _), first in zip(spec.local, inner.start, strict=True))
+        yield begin, Rectangle(start, inner.shape)
+        begin += inner.numel
+
+
 @dataclass(frozen=True)
-class Holding:
-    """The elements ``[begin, end)`` of a flattened tensor, in this rank's memory."""
+class LocalShard:
+    """The elements ``[begin, end)`` of a flattened parameter (or of state like it), in this rank's memory."""
 
     kind: str
-    name: str
-    shape: tuple[int, ...]
+    spec: ParameterSpec
     begin: int
     pieces: tuple[torch.Tensor, ...]  # 1-D, one after the other
-    num_copies: int = 1  # ranks that hold this very range
+    num_copies: int = 1  # ranks that have this very range
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
-    is_private: bool = False  # it is changed by Shoal alone, after ``ParameterGroup.synchronize``
+    is_private: bool = False  # it is changed by Shoal alone, after ``ParameterGroup.settle``
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def numel(self) -> int:
@@ -70,33 +92,23 @@ class Holding:
             at += piece.numel()
         return found
 
-    def entries(self) -> Iterator[tuple[Entry, tuple[int, ...]]]:
-        """What this rank writes: an entry, and where it begins in the tensor, for each rectangle of its share."""
-        begin, end = self.share()
-        at = begin
-        for rectangle in rectangles(self.shape, begin, end):
-            low, at = at, at + rectangle.numel
-            place = ",".join(f"{s}:{s + n}" for s, n in zip(rectangle.start, rectangle.shape, strict=True))
-            is_whole = rectangle.shape == self.shape
-            key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{place}]")
-            yield (
-                Entry(
-                    key,
-                    self.dtype,
-                    rectangle.shape,
-                    _reading(self, low, low + rectangle.numel),
-                    is_kept=self.is_private and self.fetch is None,
-                ),
-                rectangle.start,
-            )
+    def rectangles(self) -> Iterator[tuple[int, Rectangle]]:
+        """As ``local_rectangles`` of all of it."""
+        return local_rectangles(self.spec, self.begin, self.end)
+
+    def entries(self) -> Iterator[tuple[TensorEntry, tuple[int, ...]]]:
+        """What this rank writes: an entry for each rectangle of its share, and where that begins in the tensor."""
+        for low, rectangle in local_rectangles(self.spec, *self.share()):
+            bounds = ",".join(f"{s}:{s + n}" for s, n in zip(rectangle.start, rectangle.shape, strict=True))
+            is_whole = rectangle.shape == self.spec.global_shape
+            key = f"{self.kind}/{self.name}" + ("" if is_whole else f"[{bounds}]")
+            read = partial(self.part, low, low + rectangle.numel)
+            is_kept = self.is_private and self.fetch is None
+            yield TensorEntry(key, self.dtype, rectangle.shape, read, is_kept=is_kept), rectangle.start
 
 
-def _reading(holding: Holding, begin: int, end: int) -> Any:
-    return lambda: holding.part(begin, end)
-
-
-class Holdings:
-    """The holdings of one engine's model and optimizer.
+class LocalShards:
+    """The shards of one engine's model and optimizer.
 
     Args:
         step: None: the engine has no optimizer.
@@ -115,6 +127,11 @@ class Holdings:
         for group in self.sharded.groups:
             yield group.buffer, group if group.is_trained else None
 
+    def global_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every parameter, by name."""
+        slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.specs)
+        return {slot.name: slot.global_shape for slot in slots}
+
     def _copies(self, bucket: ParameterBuffer) -> tuple[int, int]:
         """How many ranks hold this rank's range of a bucket, and which of them this rank is."""
         everyone = self.axes.world
@@ -123,7 +140,7 @@ class Holdings:
         outer = self.axes.replicate
         return (outer.size, outer.rank) if outer is not None and bucket.comm.size < everyone.size else (1, 0)
 
-    def model(self, *, exclude_frozen: bool = False) -> Iterator[Holding]:
+    def model(self, *, exclude_frozen: bool = False) -> Iterator[LocalShard]:
         """Values of parameters: master weights where there are any."""
         for bucket, group in self.buckets():
             if group is None and exclude_frozen:
@@ -139,11 +156,10 @@ class Holdings:
                 elif group is None and bucket.is_on_disk:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 is_private = group is not None and (group.has_own_main or bucket.is_sharded)
-                yield Holding(
-                    MODEL, slot.name, slot.shape, segment.offset, (piece,), num_copies, copy, fetch, is_private
-                )
+                spec = slot
+                yield LocalShard(MODEL, spec, segment.offset, (piece,), num_copies, copy, fetch, is_private)
 
-    def optimizer(self) -> Iterator[Holding]:
+    def optimizer(self) -> Iterator[LocalShard]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
         if self.step is None:
             return
@@ -153,10 +169,9 @@ class Holdings:
                 segments = [segment for _, segment in group.ranges_of(index)]
                 for key, pieces in self._state_parts(group, index).items():
                     fetch = None if group.disk is None else partial(self._fetched, group, index, key)
-                    yield Holding(
+                    yield LocalShard(
                         OPTIMIZER + key,
-                        slot.name,
-                        slot.shape,
+                        slot,
                         segments[0].offset,
                         tuple(pieces),
                         num_copies,

@@ -16,13 +16,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shoal.checkpoint.problems import unsafe
 from shoal.checkpoint.storage import LocalStorage, Reader, open_storage
 from shoal.errors import CheckpointError
 
 _NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.+=@-]{0,250}")
 
 
-class ForeignFolder:
+class UntrustedFolder:
     """A folder of files to read.
 
     Args:
@@ -66,11 +67,7 @@ class ForeignFolder:
         """A whole small file. Raises: CheckpointError: as ``open``, or it has more than ``most`` bytes."""
         with self.open(name) as file:
             if file.nbytes > most:
-                raise CheckpointError(
-                    f"{name} has {file.nbytes} bytes, and at most {most} were expected.",
-                    where=self.url,
-                    code="checkpoint-unsafe",
-                )
+                raise unsafe(f"{name} has {file.nbytes} bytes, and at most {most} were expected.", self.url)
             data = bytearray(file.nbytes)
             file.read_into(0, memoryview(data))
         return bytes(data)
@@ -93,9 +90,4 @@ class ForeignFolder:
 def check_name(name: str, where: str) -> None:
     """Raises: CheckpointError: not the plain name of a file in the folder."""
     if not _NAME.fullmatch(name) or name in (".", ".."):
-        raise CheckpointError(
-            f"{name[:200]!r} is not the name of a file in the folder.",
-            where=where,
-            do="do not trust this checkpoint.",
-            code="checkpoint-unsafe",
-        )
+        raise unsafe(f"{name[:200]!r} is not the name of a file in the folder.", where)

@@ -226,7 +226,7 @@ def _convert(parameter: torch.Tensor) -> Callable[[Iterable[nn.Parameter]], None
                 do="add the parameters to the model before initialize().",
                 code="zero-init-late",
             )
-        shards = EarlyShards(held.comm, held.device, home=held.home)
+        shards = EarlyShards(held.transfer, home=held.home)
         for each in param_list:
             shards.shard(each)
 
@@ -235,7 +235,7 @@ def _convert(parameter: torch.Tensor) -> Callable[[Iterable[nn.Parameter]], None
 
 def _partition_numel(parameter: torch.Tensor) -> Callable[[], int]:
     held = _held(parameter, "partition_numel")
-    size = held._comm.size if isinstance(held, EarlyShard) else held[0].axes.inner.size
+    size = held.comm.size if isinstance(held, EarlyShard) else held[0].axes.inner.size
     return lambda: -(-parameter.numel() // size)
 
 

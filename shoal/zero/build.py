@@ -424,13 +424,13 @@ def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicato
     for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
         target = wide[slot.offset : slot.offset + slot.numel].view(slot.shape)
         are_alike &= materializer.copy_value(slot.name, parameter, target)
+    bucket.adopt()  # frees the model's own copy
     if comm.size > 1 and not are_alike:
-        comm.broadcast(wide, 0, label=bucket.label).drain()
+        materializer.transfer.broadcast(wide, bucket.label)
     if wide is not bucket.full:
         bucket.full.copy_(wide)
     if bucket.is_sharded:
         bucket.shard.copy_(bucket.full[bucket.begin : bucket.end])
-    bucket.adopt()
     return wide
 
 

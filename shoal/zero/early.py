@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,13 +16,76 @@ from shoal.memory.bucket import stand_in
 
 _MAX_WHOLE_NUMEL = 1 << 26  # parameters that were touched again and are whole, together
 _MAX_WHOLE = 32
+_CHUNK_NBYTES = 1 << 24
+
+
+class ChunkedTransfer:
+    """Moves parameters between whole tensors and the ranks' shards, a chunk at a time.
+
+    Memory: one buffer for what peers read of this rank, as large as the largest parameter, up to ``_CHUNK_NBYTES``. It
+        is used again each time, because shared pages that a peer has read once count as resident there for good.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self.comm, self.device = comm, device
+        self.free()
+
+    def free(self) -> None:
+        """Free the buffer; the next move allocates another."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _chunk(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = min(numel * dtype.itemsize, _CHUNK_NBYTES)
+        if self._buffer.numel() < nbytes:
+            self._buffer = self.comm.empty(nbytes, torch.uint8, self.device)
+        return self._buffer[:nbytes].view(dtype)
+
+    def shard(self, value: torch.Tensor, source: int, shard: torch.Tensor) -> None:
+        """Fill ``shard`` with this rank's range of rank ``source``'s value. Communicates: broadcasts."""
+        begin = self.comm.rank * shard.numel()
+        for start, chunk in self._broadcast(value.reshape(-1), source, shard.dtype, "zero.Init"):
+            low, high = max(start, begin), min(start + chunk.numel(), begin + shard.numel())
+            if low < high:
+                shard[low - begin : high - begin].copy_(chunk[low - start : high - start])
+
+    def broadcast(self, flat: torch.Tensor, label: str) -> None:
+        """Give rank 0's values of a 1-D tensor to all ranks. Communicates: broadcasts."""
+        for start, chunk in self._broadcast(flat, 0, flat.dtype, label):
+            flat[start : start + chunk.numel()].copy_(chunk)
+
+    def _broadcast(
+        self, flat: torch.Tensor, source: int, dtype: torch.dtype, label: str
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Where each chunk begins, and rank ``source``'s values of it."""
+        buffer = self._chunk(flat.numel(), dtype)
+        for start in range(0, flat.numel(), buffer.numel() or 1):
+            values = flat[start : start + buffer.numel()]
+            chunk = buffer[: values.numel()].copy_(values)
+            if self.comm.size > 1:
+                self.comm.broadcast(chunk, source, label=label).drain()
+            yield start, chunk
+
+    def gather(self, shard: torch.Tensor, target: torch.Tensor) -> None:
+        """Fill ``target``, contiguous, with the ranks' shards. Communicates: all_gathers."""
+        flat, size = target.view(-1), self.comm.size
+        buffer = self._chunk(shard.numel() * size, shard.dtype)
+        most = buffer.numel() // size
+        for start in range(0, shard.numel(), most or 1):
+            numel = min(most, shard.numel() - start)
+            parts = buffer[: size * numel].view(size, numel)
+            parts[self.comm.rank].copy_(shard[start : start + numel])
+            self.comm.all_gather(parts.view(-1), label="zero.Init").drain()
+            for rank, part in enumerate(parts):
+                begin = rank * shard.numel() + start
+                own = flat[begin : begin + numel]  # the last ranks' may be shorter: the rest is padding
+                own.copy_(part[: own.numel()])
 
 
 class EarlyShard:
     """This rank's range of one parameter.
 
     Args:
-        home: where the range rests; None: on ``device``.
+        home: where the shard is kept; None: on the device.
 
     Memory: numel / N elements, until the parameter's unit is built.
     """
@@ -30,12 +93,11 @@ class EarlyShard:
     def __init__(
         self,
         parameter: torch.Tensor,
-        comm: Communicator,
-        device: torch.device,
+        transfer: ChunkedTransfer,
         dtype: torch.dtype | None,
         home: torch.device | None = None,
     ) -> None:
-        self._comm, self.device, self.home = comm, device, home
+        self.transfer, self.device, self.home = transfer, transfer.device, home
         self.number = 0  # parameters are gathered in its order, the same on every rank
         self.holders: list[int | None] = []  # of the blocks that hold it whole: which rank's changes count in each
         self.is_touched = False  # whole, because code used it
@@ -51,26 +113,24 @@ class EarlyShard:
 
     def _keep(self, value: torch.Tensor, source: int) -> None:
         """Keep this rank's range of rank ``source``'s value."""
-        size, rank = self._comm.size, self._comm.rank
-        length = -(-self.numel // size)
-        full = torch.zeros(length * size, dtype=self.dtype, device=self.device)
-        full[: self.numel].copy_(value.reshape(-1))
-        if size > 1 and full.numel():
-            self._comm.broadcast(full, source, label="zero.Init").drain()
-        own = full[rank * length : (rank + 1) * length]
-        self.shard = own.clone() if self.home is None else own.to(self.home, copy=True)
+        shard = torch.zeros(-(-self.numel // self.comm.size), dtype=self.dtype, device=self.home or self.device)
+        self.transfer.shard(value, source, shard)
+        self.shard = shard
 
     @property
     def comm(self) -> Communicator:
         """The ranks that have the other ranges."""
-        return self._comm
+        return self.transfer.comm
 
     def whole(self) -> torch.Tensor:
-        """The parameter's value. Communicates: one all_gather."""
-        full = torch.empty(self.shard.numel() * self._comm.size, dtype=self.dtype, device=self.device)
-        if full.numel():
-            self._comm.all_gather(full, self.shard.to(self.device), label="zero.Init").drain()
-        return full[: self.numel].view(self.shape)
+        """The parameter's value. Communicates as ``copy_to``."""
+        value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.copy_to(value)
+        return value
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copy the parameter's value to ``target``, a contiguous tensor of its shape, of any dtype. Communicates."""
+        self.transfer.gather(self.shard, target)
 
     def gather(self, parameter: torch.Tensor) -> None:
         """Make the parameter whole."""
@@ -190,18 +250,16 @@ class EarlyShards:
 
     def __init__(
         self,
-        comm: Communicator,
-        device: torch.device,
+        transfer: ChunkedTransfer,
         dtype: torch.dtype | None = None,
         before_scatter: Callable[[nn.Parameter], None] | None = None,
         home: torch.device | None = None,
         *,
         is_watched: bool = False,
     ) -> None:
-        self._comm = comm
+        self._transfer = transfer
         self._home = home
         self._is_watched = is_watched
-        self._device = device
         self._dtype = dtype
         self._before_scatter = before_scatter
         self._whole: dict[int, nn.Parameter] = {}
@@ -210,7 +268,7 @@ class EarlyShards:
         """Cut a parameter down to this rank's range. Communicates: one broadcast of it."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if EARLY.get(parameter) is None and not parameter.is_meta:
-                early = EarlyShard(parameter, self._comm, self._device, self._dtype, self._home)
+                early = EarlyShard(parameter, self._transfer, self._dtype, self._home)
                 early.is_watched = self._is_watched
                 EARLY.put(parameter, early)
 

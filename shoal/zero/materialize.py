@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
-from shoal.zero.early import EARLY, EarlyShards
+from shoal.zero.early import EARLY, ChunkedTransfer, EarlyShards
 from shoal.zero.touch import TouchMode
 
 
@@ -32,6 +32,7 @@ class Materializer:
         self._model = model
         self._device = device
         self._comm = comm
+        self.transfer = ChunkedTransfer(comm, device)
         self._is_sharded = is_sharded and comm.size > 1
         self._modules = list(model.named_modules())
         self._next = 0
@@ -71,7 +72,7 @@ class Materializer:
             target.copy_(parameter.data)
             return False
         self.born_sharded.add(id(parameter))
-        target.copy_(early.whole())
+        early.copy_to(target)
         EARLY.pop(parameter)
         return True
 
@@ -103,7 +104,7 @@ class Materializer:
             if id(parameter) in unfilled and not _is_unfilled(parameter, unfilled[id(parameter)][3]):
                 del unfilled[id(parameter)]
 
-        early = EarlyShards(self._comm, self._device, before_scatter=check) if self._is_sharded else None
+        early = EarlyShards(self.transfer, before_scatter=check) if self._is_sharded else None
         is_made: set[int] = set()
         for name, module in self._modules:
             for key, version in self._make(name, module).items():
@@ -198,6 +199,7 @@ class Materializer:
                     self._comm.broadcast(sent, 0, label="buffers").drain()
                     moved = flat.view(buffer.shape)
                 module._buffers[key] = moved
+        self.transfer.free()
 
 
 def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:

@@ -20,7 +20,7 @@ from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
-from shoal.zero.early import EARLY, EarlyShard
+from shoal.zero.early import EARLY, ChunkedTransfer, EarlyShard
 from shoal.zero.external import eagerly, external_use
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, tensors_in
@@ -80,6 +80,7 @@ class ShardedModel:
         self.pool = pool
         self.order = order
         self.comm = comm
+        self._device = device
         self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
         self.sharded = [unit for unit in self.units if unit.is_sharded]
         self._has_disk = any(unit.is_on_disk for unit in self.units)
@@ -462,6 +463,7 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
+        transfer = ChunkedTransfer(self.comm, self._device)
         try:
             for unit in self.units if not is_failed else ():
                 unit.gather()
@@ -469,7 +471,7 @@ class ShardedModel:
                     bucket.detach()
                     for parameter in bucket.parameters:
                         if id(parameter) in self.born_sharded:
-                            EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
+                            EARLY.put(parameter, EarlyShard(parameter, transfer, None))
         finally:
             self.pool.clear()
             self.disks.close()

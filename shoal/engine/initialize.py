@@ -47,8 +47,9 @@ from shoal.parallel.recompute import (
 from shoal.zero.adopted_state import adopt_state
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import suspended
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
@@ -257,7 +258,7 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
 
 def _check_free(model: nn.Module) -> None:
     """Raises: ModelError: another engine holds a parameter. Each engine would move it into buckets of its own."""
-    held = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
     if held:
         raise ModelError(
             f"{len(held)} parameters of {type(model).__name__} belong to a live engine already: {', '.join(held[:4])}"

@@ -163,7 +163,7 @@ def build(
         disks=disks,
     )
     sharded.sent_as_rows = tables.sent
-    sharded.born_sharded = frozenset(materializer.born_sharded)
+    sharded.sharded_at_init = frozenset(materializer.sharded_at_init)
     return sharded, states
 
 

@@ -27,8 +27,8 @@ from shoal.errors import NotBuiltError, UsageError
 from shoal.host_heap import map_large_blocks
 from shoal.launch.environment import heap_is_set
 from shoal.mesh import Mesh
-from shoal.zero.early import ChunkedTransfer, EarlyShards
-from shoal.zero.touch import TouchMode
+from shoal.zero.parameter_access import ParameterAccessMode
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Init:
@@ -80,12 +80,12 @@ class Init:
                 )
         if (zero_quantized_weights or zero_quantized_nontrainable_weights) and enabled:
             raise NotBuiltError("zero.Init(zero_quantized_weights=True): quantized weights are not built yet.")
-        self._home = torch.device("cpu") if remote_device not in (None, "none") else None
+        self._shard_device = torch.device("cpu") if remote_device not in (None, "none") else None
         self._enabled = enabled
         source = config_dict_or_path or config
         self._settings = load(source, check_built=False) if enabled and source else None
         self._dtype = dtype or self._dtype_of_config()
-        self._mode: TouchMode | None = None
+        self._mode: ParameterAccessMode | None = None
         self._building: set[int] = set()
         if module is not None and enabled:
             self._prepare()
@@ -102,18 +102,18 @@ class Init:
         world, settings = current_world(), self._settings
         if world.device.type == "cpu" and not heap_is_set():
             map_large_blocks()
-        self._early = EarlyShards(
+        self._sharded = ShardedAtInit(
             ChunkedTransfer(world.communicator("dp", Mesh.of(world.size)), world.device),
             self._dtype,
-            home=self._home,
-            is_watched=settings is not None and bool(settings.zero_optimization.enable_sanity_checks),
+            shard_device=self._shard_device,
+            checks_changes=settings is not None and bool(settings.zero_optimization.enable_sanity_checks),
         )
 
     def __enter__(self) -> Init:
         if self._enabled:
             self._prepare()
             _PATCH.enter(self)
-            self._mode = TouchMode(self._early.touch)
+            self._mode = ParameterAccessMode(self._sharded.gather_accessed)
             self._mode.__enter__()
         return self
 
@@ -125,11 +125,11 @@ class Init:
             self._mode = None
             _PATCH.leave(self)
             if error is None:
-                self._early.scatter()
+                self._sharded.release_accessed()
 
     def suspend(self) -> None:
         """Shard what is whole, and do nothing until ``resume``."""
-        self._early.scatter()
+        self._sharded.release_accessed()
         if self._mode is not None:
             self._mode.is_on = False
 
@@ -155,7 +155,7 @@ class Init:
     def _shard(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._early.shard(parameter)
+                self._sharded.shard(parameter)
 
 
 class _ConstructorPatch:

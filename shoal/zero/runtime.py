@@ -20,13 +20,13 @@ from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.pool import Pool
-from shoal.zero.early import EARLY, ChunkedTransfer, EarlyShard
-from shoal.zero.external import eagerly, external_use
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, tensors_in
+from shoal.zero.parameter_access import eagerly, gather_on_access
 from shoal.zero.partition import ROOT
 from shoal.zero.prefetch import UnitOrder
 from shoal.zero.reducer import Reducer, UnitGradient
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 from shoal.zero.shelf import Disks
 from shoal.zero.table import Table, row_of_stage
 from shoal.zero.unit import Unit, UnitState
@@ -93,9 +93,8 @@ class ShardedModel:
         self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
         # The order in which parameters are gathered and given to all, the same on every rank.
         self.number_of = {key: number for number, key in enumerate(self.unit_of)}
-        self._changing: dict[int, int] = {}  # blocks that will give a parameter's changes to all, by its id
         self.sent_as_rows: frozenset[str] = frozenset()  # names of weights whose gradients go to the others as rows
-        self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
+        self.sharded_at_init: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
         self.in_pass = False  # between the first event of a backward pass and its end
         self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back
         self._is_in_graph = False  # this pass was noticed by a hook, not started by the engine
@@ -147,7 +146,7 @@ class ShardedModel:
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True
         try:
-            with external_use(self.unit_of, self._read_outside), eagerly(self.model):
+            with gather_on_access(self.unit_of, self._read_outside), eagerly(self.model):
                 yield
         finally:
             self._is_searching = False
@@ -429,19 +428,6 @@ class ShardedModel:
                 unit.holds -= 1
                 unit.release(keeps_others=keeps_others and not self.in_pass)
 
-    def begin_change(self, parameter: torch.Tensor) -> None:
-        """A block begins that gives changes of a parameter to all ranks at its end."""
-        self._changing[id(parameter)] = self._changing.get(id(parameter), 0) + 1
-
-    def end_change(self, parameter: torch.Tensor) -> int:
-        """It ends. Returns: how many such blocks are still around it."""
-        num_left = self._changing.get(id(parameter), 1) - 1
-        if num_left:
-            self._changing[id(parameter)] = num_left
-        else:
-            self._changing.pop(id(parameter), None)
-        return num_left
-
     def recover(self) -> None:
         """After an exception: every unit at rest unless a caller holds it, no gradient, no pass.
 
@@ -463,16 +449,17 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
-        transfer = ChunkedTransfer(self.comm, self._device)
+        at_init = ShardedAtInit(ChunkedTransfer(self.comm, self._device))
         try:
             for unit in self.units if not is_failed else ():
                 unit.gather()
                 for bucket in unit.buckets:
                     bucket.detach()
                     for parameter in bucket.parameters:
-                        if id(parameter) in self.born_sharded:
-                            EARLY.put(parameter, EarlyShard(parameter, transfer, None))
+                        if id(parameter) in self.sharded_at_init:
+                            at_init.shard(parameter)
         finally:
+            at_init.transfer.free()
             self.pool.clear()
             self.disks.close()
 

@@ -15,7 +15,7 @@ from shoal import zero
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
-from shoal.zero.early import EARLY
+from shoal.zero.parameter_owner import OWNERS
 from tests.ranks.models import HIDDEN, VOCABULARY, Block, Plain, WithBuffers, cross_entropy
 from tests.ranks.training import STAGES, are_bit_equal, config, finish, make, masters, run_steps, start, start_with
 
@@ -83,10 +83,10 @@ def test_modules_whose_initialisation_is_skipped_are_sharded_too() -> None:
             with torch.no_grad():
                 for parameter in built.parameters():
                     parameter.fill_(2.0)
-        shards = [EARLY.get(parameter) for parameter in built.parameters()]
+        owners = [(parameter, OWNERS.get(parameter)) for parameter in built.parameters()]
         with zero.GatheredParameters(built.parameters()):
             assert all(bool((parameter == 2.0).all()) for parameter in built.parameters())
-        return [shard.shard.numel() for shard in shards if shard is not None]
+        return [owner.shard_of(parameter).numel() for parameter, owner in owners if owner is not None]
 
     before = nn.Module.to_empty
     assert run_ranks(2, job) == [[15, 3, 15, 3]] * 2
@@ -133,9 +133,9 @@ def test_the_configs_dtype_is_that_of_the_shards(
     def job() -> tuple[torch.dtype, torch.dtype]:
         with zero.Init(config_dict_or_path=config, dtype=dtype):
             model = nn.Linear(3, 3, dtype=torch.float64)
-        shard = EARLY.get(model.weight)
-        assert shard is not None
-        return model.weight.dtype, shard.shard.dtype
+        owner = OWNERS.get(model.weight)
+        assert owner is not None
+        return model.weight.dtype, owner.shard_of(model.weight).dtype
 
     assert run_ranks(2, job) == [(expected, expected)] * 2
 

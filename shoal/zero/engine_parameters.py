@@ -1,40 +1,56 @@
-"""Full and local values of a sharded parameter, its gradient and its optimizer state, to read and to set.
+"""The parameters of an engine: gathered in a block, and full and local values to read and to set.
 
 ``full`` calls are made on every rank and return the same on every rank; ``local`` calls see this rank's part (1-D)
-and communicate nothing.
+and communicate nothing. The ``safe_`` functions, DeepSpeed's names, find the engine by the bare parameter.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.memory.bucket import ParameterBucket
 from shoal.memory.layout import Segment
 from shoal.zero.bucket_state import BucketState
+from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import ShardedStep
+from shoal.zero.unit import UnitState
+
+_STATES: dict[UnitState, ParameterState] = {UnitState.FULL: "gathered", UnitState.GATHERING: "gathering"}
 
 
-class Access:
-    """Reads and writes by parameter.
+class EngineParameters(ParameterOwner):
+    """The owner of an engine's parameters.
 
     Args:
+        engine: found again by its parameters; not kept alive.
         unscale: what gradients in memory must be multiplied by (accumulation, loss scale).
-        before: called before each access; has master weights follow parameters that a script has changed.
+        before: called before each access; copies parameters that a script has changed into the main parameters.
+        stage, checks_changes: as ``ParameterOwner``'s.
     """
 
     def __init__(
         self,
+        engine: object,
         sharded: ShardedModel,
         states: Sequence[BucketState],
         step: ShardedStep | None,
         unscale: Callable[[], float],
         before: Callable[[], None] = lambda: None,
+        *,
+        stage: int,
+        checks_changes: bool,
     ) -> None:
+        super().__init__(sharded.comm, stage, checks_changes=checks_changes)
+        self._engine = weakref.ref(engine)
         self._sharded = sharded
+        self._states = states
         self._step = step
         self._unscale = unscale
         self._before = before
@@ -42,7 +58,102 @@ class Access:
             id(parameter): (state, slot) for state in states for slot, parameter in enumerate(state.bucket.parameters)
         }
 
-    def knows(self, parameter: nn.Parameter) -> bool:
+    @property
+    def engine(self) -> object:
+        """The engine; None once it is gone."""
+        return self._engine()
+
+    # the same for every owner
+
+    def _resident(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        units = dict.fromkeys(self._sharded.unit_of[id(parameter)] for parameter in parameters)
+        return self._sharded.gathered([unit for unit in units if unit.is_sharded], keeps_others=True)
+
+    def _place(self, parameter: torch.Tensor) -> tuple[ParameterBucket, int]:
+        """The parameter's bucket, and its slot there."""
+        for bucket in self._sharded.unit_of[id(parameter)].buckets:
+            for slot, member in enumerate(bucket.parameters):
+                if member is parameter:
+                    return bucket, slot
+        raise AssertionError("a unit holds its parameters")
+
+    def _owned(self, parameter: torch.Tensor) -> tuple[ParameterBucket, int, int, int]:
+        """The parameter's bucket and slot, and the range of the bucket that is the parameter's and this rank's."""
+        bucket, slot = self._place(parameter)
+        info = bucket.layout.slots[slot]
+        low = max(info.offset, bucket.begin)
+        return bucket, slot, low, max(low, min(info.offset + info.numel, bucket.end))
+
+    def write_through(self, parameter: torch.Tensor, source: int) -> None:
+        """Main parameters change only where the parameter did, so they keep their precision elsewhere."""
+        bucket, slot, low, high = self._owned(parameter)
+        value = bucket.full.narrow(0, bucket.layout.slots[slot].offset, bucket.layout.slots[slot].numel)
+        if not value.numel():
+            return
+        if parameter.data_ptr() != value.data_ptr():
+            value.copy_(parameter.data.reshape(-1))
+        if self.comm.size > 1:
+            self.comm.broadcast(value, source, label=bucket.label).drain()
+        bucket.comm.drain()
+        if low >= high:
+            return
+        new, start, stop = bucket.full[low:high], low - bucket.begin, high - bucket.begin
+        if self.knows(parameter):
+            self._home[id(parameter)][0].follow(start, stop, new)
+        if bucket.is_sharded:
+            with bucket.shard_at_hand():
+                bucket.shard[start:stop].copy_(new)
+
+    def number_of(self, parameter: torch.Tensor) -> int:
+        return self._sharded.number_of[id(parameter)]
+
+    def is_sharded(self, parameter: torch.Tensor) -> bool:
+        return self._sharded.unit_of[id(parameter)].is_sharded
+
+    def state_of(self, parameter: torch.Tensor) -> ParameterState:
+        return _STATES.get(self._sharded.unit_of[id(parameter)].state, "sharded")
+
+    def shard_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        bucket, _, low, high = self._owned(parameter)
+        own = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
+        return own[low - bucket.begin : high - bucket.begin]
+
+    def num_shards(self, parameter: torch.Tensor) -> int:
+        return self._place(parameter)[0].comm.size
+
+    @torch.no_grad()
+    def load(self, parameter: nn.Parameter, read: Callable[[int, int], torch.Tensor]) -> None:
+        bucket, slot, low, high = self._owned(parameter)
+        info = bucket.layout.slots[slot]
+        if not bucket.is_sharded:
+            value = read(0, info.numel).view(info.shape)
+            if self.knows(parameter):
+                self.set_full_parameter(parameter, value)
+            else:
+                bucket.comm.drain()
+                bucket.views[slot].copy_(value)
+        elif low < high:
+            value = read(low - info.offset, high - info.offset)
+            if self.knows(parameter):
+                self.set_local_parameter(parameter, value)
+            else:
+                bucket.comm.drain()
+                with bucket.shard_at_hand():
+                    bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
+
+    def share(self, module: nn.Module, parameter: torch.Tensor, *, is_shared: bool) -> None:
+        reader, unit = self._sharded.reader_of(module), self._sharded.unit_of[id(parameter)]
+        if reader is None:
+            return
+        if is_shared:
+            self._sharded.add_external(reader, unit)
+        elif unit in reader.externals:
+            reader.externals.remove(unit)
+
+    # values
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Does the engine train it?"""
         return id(parameter) in self._home
 
     def _find(self, parameter: nn.Parameter) -> tuple[BucketState, int, Segment | None]:
@@ -76,17 +187,17 @@ class Access:
     def _part(self, state: BucketState, segment: Segment, value: torch.Tensor) -> torch.Tensor:
         return value.detach().reshape(-1)[segment.offset : segment.offset + segment.stop - segment.start]
 
-    # master weights
+    # main parameters
 
     def full_parameter(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The fp32 master weight. Communicates: one all_reduce of it where it is sharded."""
+        """The fp32 main parameter. Communicates: one all_reduce of it where it is sharded."""
         state, slot, segment = self._find(parameter)
         with state.at_hand():
             owned = state.master[segment.start : segment.stop].float() if segment else None
             return self._full(state, slot, segment, owned)
 
     def local_parameter(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of the master weight, 1-D, not a copy (but of one on a disk); None where it owns nothing."""
+        """This rank's part of the main parameter, 1-D, not a copy (except from a disk); None where it owns nothing."""
         state, _, segment = self._find(parameter)
         if segment is None:
             return None
@@ -96,7 +207,7 @@ class Access:
 
     @torch.no_grad()
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Set the master weight and the parameter. Called with the same value on every rank. Communicates nothing."""
+        """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
         state, slot, segment = self._find(parameter)
         _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
         state.bucket.comm.drain()
@@ -127,7 +238,7 @@ class Access:
     # gradients
 
     def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """The reduced gradient of the step under way, fp32, as the optimizer will see it before clipping; None
+        """The reduced gradient of the current step, fp32, as the optimizer will see it before clipping; None
         before backward.
         """
         state, slot, segment = self._find(parameter)
@@ -285,3 +396,77 @@ def _check_numel(value: torch.Tensor, segment: Segment) -> None:
             do="pass a tensor of the size that the local getter returns.",
             code="access-shape",
         )
+
+
+# DeepSpeed's safe accessors
+
+
+def _owner_of(parameter: nn.Parameter) -> EngineParameters:
+    owner = OWNERS.get(parameter)
+    if not isinstance(owner, EngineParameters):
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} belongs to no live engine.",
+            do="pass a parameter of a model that shoal.initialize() got.",
+            code="access-unknown",
+        )
+    return owner
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The fp32 main parameter, whole. Every rank calls."""
+    return _owner_of(param).full_parameter(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the main parameter and the parameter; the same value on every rank."""
+    _owner_of(param).set_full_parameter(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """The reduced gradient, whole, fp32; None before backward. Every rank calls."""
+    return _owner_of(param).full_gradient(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace the gradient; the same value on every rank."""
+    _owner_of(param).set_full_gradient(param, value)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """One optimizer state (``exp_avg``, ...), whole, fp32; None before the first step. Every rank calls."""
+    return _owner_of(param).full_optimizer_state(param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set one optimizer state; the same value on every rank."""
+    _owner_of(param).set_full_optimizer_state(param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the main parameter, 1-D; None where it owns nothing of it."""
+    return _owner_of(param).local_parameter(param)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Set this rank's part of the main parameter."""
+    _owner_of(param).set_local_parameter(param, value)
+
+
+def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the reduced gradient, 1-D, fp32."""
+    return _owner_of(param).local_gradient(param)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's part of the reduced gradient; every rank its own."""
+    _owner_of(param).set_local_gradient(param, value)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of one optimizer state, 1-D."""
+    return _owner_of(param).local_optimizer_state(param, optim_state_key)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
+    """Set this rank's part of one optimizer state."""
+    _owner_of(param).set_local_optimizer_state(param, optim_state_key, value)

@@ -18,12 +18,11 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
-from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
-from shoal.sharding.parameter_buffer import placeholder
-from shoal.zero.early import EARLY, EarlyShard
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init
-from shoal.zero.registry import OWNERS, Owner
+from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.sharded_at_init import ShardedAtInit
 
 _MAX_LISTED = 20  # names of each kind of difference
 
@@ -107,15 +106,14 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
             do="build the model under shoal.zero.Init(), or give load_hf the configuration.",
             code="load-hf-meta",
         )
-    owned = [home.names[0] for home in parameters if OWNERS.get(home.tensor) is not None]
+    owned = [home.names[0] for home in parameters if isinstance(OWNERS.get(home.tensor), EngineParameters)]
     if owned and dtype is not None:
         raise UsageError(
             f"load_hf(dtype={dtype}): an engine holds {owned[0]!r}, and its dtypes come from the config.",
             do="leave dtype out; values are cast to what the engine has.",
             code="load-hf-dtype",
         )
-    whole = next((owner for home in parameters if (owner := _gathered(home.tensor)) is not None), None)
-    if whole is not None:
+    if any(_is_gathered(home.tensor) for home in parameters):
         raise UsageError(
             "load_hf inside GatheredParameters would be undone at the block's end.",
             do="call it outside of the block.",
@@ -123,12 +121,9 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
         )
 
 
-def _gathered(parameter: torch.Tensor) -> Owner | None:
+def _is_gathered(parameter: torch.Tensor) -> bool:
     owner = OWNERS.get(parameter)
-    if owner is None:
-        return None
-    unit = owner.sharded.unit_of[id(parameter)]
-    return owner if any(group.buffer.is_sharded and group.buffer.is_full for group in unit.groups) else None
+    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) == "gathered"
 
 
 # names
@@ -200,52 +195,17 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 
 
 def _fill(parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None) -> None:
-    early, owner = EARLY.get(parameter), OWNERS.get(parameter)
+    owner = OWNERS.get(parameter)
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    if early is not None:
-        _fill_shard(parameter, early, weights, name, wanted)
-    elif owner is not None:
-        _fill_owned(parameter, owner, weights, name)
+    if owner is not None:
+        assert isinstance(parameter, nn.Parameter)
+        if isinstance(owner, ShardedAtInit) and wanted != parameter.dtype:
+            owner.cast(parameter, wanted)
+        owner.load(parameter, lambda begin, end: weights.read_range(name, begin, end))
+    elif wanted != parameter.dtype:
+        parameter.data = weights.read(name).to(parameter.device, wanted)
     else:
-        value = weights.read(name)
-        if wanted != parameter.dtype:
-            parameter.data = value.to(parameter.device, wanted)
-        else:
-            parameter.copy_(value)
-
-
-def _fill_shard(
-    parameter: torch.Tensor, early: EarlyShard, weights: SafetensorsWeights, name: str, dtype: torch.dtype
-) -> None:
-    """The range of a parameter of ``zero.Init``, which shards over all ranks of the world."""
-    length = early.shard.numel()
-    begin = min(current_world().rank * length, early.numel)
-    end = min(begin + length, early.numel)
-    if dtype != early.dtype:
-        early.shard, early.dtype = early.shard.to(dtype), dtype
-        parameter.data = placeholder(tuple(early.shape), dtype, early.shard.device)
-    early.shard[: end - begin].copy_(weights.read_range(name, begin, end))
-
-
-def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: SafetensorsWeights, name: str) -> None:
-    assert isinstance(parameter, nn.Parameter)
-    group, slot = owner.sharded.home_of[id(parameter)]
-    buffer, part = group.buffer, group.buffer.owned_part(slot)
-    if not buffer.is_sharded:
-        value = weights.read(name)
-        if group.is_trained:
-            owner.access.set_full_parameter(parameter, value)
-        else:
-            buffer.comm.drain()
-            buffer.views[slot].copy_(value)
-    elif part is not None:
-        value = weights.read_range(name, part.offset, part.offset + part.stop - part.start)
-        if group.is_trained:
-            owner.access.set_local_parameter(parameter, value)
-        else:
-            buffer.comm.drain()
-            with buffer.resident_shard():
-                buffer.shard[part.start : part.stop].copy_(value)
+        parameter.copy_(weights.read(name))
 
 
 # building

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from shoal.compat.absent import not_built
-from shoal.engine.engine import Engine
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 
 
 class _Kind(type):
@@ -33,7 +32,7 @@ def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
 def stage_of(optimizer: ShardedOptimizer) -> int:
     """The ZeRO stage of the engine that it belongs to; 0 where that engine is gone."""
     owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
-    return owner.zero_optimization_stage() if isinstance(owner, Engine) else 0
+    return 0 if owner is None else owner.stage
 
 
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:

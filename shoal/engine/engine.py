@@ -34,9 +34,9 @@ from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
-from shoal.zero.access import Access
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
@@ -120,9 +120,18 @@ class Engine(EngineFacts):
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.moving = Moving(self)
-        self.access = Access(sharded, self._groups, optimizer_step, self._losses.unscale, self._guard.follow)
+        self.access = EngineParameters(
+            self,
+            sharded,
+            self._groups,
+            optimizer_step,
+            self._losses.unscale,
+            self._guard.follow,
+            stage=plan.zero.stage,
+            checks_changes=bool(config.zero_optimization.enable_sanity_checks),
+        )
         for parameter in module.parameters():
-            OWNERS.put(parameter, self)
+            OWNERS.put(parameter, self.access)
 
     # forward
 
@@ -441,7 +450,7 @@ class Engine(EngineFacts):
             group.gradient.free()
             group.ranges = []
         for parameter in self.module.parameters():
-            OWNERS.pop(parameter)
+            OWNERS.pop(parameter, self.access)
         self._guard.forget()
         self._groups.clear()
         self.on_step.clear()

@@ -122,13 +122,8 @@ class EngineFacts(StoredEngine):
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     @property
-    def is_watched(self) -> bool:
-        """Are changes an error that ``GatheredParameters`` would lose?"""
-        return bool(self._config_object.zero_optimization.enable_sanity_checks)
-
-    @property
     def trained_groups(self) -> list[ParameterGroup]:
-        """Every trainable bucket, in unit order."""
+        """Every trained parameter group, in unit order."""
         return self._groups
 
     def memory_report(self) -> Ledger:

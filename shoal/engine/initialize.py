@@ -46,9 +46,10 @@ from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.import_state import import_state
 from shoal.zero.init import suspended
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
@@ -261,7 +262,7 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
 
 def _check_free(model: nn.Module) -> None:
     """Raises: ModelError: another engine holds a parameter. Each engine would move it into buckets of its own."""
-    held = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
     if held:
         raise ModelError(
             f"{len(held)} parameters of {type(model).__name__} belong to a live engine already: {', '.join(held[:4])}"

@@ -249,7 +249,7 @@ def build(
         on_backward=on_backward,
         disks=disks,
         sparse_names=sends_rows,
-        sharded_at_init=frozenset(materializer.born_sharded),
+        sharded_at_init=frozenset(materializer.sharded_at_init),
     )
 
 
@@ -296,7 +296,7 @@ class _Builder:
             else None,
             disk=self.disks.parameters if is_on_disk else None,
         )
-        values = _fill(buffer, self.materializer, axes.batch)
+        values = _fill(buffer, self.materializer)
         if not planned.is_trained:
             buffer.unpin_shard()
             return ParameterGroup(row, buffer)
@@ -348,7 +348,7 @@ def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) 
     return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
-def _fill(buffer: ParameterBuffer, materializer: Materializer, comm: Communicator) -> torch.Tensor:
+def _fill(buffer: ParameterBuffer, materializer: Materializer) -> torch.Tensor:
     """Move the parameters' values into the buffer.
 
     Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
@@ -364,13 +364,13 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, comm: Communicato
     for spec, parameter in zip(buffer.layout.specs, buffer.parameters, strict=True):
         target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
         are_alike &= materializer.copy_value(spec.name, parameter, target)
+    buffer.attach_views()  # frees the model's own copy
     if not are_alike:
-        comm.broadcast(values, 0, label=buffer.label).drain()
+        materializer.transfer.broadcast(values, buffer.label)
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:
         buffer.shard.copy_(buffer.full[buffer.begin : buffer.end])
-    buffer.attach_views()
     return values
 
 

@@ -25,12 +25,12 @@ from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
 from shoal.zero.disk_state import Disks
-from shoal.zero.early import EARLY, EarlyShard
-from shoal.zero.external import eagerly, external_use
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
 from shoal.zero.order import UnitOrder
+from shoal.zero.parameter_access import eagerly, gather_on_access
 from shoal.zero.reducer import Reducer
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 _RECOMPUTED = -1  # the forward in which a call was made that only backward makes (reentrant checkpointing)
 _MAX_CALLS_KEPT = 64  # of one unit, whose backward has not come
@@ -130,6 +130,7 @@ class ShardedModel:
         self.staging = staging
         self.order = order
         self.comm = comm
+        self._device = device
         self.sparse_names = sparse_names
         self.sharded_at_init = sharded_at_init
         self.sharded = [unit for unit in self.units if unit.is_sharded]
@@ -155,7 +156,6 @@ class ShardedModel:
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
         self._max_live_numel = max_live_numel
-        self._changing: dict[int, int] = {}  # blocks that will broadcast a parameter's changes, by its id
         self._pass: _Pass | None = None
         self._is_kept = False  # a later pass reads what a pass with ``create_graph`` has gathered
         self._running: list[Unit] = []
@@ -199,7 +199,7 @@ class ShardedModel:
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True
         try:
-            with external_use(self.unit_of, self._read_outside), eagerly(self.model):
+            with gather_on_access(self.unit_of, self._read_outside), eagerly(self.model):
                 yield
         finally:
             self._is_searching = False
@@ -493,19 +493,6 @@ class ShardedModel:
                 unit.pin_count -= 1
                 unit.release(keep_user_views=keep_user_views and not self.in_pass)
 
-    def begin_change(self, parameter: torch.Tensor) -> None:
-        """A block begins that broadcasts changes of a parameter at its end."""
-        self._changing[id(parameter)] = self._changing.get(id(parameter), 0) + 1
-
-    def end_change(self, parameter: torch.Tensor) -> int:
-        """It ends. Returns: how many such blocks are still around it."""
-        num_left = self._changing.get(id(parameter), 1) - 1
-        if num_left:
-            self._changing[id(parameter)] = num_left
-        else:
-            self._changing.pop(id(parameter), None)
-        return num_left
-
     def recover(self) -> None:
         """After an exception: release every unit that is not pinned, drop gradients, end the pass.
 
@@ -527,6 +514,7 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
+        at_init = ShardedAtInit(ChunkedTransfer(self.comm, self._device))
         try:
             for unit in self.units if not is_failed else ():
                 unit.gather()
@@ -534,8 +522,9 @@ class ShardedModel:
                     group.buffer.detach()
                 for parameter in unit.parameters:
                     if id(parameter) in self.sharded_at_init:
-                        EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
+                        at_init.shard(parameter)
         finally:
+            at_init.transfer.free()
             self.staging.clear()
             self.disks.close()
 

@@ -135,7 +135,7 @@ def test_other_parts_load_what_column_parts_saved(
     spec = part("w", MATRIX, *local)
     for rank in range(2):
         expected = shard(MODEL, spec, MATRIX, (rank, 2))
-        target = shard(MODEL, part, torch.zeros(4, 6), (rank, 2))
+        target = shard(MODEL, spec, torch.zeros(4, 6), (rank, 2))
         plan = reader.plan([target])
         reader.check(plan)
         reader.run(plan)

@@ -28,7 +28,8 @@ from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
-from shoal.zero.registry import OWNERS
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.parameter_owner import OWNERS
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -197,14 +198,13 @@ def _take_over(model: nn.Module) -> None:
 
     Communicates: destroy()'s, on all ranks.
     """
-    held = {id(owner): owner for parameter in model.parameters() if (owner := OWNERS.get(parameter)) is not None}
-    for owner in held.values():
-        if isinstance(owner, Engine):
+    for owner, _ in OWNERS.grouped(list(model.parameters())):
+        if isinstance(owner, EngineParameters) and isinstance(owner.engine, Engine):
             say_on_rank_0(
                 current_world().rank,
                 f"deepspeed.initialize: {type(model).__name__} belonged to another engine, which is destroyed now.",
             )
-            owner.destroy()
+            owner.engine.destroy()
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:

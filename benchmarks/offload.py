@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.arena import Result, available_bytes, compete, machine, table
+from benchmarks.arena import Result, available_bytes, compete, machine, reason, table
 from benchmarks.contenders import Task
 
 GIB = 2**30
@@ -341,7 +341,7 @@ def largest(arguments: argparse.Namespace, deadline: float, folder: Path) -> dic
             rows.append({**_row(result, task), **row})
             if not result.error:
                 best = num_parameters(task)
-            if not result.error or "Config" in _reason(result.error):
+            if not result.error or "Config" in reason(result.error):
                 break
     print(_shown(rows))
     print(f"          the largest that trained: {best / 1e9:.3g} B parameters")
@@ -390,19 +390,12 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _reason(error: str) -> str:
-    """The line of a traceback that says what it was."""
-    lines = error.strip().splitlines()
-    named = [line for line in lines if "Error" in line.split(":")[0]]
-    return (named or lines)[-1].strip()
-
-
 def _shown(rows: list[dict[str, Any]]) -> str:
     lines = [["contender", "ms", "least to most", "tokens/s", "hidden", "device or process MiB", "host MiB", "loss"]]
     notes = ""
     for row in rows:
         if "error" in row:
-            notes += f"\n{row['contender']} failed: {_reason(row['error'])}"
+            notes += f"\n{row['contender']} failed: {reason(row['error'])}"
             continue
         lines.append(
             [

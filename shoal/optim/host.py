@@ -1,13 +1,11 @@
-"""The optimizer's step on host memory, in one pass: gradient in, master weights and moments updated, parameter out.
+"""The CPU optimizer: one pass over host memory reads gradients, updates fp32 weights and states, writes parameters.
 
     path        how                                                        threads
     threads     blocks that stay in cache, through torch's fused kernels   Shoal's own, one block each
     blocks      the same                                                   torch's, which share each block
     plain       whole ranges, operation after operation                    torch's
-    compiled    one loop made by torch.compile                             OpenMP's
 
-All four give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``. The compiled loop is tried
-first, and not used where it differs. It takes a compiler and time, so it is used only where it was asked for.
+All three give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``.
 """
 
 from __future__ import annotations
@@ -24,20 +22,18 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim import host_compiled
 from shoal.optim.host_blocks import BlockedUpdate, HostThreads
 from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Kind, Rule, kind_of
 
 __all__ = ["Choice", "HostStep", "HostWork", "Kind", "Path", "Rule", "choose_path", "kind_of"]
 
-Path = Literal["threads", "blocks", "plain", "compiled"]
+Path = Literal["threads", "blocks", "plain"]
 
 BLOCK_NUMEL = 256 * 1024  # smaller: Python is felt; larger: scratch and master leave the cache
 TEAM_BLOCK_NUMEL = 1024 * 1024  # a block that all of torch's threads share
 PLAIN_NUMEL = 16 * 1024 * 1024  # bounds the scratch of the plain path to 64 MiB
 TRIAL_NUMEL = 8 * 1024 * 1024  # far larger than most caches
 TRIAL_ROUNDS = 3
-FALLBACK: Path = "threads"
 
 logger = logging.getLogger("shoal")
 
@@ -71,9 +67,8 @@ class HostStep:
     """Updates ranges of master weights in host memory.
 
     Args:
-        path: "auto": the fastest of the paths without a compiler, by a measurement of well under a second, once in
-            this process for each rule and dtypes. "compiled": compiled when it is first needed, or by ``prepare``;
-            where that fails, one line says so and "threads" is used.
+        path: "auto": the fastest path, by a measurement of well under a second, once in this process for each rule and
+            dtypes.
         num_threads: None: as many as torch uses. "blocks" and "plain" always run on torch's.
         block_numel: elements of one thread's block.
 
@@ -92,7 +87,6 @@ class HostStep:
         self.block_numel = -(-block_numel // CUT_NUMEL) * CUT_NUMEL
         self._threads: HostThreads | None = None
         self._scratch: list[torch.Tensor] = []
-        self._failed: set[str] = set()
 
     @property
     def scratch_nbytes(self) -> int:
@@ -109,8 +103,8 @@ class HostStep:
         *,
         step: float = 2,
     ) -> Path:
-        """Do now what the first update would do: measure, or compile. Returns: the path that updates will take."""
-        return self._resolve(Rule.of(kind, hyper, step), gradient, parameter)[0]
+        """Measure now if the first update would. Returns: the path that updates will take."""
+        return self._path_of(Rule.of(kind, hyper, step), gradient, parameter)
 
     def update(
         self,
@@ -162,16 +156,9 @@ class HostStep:
         held = _check(rule, master, states, gradient, parameter)
         master, gradient = master.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
-        path, loop = self._resolve(rule, gradient.dtype, None if parameter is None else parameter.dtype)
+        path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
         if undo is not None:
             undo = [kept.detach() for kept in undo]
-        if loop is not None:
-            if undo is not None:
-                for kept, value in zip(undo, (master, *held), strict=True):
-                    kept.copy_(value)
-            if host_compiled.run(loop, rule, master, held, gradient, parameter, coefficient=coefficient):
-                return HostWork()
-            path = self._fall_back(rule, "torch.compile did not take these tensors")
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
         update = BlockedUpdate(
             rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block, undo=undo
@@ -196,23 +183,10 @@ class HostStep:
             self._scratch = [torch.empty(numel) for _ in range(count)]
         return self._scratch[0], self._scratch[1] if needs_room else None
 
-    def _resolve(
-        self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None
-    ) -> tuple[Path, host_compiled.Loop | None]:
+    def _path_of(self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None) -> Path:
         if self.path == "auto":
-            return choose_path(rule.kind, gradient, parameter, self.num_threads).path, None
-        if self.path != "compiled":
-            return self.path, None
-        found = host_compiled.compiled_loop(host_compiled.Shape.of(rule, gradient, parameter, self.num_threads))
-        if not isinstance(found, str):
-            return "compiled", found
-        return self._fall_back(rule, found), None
-
-    def _fall_back(self, rule: Rule, reason: str) -> Path:
-        if reason not in self._failed:
-            self._failed.add(reason)
-            logger.warning("host optimizer: %s is not compiled, %r is used: %s", rule.kind, FALLBACK, reason)
-        return FALLBACK
+            return choose_path(rule.kind, gradient, parameter, self.num_threads).path
+        return self.path
 
 
 def _check(
@@ -251,7 +225,7 @@ def _check(
 
 @cache
 def choose_path(kind: Kind, gradient: torch.dtype, parameter: torch.dtype | None, num_threads: int) -> Choice:
-    """Measure the paths that need no compiler, in turn, and say which is fastest. Once in a process per arguments.
+    """Measure the paths in turn and say which is fastest. Once in a process per arguments.
 
     All of them give the same bits, so ranks may choose differently.
 

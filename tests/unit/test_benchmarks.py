@@ -71,6 +71,7 @@ def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
         ranks=2,
         rounds=1,
         layers=1,
+        hidden=64,  # bf16 products take 58 times as long as fp32 on a processor without bf16 instructions
         sequences=1,
         folder=tmp_path / "disk",
         out=tmp_path / "found.json",
@@ -80,7 +81,7 @@ def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
     rows = {row["contender"]: row for row in found["step-host"]["rows"]}
     assert rows["shoal-host"]["loss"] == rows["shoal-2"]["loss"]
     assert rows["shoal-host"]["times_as_fast_as_fsdp2-host"] > 0
-    assert 1_000_000 < found["largest"]["largest"] < 20_000_000
+    assert 200_000 < found["largest"]["largest"] < 4_000_000
     assert "error" in found["link"]  # there is no GPU: the phase fails, the others do not
     assert "the largest that trained" in capsys.readouterr().out
 

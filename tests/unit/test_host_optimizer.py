@@ -1,9 +1,8 @@
-"""The host's step gives the bits of the optimizer's own step, on every path, and falls back where it cannot compile."""
+"""The host's step gives the bits of the optimizer's own step, on every path."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim import host_compiled
 from shoal.optim.build import build
 from shoal.optim.host import Choice, HostStep, Kind, Path, choose_path, kind_of
 from shoal.optim.host_rules import Rule
@@ -166,75 +164,6 @@ def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> 
     found = by_the_host(step, "AdamW", start, grads, BF16, 0.5)
     step.close()
     assert_equal_bits(found, [torch.cat(parts) for parts in zip(*expected, strict=True)])
-
-
-def _has_compiler() -> bool:
-    return shutil.which("g++") is not None or shutil.which("clang++") is not None
-
-
-@pytest.fixture(scope="module")
-def torchs_compiler() -> None:
-    """Let torch start the threads of its compiler, which it keeps, before a test counts threads."""
-    if not _has_compiler():
-        return
-    with torch.no_grad():
-        torch.compile(lambda values: torch.sin(values) + 1)(torch.ones(64))
-
-
-@pytest.fixture
-def compiled(torchs_compiler: None) -> Iterator[HostStep]:
-    if not _has_compiler():
-        pytest.skip("no C++ compiler")
-    step = HostStep("compiled", num_threads=2)
-    yield step
-    step.close()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Lion", "SGD, nesterov"])
-def test_the_compiled_loop_gives_the_bits_of_the_optimizers_own_step(
-    compiled: HostStep, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    start, grads = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)), gradients(NUMEL, BF16)
-    expected = by_the_optimizer(name, start, grads, BF16, 0.37)
-    assert_equal_bits(by_the_host(compiled, name, start, grads, BF16, 0.37), expected)
-    assert [record for record in caplog.records if record.name == "shoal"] == []
-
-
-def test_a_loop_that_cannot_be_compiled_falls_back_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no C++ compiler found\nand more lines")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    host_compiled.compiled_loop.cache_clear()
-    step = HostStep("compiled", num_threads=2, block_numel=4096)
-    start, grads = torch.linspace(-1, 1, NUMEL), gradients(NUMEL, BF16)
-    with caplog.at_level(logging.INFO, "shoal"):
-        found = by_the_host(step, "AdamW", start, grads, BF16, 1.0)
-    step.close()
-    host_compiled.compiled_loop.cache_clear()
-    assert_equal_bits(found, by_the_optimizer("AdamW", start, grads, BF16, 1.0))
-    assert [record.getMessage() for record in caplog.records] == [
-        "host optimizer: AdamW is not compiled, 'threads' is used: RuntimeError: no C++ compiler found"
-    ]
-
-
-def test_a_loop_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_wrongly(loop: Any, **_: object) -> Any:
-        def wrong(numbers: torch.Tensor, master: torch.Tensor, *rest: Any) -> None:
-            loop(numbers, master, *rest)
-            master[100] = master[100].nextafter(torch.tensor(9.0))
-
-        return wrong
-
-    monkeypatch.setattr(torch, "compile", compile_wrongly)
-    host_compiled.compiled_loop.cache_clear()
-    rule = Rule(kind="AdamW", step=2, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
-    reason = host_compiled.compiled_loop(host_compiled.Shape.of(rule, BF16, BF16, 2))
-    host_compiled.compiled_loop.cache_clear()
-    assert isinstance(reason, str)
-    assert reason.startswith("its master differs from torch's kernel in ")
 
 
 def test_the_path_is_measured_once_and_said_in_one_line(

@@ -34,6 +34,7 @@ from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.timed import TimedCommunicator
+from shoal.optim.host_rules import host_note
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
@@ -211,6 +212,8 @@ def _initialize(
             sharded.disks.close()
             raise
     notes += offload.notes()
+    if client_optimizer is not None and any(state.is_apart for state in states):
+        notes += [note for note in [host_note(client_optimizer)] if note is not None]
     if collective_log(world).is_on:
         notes.append(
             "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."

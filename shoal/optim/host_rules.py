@@ -1,14 +1,15 @@
-"""The rules that the host's step knows, and torch's own kernel for each.
+"""The update rules of the CPU optimizer, and torch's kernel for each.
 
-    kind      state, one element per element       kernel
-    Adam      exp_avg, exp_avg_sq                  torch.optim.Adam(fused=True)
-    AdamW     exp_avg, exp_avg_sq                  torch.optim.AdamW(fused=True)
-    Adagrad   sum                                  torch.optim.Adagrad(fused=True)
-    SGD       momentum_buffer (with momentum)      torch.optim.SGD(fused=True)
-    Lion      exp_avg                              shoal.optim.lion.Lion
+    kind      state, one element per element       kernel, with ``fused=True``
+    Adam      exp_avg, exp_avg_sq                  torch._fused_adam_
+    AdamW     exp_avg, exp_avg_sq                  torch._fused_adamw_
+    Adagrad   sum                                  torch._fused_adagrad_
+    SGD       momentum_buffer (with momentum)      torch._fused_sgd_
+    Lion      exp_avg                              the operations of shoal.optim.lion.Lion
 
-With ``amsgrad`` Adam and AdamW have ``max_exp_avg_sq`` too. The kernels are those that the optimizers call, so a range
-updated here has the bits that the optimizer's ``step()`` gives it.
+With ``amsgrad`` Adam and AdamW have ``max_exp_avg_sq`` too. Without ``fused=True`` torch's optimizers round otherwise;
+their kernel is then the functional form that their ``step()`` calls (``torch.optim.adam.adam``). So a range updated
+here has the bits that the optimizer's ``step()`` gives it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
+from shoal.optim.whole import WholeTensorOptimizer
 
 Kind = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
 KINDS: tuple[Kind, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
@@ -52,6 +57,8 @@ class Rule:
     amsgrad: bool = False
     nesterov: bool = False
     maximize: bool = False
+    fused: bool = True
+    foreach: bool = False  # of an optimizer that is not fused
 
     @classmethod
     def of(cls, kind: Kind, hyper: Mapping[str, Any], step: float) -> Rule:
@@ -76,6 +83,8 @@ class Rule:
                 code="host-step-rule",
             ) from problem
         flags = {key: bool(hyper.get(key, False)) for key in FLAGS[kind]}
+        if kind != "Lion":
+            flags |= {"fused": bool(hyper.get("fused", True)), "foreach": bool(hyper.get("foreach", False))}
         return cls(kind=kind, step=float(step), **numbers, **flags)
 
     @property
@@ -104,6 +113,8 @@ class Rule:
         """torch's own kernel with this step's numbers."""
         if self.kind == "Lion":
             return partial(_lion, self)
+        if not self.fused:
+            return partial(_unfused, self)
         step = torch.tensor(self.step)
         common: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
         common |= {"grad_scale": None, "found_inf": None}
@@ -167,10 +178,56 @@ def _lion(
     average.mul_(rule.beta2).add_(gradient, alpha=1 - rule.beta2)
 
 
+def _unfused(
+    rule: Rule,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    room: torch.Tensor | None,
+) -> None:
+    """What ``step()`` of torch's optimizer calls without ``fused=True``."""
+    common: dict[str, Any] = {
+        "lr": rule.lr,
+        "weight_decay": rule.weight_decay,
+        "maximize": rule.maximize,
+        "foreach": rule.foreach,
+        "fused": False,
+    }
+    if rule.kind == "SGD":
+        sgd(
+            [master],
+            [gradient],
+            list(states) or [None],
+            momentum=rule.momentum,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            **common,
+        )
+        return
+    before = torch.tensor(rule.step - 1)  # the function counts this step
+    if rule.kind == "Adagrad":
+        adagrad([master], [gradient], [states[0]], [before], lr_decay=rule.lr_decay, eps=rule.eps, **common)
+        return
+    adam(
+        [master],
+        [gradient],
+        [states[0]],
+        [states[1]],
+        list(states[2:]),
+        [before],
+        decoupled_weight_decay=rule.kind == "AdamW",
+        amsgrad=rule.amsgrad,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        eps=rule.eps,
+        **common,
+    )
+
+
 def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
     """The rule that gives this optimizer's bits, or None: leave the step to the optimizer.
 
-    torch's optimizers give other bits without ``fused=True``; a class derived from one of them may do anything.
+    A class derived from one of torch's may do anything.
     """
     if type(optimizer) is Lion:
         return "Lion"
@@ -181,9 +238,38 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
         torch.optim.SGD: "SGD",
     }
     kind = kinds.get(type(optimizer))
-    if kind is None or not all(group.get("fused") for group in optimizer.param_groups):
+    if kind is None or not all(group.get("fused") or _is_plain(group) for group in optimizer.param_groups):
         return None
     if kind in ("Adam", "AdamW"):
         decoupled = {bool(group.get("decoupled_weight_decay", kind == "AdamW")) for group in optimizer.param_groups}
         return None if len(decoupled) > 1 else ("AdamW" if decoupled.pop() else "Adam")
     return kind
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Has a group without ``fused`` only Python numbers, whose arithmetic differs from that of tensors?"""
+    numbers = (group["lr"], *group.get("betas", ()))
+    is_graph = bool(group.get("capturable") or group.get("differentiable"))
+    return not is_graph and not any(isinstance(number, torch.Tensor) for number in numbers)
+
+
+def host_note(optimizer: torch.optim.Optimizer) -> str | None:
+    """A line for start-up where optimizer state lies in host memory and its update is not a fused kernel."""
+    name = type(optimizer).__name__
+    kind = kind_of(optimizer)
+    if kind is None:
+        own = (
+            f"{name}'s matrices are orthogonalized on the device, and the rest of its update runs on the host"
+            if isinstance(optimizer, WholeTensorOptimizer) and optimizer.moves_to_device
+            else f"{name}.step() runs on the host as it is"
+        )
+        return (
+            f"offload_optimizer: {own}; the step waits for it. The updates of {', '.join(KINDS)} run in threads "
+            "beside the device's work."
+        )
+    if kind != "Lion" and not all(group.get("fused") for group in optimizer.param_groups):
+        return (
+            f"offload_optimizer: {name} was built without fused=True, so the CPU optimizer uses torch's unfused "
+            "operations, which give the bits of its step(); fused=True takes about half the time."
+        )
+    return None

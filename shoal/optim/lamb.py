@@ -76,8 +76,7 @@ class Lamb(WholeTensorOptimizer):
         """Update pieces.
 
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
-            each at
-        its edges; and that of ``Parts``, where the pieces do not say where parameters lie.
+            each at its edges; and that of ``Parts``, where the pieces do not say where parameters lie.
         Memory: scratch of 2^16 elements (CPU) or 2^24 (GPU), a few times.
         """
         if not flats:
@@ -96,13 +95,13 @@ class Lamb(WholeTensorOptimizer):
 
     def _ratios_shared(self, flats: Sequence[Flat], comm: Communicator) -> list[torch.Tensor]:
         """Trust ratios of each piece's segments, by one exchange of partial sums."""
-        device = flats[0].weight.device
+        device, home = flats[0].device, flats[0].weight.device
         parts = Parts(flats, comm)
         numels = [shape.numel() for shape in parts.shapes]
         plan = self._plans.get(parts.key)
         if plan is None:
             plan = self._plans[parts.key] = plan_sums([parts.of(rank) for rank in range(comm.size)], numels, device)
-        own, zero = parts.of(comm.rank), torch.zeros(2, device=device)
+        own, zero = parts.of(comm.rank), torch.zeros(2, device=home)
         nodes, number = [], 0
         for flat in flats:
             held = {segment.parameter: segment for segment in flat.segments}
@@ -113,8 +112,8 @@ class Lamb(WholeTensorOptimizer):
                     nodes += [zero] * len(node_keys(*own[number], numels[number]))
                 number += 1
         nodes += [zero] * (plan.width - len(nodes))
-        answers = comm.exchange(torch.stack(nodes).view(-1), label="lamb.norms").wait()
-        squares = plan.finish(answers.view(comm.size, plan.width, 2))
+        answers = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms").wait()
+        squares = plan.finish(answers.view(comm.size, plan.width, 2)).to(home)
         ratios, begin = [], 0
         for flat in flats:
             ratio = _trust_ratios(squares[begin : begin + len(flat.shapes)], flat.group)

@@ -79,8 +79,13 @@ class Muon(WholeTensorOptimizer):
         momentum, nesterov, ns_method, ns_steps: of the Muon groups.
         betas, eps: of the AdamW groups.
 
+    Where weights and momentum lie in host memory, momentum is updated there, and matrices are gathered and
+    orthogonalised on the device.
+
     Raises: OptimizerError: a number outside its range, or a parameter with fewer than two dims in a Muon group.
     """
+
+    moves_to_device = True
 
     def __init__(
         self,
@@ -143,9 +148,9 @@ class Muon(WholeTensorOptimizer):
         """Update pieces.
 
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
-            bits on GPUs),
-        each about (size - 1) / size of the matrices' elements received per rank; and the exchange of ``Parts``.
-        Memory: both gathered, kept between steps.
+            bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
+            of ``Parts``.
+        Memory: both gathered, on the device, kept between steps.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -161,7 +166,7 @@ class Muon(WholeTensorOptimizer):
     def _update_alone(self, flats: Sequence[Flat]) -> None:
         for flat in flats:
             for segment in flat.segments:
-                update = torch.empty(segment.numel, dtype=torch.float32, device=flat.weight.device)
+                update = torch.empty(segment.numel, dtype=torch.float32, device=flat.device)
                 _momentum(flat, segment, update)
                 _descend(flat, segment, _orthogonalized(update, segment.shape, flat.group))
 
@@ -172,7 +177,7 @@ class Muon(WholeTensorOptimizer):
             ranks = [parts.of(rank) for rank in range(comm.size)]
             sharing = self._sharings[parts.key] = share_out(ranks, parts.shapes, flats[0].group["ns_steps"])
         numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
-        device = flats[0].weight.device
+        device = flats[0].device
 
         updates = self._buffer(comm, "updates", sharing.shard_numel, torch.float32, device)
         own = updates.shard(comm.rank)
@@ -192,7 +197,7 @@ class Muon(WholeTensorOptimizer):
             if sharing.owners[number] != comm.rank:
                 continue
             shape = parts.shapes[number]
-            whole = torch.empty(shape.numel(), dtype=torch.float32, device=device)
+            whole = own.new_empty(shape.numel())
             for rank, row in enumerate(sharing.parts):
                 low, high = row[number]
                 whole[low:high] = updates.shard(rank)[sharing.places[rank][number] :][: high - low]
@@ -274,15 +279,19 @@ def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, An
 
 
 def _momentum(flat: Flat, segment: Segment, out: torch.Tensor) -> None:
-    """Move a segment's momentum on and write the direction into ``out``. Shape: [segment numel]."""
+    """Update a segment's momentum and write the direction into ``out``. Shape: [segment numel]."""
     assert flat.gradient is not None
-    beta = flat.group["momentum"]
+    target, beta = out, flat.group["momentum"]
+    if out.device != flat.weight.device:
+        out = torch.empty_like(out, device=flat.weight.device)
     for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
         grad = flat.gradient[begin:end].to(flat.weight.dtype)
         average = flat.state["momentum_buffer"][begin:end]
         average.mul_(beta).add_(grad, alpha=1 - beta)
         direction = average * beta + grad * (1 - beta) if flat.group["nesterov"] else average
         out[begin - segment.start : end - segment.start] = direction
+    if out is not target:
+        target.copy_(out)
 
 
 def _descend(flat: Flat, segment: Segment, direction: torch.Tensor) -> None:
@@ -292,7 +301,7 @@ def _descend(flat: Flat, segment: Segment, direction: torch.Tensor) -> None:
     weight = flat.weight[segment.start : segment.stop]
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.sub_(direction.to(weight.dtype) * (group["lr"] * scale))
+    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # 16 bits cross to the host
 
 
 def _adamw(flat: Flat) -> None:

@@ -74,6 +74,7 @@ class Flat:
     group: dict[str, Any]
     segments: tuple[Segment, ...]
     shapes: tuple[torch.Size, ...]
+    device: torch.device  # that computes forward and backward
     offsets: tuple[int, ...] | None = None
     shard_numel: int | None = None
 
@@ -102,6 +103,9 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
     engine. Subclasses say which state an element has and how flat pieces are updated.
     """
 
+    moves_to_device = False
+    """Is the costly part computed on the device where weights and state lie in host memory?"""
+
     @abstractmethod
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the per-element state of a group's parameters."""
@@ -111,13 +115,14 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Update the weights and the state in place. ``comm`` None: every parameter is whole."""
 
     @torch.no_grad()
-    def step_unit(self, pieces: Sequence[Piece], comm: Communicator) -> None:
+    def step_unit(self, pieces: Sequence[Piece], comm: Communicator, device: torch.device | None = None) -> None:
         """Update one unit's pieces.
 
         Args:
             pieces: one per parameter group of the unit, the same groups on every rank. On one rank also several per
                 group.
             comm: the axis over which the unit's parameters are sharded.
+            device: that computes forward and backward, where pieces may lie in host memory; None: where they lie.
 
         Communicates: along ``comm``, what the optimizer says; nothing where its size is 1.
         """
@@ -141,6 +146,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     piece.group,
                     piece.segments if param.grad is not None else (),
                     piece.shapes,
+                    weight.device if device is None else device,
                     piece.offsets,
                     piece.shard_numel,
                 )
@@ -171,7 +177,8 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 }
                 segment = Segment(0, param.shape, 0, weight.numel(), 0)
                 segments = (segment,) if weight.numel() else ()
-                flats.append(Flat(weight, param.grad.reshape(-1), state, group, segments, (param.shape,)))
+                shapes = (param.shape,)
+                flats.append(Flat(weight, param.grad.reshape(-1), state, group, segments, shapes, weight.device))
         self._update(flats, None)
         for param, weight in copies:
             param.copy_(weight.view(param.shape))
@@ -239,7 +246,7 @@ class Parts:
             for index in range(len(flat.shapes)):
                 segment = held.get(index)
                 own += (0, 0) if segment is None else (segment.offset, segment.offset + segment.numel)
-        vector = torch.tensor(own, dtype=torch.int64, device=self._flats[0].weight.device)
+        vector = torch.tensor(own, dtype=torch.int64, device=self._flats[0].device)
         answers = comm.exchange(vector, label="optimizer.parts").wait()
         return [[(low, high) for low, high in row] for row in answers.view(self.size, -1, 2).tolist()]
 

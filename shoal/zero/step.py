@@ -373,7 +373,8 @@ class ShardedStep:
                 )
             )
         is_whole = state.bucket.end - state.bucket.begin == state.bucket.layout.numel
-        optimizer.step_unit(whole, SingleCommunicator(self._comm.axis) if is_whole else self._comm)
+        comm = SingleCommunicator(self._comm.axis) if is_whole else self._comm
+        optimizer.step_unit(whole, comm, state.bucket.full.device)
         self._store(state, state.pieces)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,10 @@ import torch
 from shoal.errors import OptimizerError
 from shoal.optim.build import build
 from shoal.optim.host import Choice, HostStep, Kind, Path, choose_path, kind_of
-from shoal.optim.host_rules import Rule
+from shoal.optim.host_rules import Rule, host_note
+from shoal.optim.lamb import Lamb
+from shoal.optim.lion import Lion
+from shoal.optim.muon import Muon
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NUMEL = 3 * 4096 + 37  # whole blocks, a last one that is short, and a tail that fills no vector
@@ -29,6 +32,12 @@ RULES: dict[str, tuple[Kind, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),
     "SGD, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
     "SGD, nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adam, not fused": ("Adam", {"adam_w_mode": False, "lr": 3e-3, "weight_decay": 0.1, "fused": False}),
+    "AdamW, not fused": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "amsgrad": True, "fused": False}),
+    "AdamW, foreach": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "foreach": True}),
+    "Adagrad, not fused": ("Adagrad", {"lr": 0.05, "lr_decay": 0.01, "weight_decay": 0.1, "fused": False}),
+    "SGD, not fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True, "fused": False}),
+    "SGD, foreach, no momentum": ("SGD", {"lr": 0.1, "weight_decay": 0.1, "foreach": True}),
 }
 
 
@@ -207,9 +216,30 @@ def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same
 
     found = {name: kind_of(optimizer_of(name, weight)) for name in RULES}
     assert found == {name: kind for name, (kind, _) in RULES.items()}
-    assert kind_of(torch.optim.AdamW([weight])) is None
+    assert kind_of(torch.optim.AdamW([weight])) == "AdamW"
+    assert kind_of(torch.optim.AdamW([weight], lr=torch.tensor(1e-3))) is None  # its arithmetic is a tensor's
+    assert kind_of(torch.optim.Adagrad([weight], differentiable=True)) is None
     assert kind_of(Own([weight], fused=True)) is None
     assert kind_of(torch.optim.RMSprop([weight])) is None
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "note"),
+    [
+        (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True), None),
+        (Lion([torch.nn.Parameter(torch.zeros(8))]), None),
+        (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))]), "AdamW was built without fused=True"),
+        (
+            torch.optim.RMSprop([torch.nn.Parameter(torch.zeros(8))]),
+            "RMSprop.step() runs on the host as it is; the step",
+        ),
+        (Lamb([torch.nn.Parameter(torch.zeros(8))]), "Lamb.step() runs on the host as it is; the step waits for it"),
+        (Muon([torch.nn.Parameter(torch.zeros(8, 8))]), "Muon's matrices are orthogonalized on the device"),
+    ],
+)
+def test_an_update_that_is_slow_on_the_host_is_named(optimizer: torch.optim.Optimizer, note: str | None) -> None:
+    found = host_note(optimizer)
+    assert found is None if note is None else found is not None and found.startswith(f"offload_optimizer: {note}")
 
 
 def test_bytes_moved_are_those_of_the_paper_and_pencil() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world, init_distributed
+from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.device import Device
@@ -160,6 +161,7 @@ def _initialize(
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
+    refuse_cuda_graphs(model, plan.zero.stage, world.device)
     axes = _timed(make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)

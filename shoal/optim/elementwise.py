@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim.inner import has_own_groups, inner_optimizers, takes_sparse_only
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.optim.wide_states import WideStates
 
-Kind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
+OptimizerKind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
 
 KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -67,7 +66,7 @@ def check(
     refuse_untested: bool = False,
     world_size: int | None = None,
     stage: int | None = None,
-) -> Kind:
+) -> OptimizerKind:
     """Judge an optimizer that was handed in.
 
     Args:
@@ -138,7 +137,9 @@ def check(
     )
 
 
-def _direct(optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None) -> Kind:
+def _direct(
+    optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None
+) -> OptimizerKind:
     """Raises: OptimizerError: it holds others, which would step parameters that are not whole on any rank."""
     if stage == 0:
         return "direct"
@@ -249,3 +250,56 @@ def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> 
             difference = (whole - result).abs().max().item()
             return f"after {PROBE_STEPS} steps {what} differ by up to {difference:.3g}"
     return None
+
+
+# optimizers that hold other optimizers (an Adam for dense weights, a SparseAdam for tables), or take sparse gradients
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that are attributes of one, or in a list, tuple or dict that is; theirs after them. Each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            if value is not optimizer and id(value) not in found:
+                found[id(value)] = value
+                search(value)
+        elif isinstance(value, list | tuple):
+            visit_all(value)
+        elif isinstance(value, Mapping):
+            visit_all(value.values())
+
+    def visit_all(values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.optim.Optimizer):
+                visit(value)
+
+    def search(holder: torch.optim.Optimizer) -> None:
+        for name, value in vars(holder).items():
+            if name not in ("state", "param_groups", "defaults"):
+                visit(value)
+
+    search(optimizer)
+    return list(found.values())
+
+
+def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it hold an optimizer whose groups are not its own ones? (A wrapper shares those of what it wraps.)"""
+    own = {id(group) for group in optimizer.param_groups}
+    return any(id(group) not in own for held in inner_optimizers(optimizer) for group in held.param_groups)
+
+
+def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it refuse a gradient that is not a sparse tensor?"""
+    return isinstance(optimizer, torch.optim.SparseAdam)
+
+
+def of_sparse_only(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ``id`` of each parameter that such an optimizer steps, held or holding."""
+    return {
+        id(parameter)
+        for holder in (optimizer, *inner_optimizers(optimizer))
+        if takes_sparse_only(holder)
+        for group in holder.param_groups
+        for parameter in group["params"]
+    }

@@ -28,23 +28,23 @@ from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
 
-Kind = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
-KINDS: tuple[Kind, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+RuleName = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
+KINDS: tuple[RuleName, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 
-# A vectorised kernel's last few elements (fewer than one vector) are computed one by one, and may round otherwise. Cuts
-# at multiples of this many elements leave them where an uncut range has them.
+# A vectorised kernel computes the last few elements (fewer than one vector) one by one and may round them otherwise.
+# Blocks that are multiples of this many elements have no such elements, but for the last block of a range.
 CUT_NUMEL = 64
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], None]
 """``kernel(master, gradient, states, room)``: update in place. All fp32, 1-D, of one length; ``room`` where
-``Rule.needs_room``. The gradient is left as it is."""
+``Rule.needs_room``. The gradient is not modified."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One step's rule with its numbers, as Python's floats."""
+    """One step's rule and its hyperparameters as Python floats."""
 
-    kind: Kind
+    kind: RuleName
     step: float  # of this step, from 1
     lr: float
     beta1: float = 0.0
@@ -61,14 +61,14 @@ class Rule:
     foreach: bool = False  # of an optimizer that is not fused
 
     @classmethod
-    def of(cls, kind: Kind, hyper: Mapping[str, Any], step: float) -> Rule:
-        """From a parameter group of the optimizer, whose other entries are not read.
+    def of(cls, kind: RuleName, hyper: Mapping[str, Any], step: float) -> Rule:
+        """The rule for a parameter group of the optimizer.
 
-        Raises: OptimizerError: not one of ``KINDS``, or a number of the group is missing.
+        Raises: OptimizerError: not one of ``KINDS``, or the group lacks a hyperparameter.
         """
         if kind not in KINDS:
             raise OptimizerError(
-                f"the host's step does not know the rule {kind!r}.",
+                f"the CPU optimizer has no rule {kind!r}.",
                 do=f"use one of {', '.join(KINDS)}, or leave the step to the optimizer.",
                 code="host-step-rule",
             )
@@ -104,13 +104,8 @@ class Rule:
     def is_first(self) -> bool:
         return self.step <= 1
 
-    def nbytes_moved(self, gradient: torch.dtype, parameter: torch.dtype | None) -> int:
-        """Bytes per element that one pass reads and writes."""
-        sizes = [torch.empty((), dtype=dtype).element_size() for dtype in (gradient, parameter) if dtype is not None]
-        return 8 * (1 + len(self.state_names)) + sum(sizes)
-
     def kernel(self) -> Kernel:
-        """torch's own kernel with this step's numbers."""
+        """torch's kernel with this step's hyperparameters."""
         if self.kind == "Lion":
             return partial(_lion, self)
         if not self.fused:
@@ -144,14 +139,14 @@ class Rule:
         )
 
 
-NUMBERS: dict[Kind, tuple[str, ...]] = {
+NUMBERS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("lr", "eps", "weight_decay"),
     "AdamW": ("lr", "eps", "weight_decay"),
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay"),
     "Lion": ("lr", "weight_decay"),
     "SGD": ("lr", "weight_decay", "momentum", "dampening"),
 }
-FLAGS: dict[Kind, tuple[str, ...]] = {
+FLAGS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("amsgrad", "maximize"),
     "AdamW": ("amsgrad", "maximize"),
     "Adagrad": ("maximize",),
@@ -224,14 +219,14 @@ def _unfused(
     )
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
-    """The rule that gives this optimizer's bits, or None: leave the step to the optimizer.
+def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
+    """The rule that gives this optimizer's bits; None: its own ``step()`` must run.
 
-    A class derived from one of torch's may do anything.
+    A class derived from one of torch's has none, since it may change the update.
     """
     if type(optimizer) is Lion:
         return "Lion"
-    kinds: dict[type, Kind] = {
+    kinds: dict[type, RuleName] = {
         torch.optim.Adam: "Adam",
         torch.optim.AdamW: "AdamW",
         torch.optim.Adagrad: "Adagrad",

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, nearest, problems_with
 from shoal.optim.schedule import Schedule, torch_optimizer
 
 WarmupType = Literal["log", "linear"]

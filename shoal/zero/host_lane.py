@@ -31,7 +31,7 @@ import torch
 from shoal.device import Device, host_empty, is_fake
 from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
-from shoal.optim.host_rules import Kind, Rule, kind_of
+from shoal.optim.host_rules import Rule, RuleName, kind_of
 
 if TYPE_CHECKING:
     from shoal.zero.bucket_state import BucketState, Piece
@@ -104,7 +104,7 @@ class HostLane:
         is_pinned: bool = True,
     ) -> None:
         self.is_ahead = is_ahead
-        self.kind: Kind | None = kind_of(optimizer)
+        self.kind: RuleName | None = kind_of(optimizer)
         self.num_ahead = 0  # updates that ran in the backward pass and were right
         self.num_undone = 0  # those that were not
         self.update_seconds = 0.0  # that updates took on the host

@@ -21,9 +21,7 @@ from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.memory.layout import Segment
 from shoal.optim.host import TRIAL_NUMEL, HostStep
-from shoal.optim.whole import Piece as WholePiece
-from shoal.optim.whole import Segment as WholeSegment
-from shoal.optim.whole import WholeTensorOptimizer
+from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.zero.bucket_state import BucketState, Piece
 from shoal.zero.host_lane import HostLane
 from shoal.zero.unit import Unit
@@ -349,8 +347,8 @@ class ShardedStep:
         for piece in state.pieces:
             members = [i for i, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
             index_of = {slot: index for index, slot in enumerate(members)}
-            segments = tuple(
-                WholeSegment(
+            parts = tuple(
+                ParameterPart(
                     index_of[s.slot],
                     torch.Size(state.bucket.layout.slots[s.slot].shape),
                     s.start,
@@ -362,10 +360,10 @@ class ShardedStep:
             )
             slots = [state.bucket.layout.slots[i] for i in members]
             whole.append(
-                WholePiece(
+                OwnedRange(
                     param=piece.param,
                     group=optimizer.param_groups[piece.group],
-                    segments=segments,
+                    parts=parts,
                     shapes=tuple(torch.Size(slot.shape) for slot in slots),
                     names=tuple(slot.name for slot in slots),
                     offsets=tuple(slot.offset for slot in slots) if are_all_touched else None,

@@ -16,7 +16,7 @@ from shoal.errors import OptimizerError
 from shoal.mesh import Mesh
 from shoal.optim.muon import Muon, share_out
 from shoal.optim.orthogonal import orthogonalize
-from shoal.optim.whole import Piece, Segment
+from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.unit.optim_sharding import Case, step_sharded, step_whole
 
 # Another rank may multiply a matrix in another order; five iterations multiply what that rounds.
@@ -163,8 +163,8 @@ def test_weights_in_host_memory_are_gathered_and_orthogonalized_on_the_device() 
         param.grad = torch.ones(32)
         shape = torch.Size((8, 8))
         optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
-        part = Segment(0, shape, 0, 32, 32 * comm.rank)
-        piece = Piece(param, optimizer.param_groups[0], (part,), (shape,), ("w",), (0,), 32)
+        part = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
+        piece = OwnedRange(param, optimizer.param_groups[0], (part,), (shape,), ("w",), (0,), 32)
         optimizer.step_unit([piece], comm, torch.device("cuda"))
         assert (param < 1).all()
         return comm.asked
@@ -180,9 +180,9 @@ def test_a_unit_costs_two_gathers_and_no_more() -> None:
         param = torch.nn.Parameter(torch.ones(32))
         param.grad = torch.ones(32)
         shape = torch.Size((8, 8))
-        segment = Segment(0, shape, 0, 32, 32 * comm.rank)
+        segment = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
         optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
-        piece = Piece(param, optimizer.param_groups[0], (segment,), (shape,), ("w",), (0,), 32)
+        piece = OwnedRange(param, optimizer.param_groups[0], (segment,), (shape,), ("w",), (0,), 32)
         with world.recorder.recording() as entries:
             optimizer.step_unit([piece], comm)
         return [(entry.op, entry.label, entry.nbytes) for entry in entries]

@@ -28,7 +28,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Bytes of one kind of one unit on one tier."""
 
     unit: str
@@ -46,7 +46,7 @@ class Ledger:
     too).
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     parameter_numel: int  # the whole model's elements, without padding
     reading: MemoryReading
 
@@ -156,7 +156,7 @@ def account(
         saved: bytes that recomputed segments hold now, by tier.
         moved: kinds that left the device for host memory (``offload_states``).
     """
-    entries: list[Entry] = []
+    entries: list[LedgerEntry] = []
     numel = 0
     for unit in sharded.units:
         row = unit.row
@@ -166,14 +166,16 @@ def account(
             size = _itemsize(bucket.dtype)
             shards = bucket.layout.num_shards if row.parameter.inner is Kind.SHARD else 1
             entries.append(
-                Entry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards)
+                LedgerEntry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards)
             )
             if bucket.is_sharded and bucket.is_full:
                 whole = bucket.layout.numel * size
-                entries.append(Entry(unit.name, "gathered", Tier.DEVICE.value, whole, whole))
+                entries.append(LedgerEntry(unit.name, "gathered", Tier.DEVICE.value, whole, whole))
             if bucket.nbytes_secondary:
                 entries.append(
-                    Entry(unit.name, "gathered", Tier.DEVICE.value, bucket.nbytes_secondary, bucket.nbytes_secondary)
+                    LedgerEntry(
+                        unit.name, "gathered", Tier.DEVICE.value, bucket.nbytes_secondary, bucket.nbytes_secondary
+                    )
                 )
     for state in states:
         row, layout = state.unit.row, state.bucket.layout
@@ -185,13 +187,13 @@ def account(
         if "gradient" in moved:
             held = formula = state.gradient.nbytes_moved
         gradient_tier = _tier(row.gradient_tier, "gradient", moved)
-        entries.append(Entry(state.unit.name, "gradient", gradient_tier, held, formula))
+        entries.append(LedgerEntry(state.unit.name, "gradient", gradient_tier, held, formula))
         owned = layout.numel // (layout.num_shards if row.state.inner is Kind.SHARD else 1)
         stepped = _stepped_numel(state)
         if state.has_own_master:
             held = state.master.numel() * state.master.element_size()
             entries.append(
-                Entry(
+                LedgerEntry(
                     state.unit.name,
                     "master",
                     _tier(row.state_tier, "master", moved),
@@ -203,23 +205,23 @@ def account(
             held, count, size = _optimizer_bytes(state, step)
             if held:
                 tier = _tier(row.state_tier, "optimizer state", moved)
-                entries.append(Entry(state.unit.name, "optimizer state", tier, held, stepped * count * size))
+                entries.append(LedgerEntry(state.unit.name, "optimizer state", tier, held, stepped * count * size))
         if state.gradient.nbytes_held:
             held = state.gradient.nbytes_held
-            entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
+            entries.append(LedgerEntry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
     in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
-    entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
+    entries.append(LedgerEntry("(all)", "buffers in flight", "device", in_flight, in_flight))
     if sharded.disks.host_nbytes:
         held = sharded.disks.host_nbytes
-        entries.append(Entry("(all)", "buffers in flight", "host", held, held))
+        entries.append(LedgerEntry("(all)", "buffers in flight", "host", held, held))
     if step is not None and step.host_nbytes:
-        entries.append(Entry("(all)", "buffers in flight", "host", step.host_nbytes, step.host_nbytes))
+        entries.append(LedgerEntry("(all)", "buffers in flight", "host", step.host_nbytes, step.host_nbytes))
     sums = sum(comm.scratch_nbytes for comm in _communicators(sharded, states))
     if sums:
-        entries.append(Entry("(all)", "buffers in flight", "host" if device.is_cuda else "device", sums, sums))
+        entries.append(LedgerEntry("(all)", "buffers in flight", "host" if device.is_cuda else "device", sums, sums))
     for place, nbytes in (saved or {}).items():
         if nbytes:
-            entries.append(Entry("(all)", "saved activations", place.value, nbytes, nbytes))
+            entries.append(LedgerEntry("(all)", "saved activations", place.value, nbytes, nbytes))
     return Ledger(tuple(entries), numel, device.memory())
 
 

@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--sequences", type=int, default=1, help="sequences a rank, of 256 tokens")
     parser.add_argument("--clipping", type=float, default=1.0, help="the config's gradient_clipping")
+    parser.add_argument("--accumulation", type=int, default=1, help="the config's gradient_accumulation_steps")
     parser.add_argument("--folder", type=Path, help="for checkpoints and disk tiers; None: a temporary one")
     parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     arguments = parser.parse_args()
@@ -81,7 +82,7 @@ def main() -> None:
         num_layers=arguments.layers,
         hidden_size=arguments.hidden,
         num_heads=max(1, arguments.hidden // 64),
-        more={"gradient_clipping": arguments.clipping},
+        more={"gradient_clipping": arguments.clipping, "gradient_accumulation_steps": arguments.accumulation},
     )
     report: dict[str, Any] = {"machine": machine(), "commit": arguments.commit, "cases": {}}
     print(", ".join(f"{key} {value}" for key, value in report["machine"].items()))

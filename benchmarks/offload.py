@@ -9,7 +9,7 @@
 | ``disk`` | CPU | the disk tier beside fio (``benchmarks.disk``) |
 | ``step-host`` | CPU | a step with optimizer state in host memory beside ZeRO-Offload and FSDP2's CPUOffloadPolicy |
 | ``step-disk`` | CPU | a step with optimizer state on a disk: Shoal, DeepSpeed's ``nvme`` |
-| ``link`` | GPU | bandwidth of page-locked copies, which says how long gradients and parameters travel |
+| ``link`` | GPU | bandwidth of page-locked copies, which bounds the time of gradient and parameter copies |
 | ``tokens-7b``, ``tokens-13b`` | GPU | tokens/s with optimizer state in host memory, the peers one after the other |
 | ``largest`` | both | the largest GPT that trains, state split between device and host as memory is (``ratio``) |
 
@@ -40,7 +40,7 @@ from benchmarks.contenders import Task
 
 GIB = 2**30
 SPARE = 0.92  # of the memory that is free may be planned with
-# Host bytes a parameter in bf16 training with fp32 AdamW: master and two moments, then what travels.
+# Host bytes a parameter in bf16 training with fp32 AdamW: master and two moments, then copies under way.
 HOST_BYTES = {"shoal-host": 16.0, "shoal-host-ahead": 28.0, "deepspeed-host": 18.0, "fsdp2-host": 16.0}
 VOCABULARY = 50304
 CPU_PHASES = {"host-adam": 150, "disk": 90, "step-host": 180, "step-disk": 120, "largest": 60}  # seconds
@@ -48,13 +48,13 @@ GPU_PHASES = {"host-adam": 60, "link": 20, "tokens-7b": 165, "largest": 150, "to
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Bytes a parameter that some way to train keeps.
 
     Args:
         device: on the device, whatever the ratio.
-        state: of optimizer state and master weights, where they rest on the device.
-        host: on the host where they rest there, with what travels.
+        state: of optimizer state and master weights, where they are on the device.
+        host: of the same on the host, with copies under way.
         config: Shoal's.
     """
 
@@ -67,7 +67,7 @@ class Plan:
     def best(self, device_bytes: float, host_bytes: float) -> tuple[float, float]:
         """The most parameters that fit, and the share of the state that is on the host then.
 
-        >>> plan = Plan("", device=4, state=12, host=16, config={})
+        >>> plan = TrainingPlan("", device=4, state=12, host=16, config={})
         >>> plan.best(40e9, 1e15)
         (10000000000.0, 1.0)
         >>> numel, ratio = plan.best(140e9, 120e9)
@@ -83,10 +83,10 @@ LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4, "betas": [0.9, 0.99
 NO_MASTERS = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 PLANS = [
     # parameter 2 + gradient 2 | two moments in bf16 | the same, a copy of the weights, gradient and result on their way
-    Plan("AdamW, all in bf16", 4, 4, 10, NO_MASTERS),
+    TrainingPlan("AdamW, all in bf16", 4, 4, 10, NO_MASTERS),
     # parameter 2 + gradient 2 | master 4 + moments 8 | the same, gradient and result on their way
-    Plan("AdamW, fp32 masters and moments", 4, 12, 16, {}),
-    Plan("Lion, fp32 master and momentum", 4, 8, 12, LION),
+    TrainingPlan("AdamW, fp32 masters and moments", 4, 12, 16, {}),
+    TrainingPlan("Lion, fp32 master and momentum", 4, 8, 12, LION),
 ]
 
 
@@ -349,7 +349,7 @@ def largest(arguments: argparse.Namespace, deadline: float, folder: Path) -> dic
     return {"largest": best, "rows": rows}
 
 
-def _sized(numel: int, arguments: argparse.Namespace, plan: Plan, ratio: float, folder: Path) -> Task:
+def _sized(numel: int, arguments: argparse.Namespace, plan: TrainingPlan, ratio: float, folder: Path) -> Task:
     """A task with a model of about so many parameters, at most."""
     is_small = arguments.device == "cpu"
     width, vocabulary = (128, 256) if is_small else (6144, VOCABULARY)

@@ -1,8 +1,8 @@
 """Is an optimizer elementwise: does an element's update depend on that element alone?
 
 Shoal steps flat ranges of the master weights, unit by unit. That changes nothing for an elementwise optimizer, and is
-wrong for any other. Known classes are judged by name. An unknown one is tried on a small matrix: stepped whole, flat,
-in two parts, and in two parts one after the other (as units are), it must give the same bits.
+wrong for any other. Known classes are accepted by name. An unknown class is tried on a small matrix: stepped whole,
+flat, in two parts, and in two parts one after the other (as units are), it must give the same bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
+from shoal.optim.fp32_states import FP32States
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
-from shoal.optim.wide_states import WideStates
 
 OptimizerKind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
 
@@ -49,12 +49,12 @@ INSTEAD = {
 }
 
 PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
-PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, but of no larger block
+PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, and of no larger block
 PROBE_STEPS = 3
 
 
 class UntestedOptimizerError(OptimizerError, AssertionError):
-    """A class that is not known, where the config refuses such. DeepSpeed asserts it, so an AssertionError too."""
+    """An unknown class where the config refuses such. Also an AssertionError, as DeepSpeed raises."""
 
     code = "optimizer-untested"
 
@@ -67,12 +67,12 @@ def check(
     world_size: int | None = None,
     stage: int | None = None,
 ) -> OptimizerKind:
-    """Judge an optimizer that was handed in.
+    """Check that a client's optimizer can run on shards.
 
     Args:
-        allow_untested: ``zero_allow_untested_optimizer``: a class that cannot be tried is taken with a warning.
-        refuse_untested: the same key, set to false: a class that is not known is not tried.
-        world_size: ranks that share the optimizer state; None: not known, so more than one.
+        allow_untested: ``zero_allow_untested_optimizer``: accept a class that cannot be tried, with a warning.
+        refuse_untested: the same key, set to false: refuse an unknown class without trying it.
+        world_size: ranks that shard the optimizer state; None: unknown, taken as more than one.
         stage: of ZeRO. At stage 0 an optimizer of sparse gradients, and one that holds others, is stepped directly.
 
     Returns: how it is to be stepped.
@@ -167,7 +167,7 @@ def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    """A known class, or one derived from it that changes nothing but its constructor and names of its own."""
+    """Is it a known class, or derived from one with a changed constructor and additional names only?"""
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
         return False
@@ -176,9 +176,9 @@ def _is_known(kind: type) -> bool:
             is_constructor = name.startswith(("__", "_patch"))
             if is_constructor or not callable(value) or not hasattr(known, name):
                 continue
-            # torch wraps step() of the class in place, for its profiler. That of WideStates is the known class's,
-            # around which numbers are cast.
-            originals = [inspect.unwrap(getattr(cls, name)) for cls in (known, WideStates) if hasattr(cls, name)]
+            # torch wraps step() of the class in place, for its profiler. That of FP32States is the known class's
+            # with casts around it.
+            originals = [inspect.unwrap(getattr(cls, name)) for cls in (known, FP32States) if hasattr(cls, name)]
             if not any(inspect.unwrap(value) is original for original in originals):
                 return False
     return True

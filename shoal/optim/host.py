@@ -104,7 +104,7 @@ class HostStep:
         hyper: Mapping[str, Any],
         *,
         step: float,
-        coefficient: float = 1.0,
+        gradient_scale: float = 1.0,
         undo: Sequence[torch.Tensor] | None = None,
     ) -> HostWork:
         """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
@@ -116,7 +116,7 @@ class HostStep:
             parameter: receives the rounded master weights, bf16, fp16 or fp32; None: no such copy.
             hyper: the optimizer's parameter group.
             step: the number of this step of this range, from 1, counted by the caller. SGD sets its momentum in step 1.
-            coefficient: the gradient is multiplied by it, in fp32 (clipping, loss scale).
+            gradient_scale: factor of the gradient, applied in fp32 (clipping, loss scale).
             undo: receives the old master weights and states (in the rule's order), fp32; None: no such copy.
 
         Order: with the path "threads" it returns at once; updates run in the order in which they were started, and the
@@ -133,7 +133,7 @@ class HostStep:
             undo = [kept.detach() for kept in undo]
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
         update = BlockedUpdate(
-            rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block, undo=undo
+            rule, master, held, gradient, parameter, gradient_scale=gradient_scale, block_numel=block, undo=undo
         )
         if path == "threads":
             if self._threads is None:

@@ -29,7 +29,7 @@ class BlockedUpdate:
         states: fp32, in the order of ``rule.state_names``. Each [numel].
         gradient: bf16, fp16 or fp32, not modified. Shape: [numel].
         parameter: receives the rounded result; None: no such copy. Shape: [numel].
-        coefficient: the gradient is multiplied by it, in fp32.
+        gradient_scale: factor of the gradient, applied in fp32.
         block_numel: of one block; a multiple of ``CUT_NUMEL``.
         undo: receives the old master and states, block by block; None: no such copy. As master and states.
     """
@@ -42,7 +42,7 @@ class BlockedUpdate:
         gradient: torch.Tensor,
         parameter: torch.Tensor | None,
         *,
-        coefficient: float,
+        gradient_scale: float,
         block_numel: int,
         undo: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -52,7 +52,7 @@ class BlockedUpdate:
         self._parameters = None if parameter is None else parameter.split(block_numel)
         self._undo = None if undo is None else list(zip(*(kept.split(block_numel) for kept in undo), strict=True))
         self._kernel = rule.kernel()
-        self._coefficient = coefficient
+        self._gradient_scale = gradient_scale
         self._is_cast = gradient.dtype != torch.float32
         self._next = itertools.count()
         self.num_blocks = len(self._masters) if master.numel() else 0
@@ -79,14 +79,14 @@ class BlockedUpdate:
                     self._parameters[index].copy_(master)
 
     def _load(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        if not self._is_cast and self._coefficient == 1.0:
+        if not self._is_cast and self._gradient_scale == 1.0:
             return gradient
         if gradient.numel() != scratch.numel():
             scratch = scratch[: gradient.numel()]
         if not self._is_cast:
-            return torch.mul(gradient, self._coefficient, out=scratch)
+            return torch.mul(gradient, self._gradient_scale, out=scratch)
         scratch.copy_(gradient)
-        return scratch if self._coefficient == 1.0 else scratch.mul_(self._coefficient)
+        return scratch if self._gradient_scale == 1.0 else scratch.mul_(self._gradient_scale)
 
 
 class HostThreads:

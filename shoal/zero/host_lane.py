@@ -261,7 +261,7 @@ class HostLane:
                     None if target is None else target[low:high],
                     part.hyper,
                     step=part.rule.step,
-                    coefficient=coefficient,
+                    gradient_scale=coefficient,
                     undo=None if undo is None else [kept[low:high] for kept in undo],
                 ).wait()
             self.update_seconds += time.perf_counter() - begin

@@ -15,7 +15,7 @@ from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
-from benchmarks.offload import Plan, num_parameters, run
+from benchmarks.offload import TrainingPlan, num_parameters, run
 
 
 def test_the_memory_formula_is_the_papers() -> None:
@@ -49,7 +49,7 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_told_of() -> None:
 
 
 def test_the_largest_model_fills_both_memories() -> None:
-    plan = Plan("", device=4, state=12, host=16, config={})
+    plan = TrainingPlan("", device=4, state=12, host=16, config={})
     assert plan.best(40e9, 1e15) == (10e9, 1.0)  # the device holds parameters and gradients alone
     numel, ratio = plan.best(140e9, 120e9)
     assert numel * (4 + (1 - ratio) * 12) == pytest.approx(140e9)

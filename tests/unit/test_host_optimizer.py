@@ -83,7 +83,7 @@ def by_the_host(
     target = None if parameter is None else torch.zeros(start.numel(), dtype=parameter)
     for number, grad in enumerate(grads, start=1):
         before = grad.clone()
-        step.start(kind, master, states, grad, target, hyper, step=number, coefficient=coefficient).wait()
+        step.start(kind, master, states, grad, target, hyper, step=number, gradient_scale=coefficient).wait()
         assert torch.equal(grad.nan_to_num(), before.nan_to_num())
     return [master, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
 

@@ -8,10 +8,10 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import only_false
-from shoal.optim.wide_states import WideStates
+from shoal.optim.fp32_states import FP32States
 
 
-class DeepSpeedCPUAdagrad(WideStates, torch.optim.Adagrad, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptimizers):
     """Adagrad.
 
     Args:

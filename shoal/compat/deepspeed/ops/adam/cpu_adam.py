@@ -8,10 +8,10 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import fused_where_possible, only_true
-from shoal.optim.wide_states import WideStates
+from shoal.optim.fp32_states import FP32States
 
 
-class DeepSpeedCPUAdam(WideStates, torch.optim.Adam, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW.
 
     Args:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.compat.config_optimizers import CountsOptimizers
+from shoal.optim.fp32_states import FP32States
 from shoal.optim.lion import Lion
-from shoal.optim.wide_states import WideStates
 
 
-class DeepSpeedCPULion(WideStates, Lion, metaclass=CountsOptimizers):
+class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
     """Lion.
 
     Args:

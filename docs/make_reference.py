@@ -106,7 +106,7 @@ def page() -> str:
     ]
     ledger = importlib.import_module("shoal.observe.ledger")
     parts += ["## The ledger\n", "What `engine.memory_report()` returns.\n"]
-    for thing in (ledger.Ledger, ledger.Entry):
+    for thing in (ledger.Ledger, ledger.LedgerEntry):
         parts += [*entry(thing.__name__, thing, 3), *methods(thing)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 

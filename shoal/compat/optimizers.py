@@ -12,12 +12,12 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.compat.constructors import fused_where_possible, only_false, only_true
+from shoal.optim.fp32_states import FP32States
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
-from shoal.optim.wide_states import WideStates
 
 
-class DeepSpeedCPUAdam(WideStates, torch.optim.Adam, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW.
 
     Args:
@@ -93,7 +93,7 @@ class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
         self.adam_w_mode = int(adam_w_mode)
 
 
-class DeepSpeedCPUAdagrad(WideStates, torch.optim.Adagrad, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptimizers):
     """Adagrad.
 
     Args:
@@ -117,7 +117,7 @@ class DeepSpeedCPUAdagrad(WideStates, torch.optim.Adagrad, metaclass=CountsOptim
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class DeepSpeedCPULion(WideStates, Lion, metaclass=CountsOptimizers):
+class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
     """Lion.
 
     Args:

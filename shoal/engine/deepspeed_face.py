@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
+from shoal.compiler import refuse_cuda_graphs
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
 from shoal.engine.sparse_face import SparseFace
-from shoal.errors import AssertedUsageError, NotBuiltError
+from shoal.errors import AssertedUsageError, ModelError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.observe.timers import StepTimers
@@ -339,6 +340,7 @@ class DeepSpeedFace(SparseFace):
             compile_kwargs: handed on to ``torch.compile``.
 
         Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd.
+            ModelError: CUDA graphs at stage 3.
         """
         self._check_alive()
         if schedule is not None or compiled_autograd_enabled:
@@ -347,6 +349,11 @@ class DeepSpeedFace(SparseFace):
                 do="leave schedule and compiled_autograd_enabled out.",
             )
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        try:
+            refuse_cuda_graphs(self.module, self.zero_optimization_stage(), self.device)
+        except ModelError:
+            self.module._compiled_call_impl = None
+            raise
 
     @property
     def is_compiled(self) -> bool:

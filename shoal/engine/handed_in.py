@@ -13,7 +13,7 @@ from shoal.config import Config
 from shoal.errors import NotBuiltError, OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
-from shoal.optim.inner import inner_optimizers, of_sparse_only
+from shoal.optim.elementwise import inner_optimizers, of_sparse_only
 from shoal.optim.schedules import build_schedule
 from shoal.sharding.sparse_sum import sparse_names
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world, init_distributed
+from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.device import Device
@@ -33,6 +34,7 @@ from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.timed import TimedCommunicator
+from shoal.optim.host_rules import host_note
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
     Recompute,
@@ -162,6 +164,7 @@ def _initialize(
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
+    refuse_cuda_graphs(model, plan.zero.stage, world.device)
     axes = _timed(make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
@@ -214,6 +217,8 @@ def _initialize(
             sharded.disks.close()
             raise
     notes += offload.notes()
+    if client_optimizer is not None and any(group.is_state_offloaded for group in sharded.trained_groups):
+        notes += [note for note in [host_note(client_optimizer)] if note is not None]
     if collective_log(world).is_on:
         notes.append(
             "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."

@@ -29,7 +29,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Bytes of one kind of one unit on one tier."""
 
     unit: str
@@ -47,7 +47,7 @@ class Ledger:
     too).
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     parameter_numel: int  # the whole model's elements, without padding
     reading: MemoryReading
 
@@ -169,7 +169,7 @@ def account(
         *(("saved activations", tier, nbytes) for tier, nbytes in (saved or {}).items()),
     ]
     entries += [
-        Entry("(all)", kind, tier.value, nbytes, nbytes)
+        LedgerEntry("(all)", kind, tier.value, nbytes, nbytes)
         for index, (kind, tier, nbytes) in enumerate(others)
         if nbytes or index == 0
     ]
@@ -177,7 +177,7 @@ def account(
     return Ledger(tuple(entries), numel, device.memory())
 
 
-def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Entry]:
+def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[LedgerEntry]:
     """What one parameter group holds, beside what ``memory_model`` says."""
     row, buffer = group.row, group.buffer
     gradient_dtype = group.gradient.dtype if group.is_trained else buffer.dtype
@@ -192,9 +192,9 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[En
         has_own_main=group.has_own_main,
     )
 
-    def entry(kind: str, tier: Tier, nbytes: int, formula: int | None = None) -> Entry:
+    def entry(kind: str, tier: Tier, nbytes: int, formula: int | None = None) -> LedgerEntry:
         stored = Tier.HOST if tier is Tier.DEVICE and kind in moved else tier
-        return Entry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula)
+        return LedgerEntry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula)
 
     yield entry("parameter", row.parameter.tier, buffer.nbytes_stored, model.parameter)
     if buffer.is_sharded and buffer.is_full:
@@ -218,7 +218,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[En
         formula = model.state(num_states, itemsize) - padding * num_states * itemsize
         yield entry("optimizer state", row.state.tier, held, formula)
     if gradient.nbytes_unsynced:
-        yield Entry(
+        yield LedgerEntry(
             row.unit, "gradient", row.gradient_between.tier.value, gradient.nbytes_unsynced, gradient.nbytes_unsynced
         )
 

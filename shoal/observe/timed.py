@@ -1,4 +1,4 @@
-"""A communicator whose collectives are timed: each is waited for at once, and noted in the log."""
+"""A communicator that times its collectives: it waits for each at once and records it in the log."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _Result = TypeVar("_Result")
 
 
 class TimedCommunicator:
-    """As the communicator inside it, with times.
+    """A communicator around another that times its collectives.
 
-    Order: while the log wants a collective, the host waits for the device before it and for its end after it, so it
-    overlaps with nothing; ranks still issue the same calls in the same order.
+    Order: for a recorded collective the host waits for the device before it and for its end, so it overlaps with
+    nothing; ranks issue the same calls in the same order.
     """
 
     def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
@@ -122,7 +122,7 @@ class TimedCommunicator:
 
 
 def timed(device: Device, call: Callable[[], _Result], finish: Callable[[_Result], object]) -> tuple[_Result, float]:
-    """What ``call`` returns, and the milliseconds until ``finish`` of that and the device are done."""
+    """The result of ``call``, and the milliseconds until ``finish(result)`` and the device are done."""
     device.synchronize()
     began = time.perf_counter()
     result = call()

@@ -23,7 +23,7 @@ from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
-from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, nearest, problems_with
 from shoal.optim.orthogonal import METHODS
 
 BETAS = (0.9, 0.999)

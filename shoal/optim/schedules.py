@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from shoal.config.types import NOT_FROM_JSON, torch_schedules
 from shoal.errors import OptimizerError
-from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, nearest, problems_with
 from shoal.optim.schedule import Schedule, torch_optimizer
 
 WarmupType = Literal["log", "linear"]

@@ -32,7 +32,7 @@ import torch
 from shoal.device import Device, host_empty, is_fake
 from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
-from shoal.optim.host_rules import Kind, Rule, kind_of
+from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 
 
@@ -100,7 +100,7 @@ class CpuOptimizer:
         is_pinned: bool = True,
     ) -> None:
         self.is_ahead = is_ahead
-        self.kind: Kind | None = kind_of(optimizer)
+        self.kind: RuleName | None = kind_of(optimizer)
         self.gradient_scale = 1.0  # the likely one of this backward pass; set when it begins
         self.is_likely = True  # did the last step use the likely scale?
         self.num_ahead = 0  # updates that ran in the backward pass and were right
@@ -277,7 +277,7 @@ class CpuOptimizer:
                     None if target is None else target[low:high],
                     update.hyper,
                     step=update.rule.step,
-                    coefficient=gradient_scale,
+                    gradient_scale=gradient_scale,
                     undo=None if undo is None else [old[low:high] for old in undo],
                 ).wait()
             self.update_seconds += time.perf_counter() - begin

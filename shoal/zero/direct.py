@@ -1,6 +1,6 @@
 """The step of an optimizer that updates the model's own parameters, whole, all in one call: as without Shoal.
 
-For optimizers that ranges of flat weights do not suit (``optim.inner``): torch's SparseAdam, and one that holds others
+For optimizers that ranges of flat weights do not suit: torch's SparseAdam, and one that holds others
 and has them step. Every rank holds everything (stage 0), so every rank makes the same step.
 
 Between steps the state of each parameter is kept by part, flat, as every other optimizer's is: that is what
@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
-from shoal.optim.inner import inner_optimizers
+from shoal.optim.elementwise import inner_optimizers
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
 from shoal.zero.step import HasGrad, ShardedStep

@@ -20,9 +20,7 @@ from shoal.comm.single import SingleCommunicator
 from shoal.device import Device
 from shoal.errors import OptimizerError
 from shoal.optim.host import TRIAL_NUMEL, HostStep
-from shoal.optim.whole import Piece as WholePiece
-from shoal.optim.whole import Segment as WholeSegment
-from shoal.optim.whole import WholeTensorOptimizer
+from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
 from shoal.zero.cpu_optimizer import CpuOptimizer
@@ -367,8 +365,8 @@ class ShardedStep:
             members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]
             index_of = {slot: index for index, slot in enumerate(members)}
             specs = [buffer.layout.specs[i] for i in members]
-            segments = tuple(
-                WholeSegment(
+            parts = tuple(
+                ParameterPart(
                     index_of[s.slot],
                     torch.Size(buffer.layout.specs[s.slot].shape),
                     s.start,
@@ -379,10 +377,10 @@ class ShardedStep:
                 if s.slot in index_of and has_grad[s.slot]
             )
             whole.append(
-                WholePiece(
+                OwnedRange(
                     param=part.param,
                     group=optimizer.param_groups[part.group],
-                    segments=segments,
+                    parts=parts,
                     shapes=tuple(torch.Size(spec.shape) for spec in specs),
                     names=tuple(spec.name for spec in specs),
                     offsets=tuple(spec.offset for spec in specs) if all(has_grad) else None,
@@ -390,7 +388,8 @@ class ShardedStep:
                 )
             )
         is_whole = group.owned_numel == buffer.layout.numel
-        optimizer.step_unit(whole, SingleCommunicator(self._comm.axis) if is_whole else self._comm)
+        comm = SingleCommunicator(self._comm.axis) if is_whole else self._comm
+        optimizer.step_unit(whole, comm, buffer.full.device)
         self._round(ranges)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -113,6 +113,47 @@ def test_training_from_host_memory_gives_the_same_bits(
         assert all(torch.equal(values[name], other_values[name]) for name in values)
 
 
+def client_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+@pytest.mark.parametrize("places", [("optimizer",), ("optimizer", "param")])
+def test_an_optimizer_that_is_not_fused_is_updated_by_the_cpu_optimizer_with_its_own_bits(
+    places: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(places: tuple[str, ...]) -> tuple[dict[str, Any], float]:
+        model = copy.deepcopy(MODEL)
+        settings = config(3, "bf16", "AdamW", places, 1)
+        del settings["optimizer"]
+        engine, *_ = shoal.initialize(model=model, optimizer=client_adamw(model), config=settings)
+        for step in range(3):
+            tokens = torch.arange(10).view(2, 5) + step
+            engine.backward(engine(tokens % VOCABULARY).float().square().mean())
+            engine.step()
+        values = engine.module_state_dict()
+        lane = engine._optimizer_step.lane
+        seconds = 0.0 if lane is None else lane.update_seconds
+        engine.destroy()
+        return values, seconds
+
+    make_apart(monkeypatch, is_apart=False)
+    (plain, _), *_ = run_ranks(2, run, ())
+    assert not [line for line in caplog.messages if line.startswith("offload_optimizer")]
+    make_apart(monkeypatch)
+    (away, seconds), *_ = run_ranks(2, run, places)
+    assert seconds > 0  # of updates in the CPU optimizer's threads
+    assert all(torch.equal(plain[name], away[name]) for name in plain)
+    assert len([line for line in caplog.messages if "AdamW was built without fused=True" in line]) == 1
+
+
+def test_an_optimizer_of_whole_matrices_says_where_it_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_apart(monkeypatch)
+    run_ranks(2, train, config(2, "bf16", "Muon", ("optimizer",), 1), None, 1)
+    assert len([line for line in caplog.messages if "Muon's matrices are orthogonalized on the device" in line]) == 1
+
+
 def test_a_checkpoint_moves_between_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "c")
     straight = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1), None, 6)

@@ -12,7 +12,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
-from shoal.optim.whole import Piece, Segment, WholeTensorOptimizer
+from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.sharding.layout import BufferLayout, lay_out
 
 Make = Callable[[list[dict[str, Any]]], WholeTensorOptimizer]
@@ -104,12 +104,12 @@ def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, kno
             members = [i for i, slot in enumerate(layout.specs) if slot.group == group]
             slots = [layout.specs[i] for i in members]
             segments = tuple(
-                Segment(members.index(s.slot), torch.Size(layout.specs[s.slot].shape), s.start, s.stop, s.offset)
+                ParameterPart(members.index(s.slot), torch.Size(layout.specs[s.slot].shape), s.start, s.stop, s.offset)
                 for s in layout.segments_in(begin + low, begin + low + param.numel())
                 if s.slot in members and grads[s.slot] is not None
             )
             pieces.append(
-                Piece(
+                OwnedRange(
                     param,
                     optimizer.param_groups[group],
                     segments,

@@ -20,7 +20,7 @@ from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT
 from shoal.config.tree import below, keys_of, names_of, walk
 from shoal.optim.build import RECIPES
-from shoal.optim.named import accepted_names
+from shoal.optim.options import accepted_names
 from shoal.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 ROOT = pathlib.Path(__file__).parent.parent.parent

@@ -1,4 +1,4 @@
-"""What a recomputed segment keeps, and where: its inputs, copies on the host, and what a policy adds."""
+"""What a recomputed segment saves, and where: its inputs, copies on the host, and what a policy adds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import ConfigError, UsageError
-from shoal.parallel.kept import Form
 from shoal.parallel.recompute import Recompute, RecomputeSettings
+from shoal.parallel.saved_tensors import Form
 from shoal.parallel.selective import operations_of
 from shoal.sharding.placement import Tier
 from tests.slow_copies import SlowCopies
@@ -71,7 +71,7 @@ def test_a_segment_keeps_its_inputs_and_nothing_else() -> None:
 
 def test_what_several_segments_share_counts_once_and_an_expanded_mask_as_its_column() -> None:
     model, (x, mask) = Chain(), inputs()
-    with recomputed(model, RecomputeSettings(is_on_host=True)) as made:
+    with recomputed(model, RecomputeSettings(is_offloaded=True)) as made:
         loss = model(x, mask)
     assert made.saved_bytes_by_tier() == {Tier.HOST: 4 * X_NBYTES + ROWS * 4}
     del loss
@@ -80,7 +80,7 @@ def test_what_several_segments_share_counts_once_and_an_expanded_mask_as_its_col
 
 def test_parameters_among_the_arguments_are_not_counted() -> None:
     weight, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
-    made = Recompute(RecomputeSettings(is_on_host=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True))
     out = made.checkpoint(torch.nn.functional.linear, x, weight).sin()
     assert made.saved_bytes == 32
     out.sum().backward()
@@ -99,7 +99,7 @@ def test_an_input_changed_in_place_is_an_error_and_not_another_gradient() -> Non
 def test_a_dry_run_counts_without_values() -> None:
     with FakeTensorMode():
         model, x = Chain(), torch.randn(ROWS, HIDDEN)
-        with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: SlowCopies()) as made:
+        with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: SlowCopies()) as made:
             loss = model(x)
             assert made.saved_bytes_by_tier() == {Tier.HOST: 640}
             loss.backward()
@@ -146,7 +146,7 @@ def test_overlapping_and_empty_tensors_do_not_move() -> None:
 def test_copies_leave_and_return_beside_the_segments_in_this_order() -> None:
     slow, log = SlowCopies(), []
     slow.log = log
-    made = Recompute(RecomputeSettings(is_on_host=True), copies_of=lambda _: slow)
+    made = Recompute(RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow)
 
     def segment(x: torch.Tensor, number: int) -> torch.Tensor:
         log.append(f"run {number}")
@@ -184,7 +184,7 @@ def test_the_device_holds_the_inputs_of_two_segments_however_many_there_are(num_
     with LiveBytes(leave_out=slow.is_host) as live:
         for block in model.blocks:
             block.dropout = Watch(live)  # type: ignore[assignment]
-        with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: slow) as made:
+        with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow) as made:
             loss = model(x)
             assert live.now() == 2 * X_NBYTES + 4
             assert made.saved_bytes_by_tier() == {Tier.HOST: num_blocks * X_NBYTES}
@@ -199,7 +199,7 @@ def test_what_returns_from_the_host_has_the_same_bits(num_blocks: int) -> None:
     model, (x, mask) = Chain(num_blocks), inputs()
     plain = run(model, x, mask)
     slow = SlowCopies()
-    with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: slow) as made:
+    with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow) as made:
         assert_same(run(model, x, mask), plain)
         assert_same(run(model, x, mask), plain)
     assert slow.num_late == 0
@@ -214,7 +214,7 @@ def test_two_forward_passes_before_their_backward_passes_return_each_its_own() -
     parameters = list(model.parameters())
     plain = [torch.autograd.grad(model(given, mask), parameters) for given in (x, y)]
     slow = SlowCopies()
-    with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: slow):
+    with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow):
         losses = [model(given, mask) for given in (x, y)]
         ours = [torch.autograd.grad(loss, parameters) for loss in losses]  # the first one's first
     for mine, theirs in zip(ours, plain, strict=True):
@@ -226,7 +226,7 @@ def test_a_forward_without_a_backward_leaves_nothing_on_the_device_after_reset()
     model, x = Chain(4), torch.randn(ROWS, HIDDEN)
     slow = SlowCopies()
     with LiveBytes(leave_out=slow.is_host) as live:
-        with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: slow) as made:
+        with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow) as made:
             loss = model(x)
             made.reset()
             assert live.now() == 4  # the loss
@@ -237,7 +237,7 @@ def test_a_forward_without_a_backward_leaves_nothing_on_the_device_after_reset()
 
 def test_what_is_on_its_way_back_when_its_graph_is_dropped_is_waited_for() -> None:
     slow = SlowCopies()
-    made = Recompute(RecomputeSettings(is_on_host=True), copies_of=lambda _: slow)
+    made = Recompute(RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow)
     xs = [torch.randn(3, requires_grad=True)]
     for _ in range(5):
         xs.append(made.checkpoint(lambda x: (x * 2).sin(), xs[-1]))
@@ -251,7 +251,7 @@ def test_what_is_on_its_way_back_when_its_graph_is_dropped_is_waited_for() -> No
 
 @pytest.mark.parametrize("later_segments", [0, 3])
 def test_an_input_changed_before_it_has_left_is_an_error(later_segments: int) -> None:
-    made = Recompute(RecomputeSettings(is_on_host=True), copies_of=lambda _: SlowCopies())
+    made = Recompute(RecomputeSettings(is_offloaded=True), copies_of=lambda _: SlowCopies())
     x = torch.ones(3, requires_grad=True) * 1.0
     out = made.checkpoint(lambda t: t.sin(), x)
     x.detach().add_(1)

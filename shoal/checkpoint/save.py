@@ -229,7 +229,7 @@ class Save:
     def _agree(self, problem: BaseException | None, value: Any, label: str) -> list[Any]:
         """Every rank's value. Raises: CheckpointError: some rank has a problem; on every rank, with its text."""
         mine = {"problem": None if problem is None else _words(problem), "value": value}
-        theirs = [mine] if self._comm.size == 1 else list(self._comm.gather_objects(mine, label=label))
+        theirs = self._comm.gather_objects(mine, label=label)
         failed = [(rank, entry["problem"]) for rank, entry in enumerate(theirs) if entry["problem"] is not None]
         if failed:
             if isinstance(problem, CheckpointError) and len(failed) == 1:
@@ -266,7 +266,7 @@ class Save:
             return
         is_ready = self._thread is None or not self._thread.is_alive()
         sent = torch.tensor([float(is_ready)], device=self._device)
-        ready = sent.view(1, 1) if self._comm.size == 1 else self._comm.exchange(sent, label="checkpoint").wait()
+        ready = self._comm.exchange(sent, label="checkpoint").wait()
         if bool(ready.bool().all()):
             self._advance()
 

@@ -98,7 +98,7 @@ def page() -> str:
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:
         parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)
-    access = importlib.import_module("shoal.zero.access").Access
+    access = importlib.import_module("shoal.zero.engine_parameters").EngineParameters
     parts += [
         "### What the safe accessors do\n",
         "Each finds its parameter's engine and calls one of these methods.\n",

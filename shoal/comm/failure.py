@@ -11,9 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -64,6 +66,7 @@ class FailureReports:
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._is_acknowledged = False
 
     def report(self, rank: int, text: str) -> None:
         """Write ``rank``'s traceback, unless another rank was first. Never raises."""
@@ -87,14 +90,18 @@ class FailureReports:
                 return None
             time.sleep(0.05)
 
+    def acknowledge(self) -> int:
+        """Record once that this rank knows of the failure. Returns: how many know."""
+        seen = self._store.add(_SEEN, 0 if self._is_acknowledged else 1)
+        self._is_acknowledged = True
+        return int(seen)
+
     def linger(self, size: int) -> None:
         """Record that this rank knows; on rank 0, wait until all know. Never raises."""
         deadline = time.monotonic() + _LINGER_SECONDS
         try:
-            seen = self._store.add(_SEEN, 1)
-            while self._rank == 0 and seen < size and time.monotonic() < deadline:
+            while self.acknowledge() < size and self._rank == 0 and time.monotonic() < deadline:
                 time.sleep(0.02)
-                seen = self._store.add(_SEEN, 0)
         except Exception:
             return
 
@@ -114,6 +121,38 @@ class FailureReports:
             do="look at the other ranks' output: one of them was killed, lost its network, or hangs.",
             code="comm-connection",
         )
+
+
+class FailureWatch:
+    """A thread that polls for the first failure of the world, and then calls ``on_failure`` once.
+
+    For ranks that block where no exception reaches them, such as in ``.item()`` behind a collective on a GPU.
+    """
+
+    def __init__(
+        self, failures: FailureReports, on_failure: Callable[[RankFailedError], None], interval_seconds: float
+    ) -> None:
+        self._failures = failures
+        self._on_failure = on_failure
+        self._interval_seconds = interval_seconds
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-failure-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(self._interval_seconds):
+            found = self._failures.find()
+            if found is not None:
+                self._on_failure(found)
+                with contextlib.suppress(Exception):  # the store has ended
+                    self._failures.acknowledge()
+                return
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LINGER_SECONDS)
 
 
 def clip(text: str) -> str:

@@ -20,12 +20,20 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.comm.environment import Launch, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeTransport
+from shoal.comm.local_device import (
+    accelerator,
+    device_of,
+    identity_of,
+    local_rank_by_host,
+    publish_host,
+    register_device,
+)
 from shoal.comm.process_group import CommunicatorGroup, device_mesh
 from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import RecordedCommunicator, Recorder
@@ -227,11 +235,14 @@ def current_world() -> World:
     if not _is_initialized():
         if read_launch() is not None:
             return init_distributed(verbose=False)
-        if _process.world is None or _process.world.is_closed or _process.group is not None:
+        device = device_of(None, None)  # the current one: the script may have set another since
+        world = _process.world
+        if world is None or world.is_closed or _process.group is not None:
             _process.close()
-            _process.group = None
-            _process.world = World(0, 1, 0, _device(0, None), "none", None)
-        return _process.world
+            world = None
+        if world is None or world.device != device:  # an engine keeps the world of the device that it was made on
+            world = _process.world = World(0, 1, 0, device, "none", None)
+        return world
     return _adopt(TIMEOUT)
 
 
@@ -283,15 +294,12 @@ def init_distributed(
                 do="give both, with a rank from 0 to world_size - 1.",
                 code="launch-environment",
             )
-        local_rank = launch.local_rank if launch is not None else 0
+        local_rank = launch.local_rank if launch is not None else None
         address, port = (launch.address, launch.port) if launch is not None else (None, None)
         launch = Launch(rank, world_size, local_rank, address, port, "arguments")
     if launch is None:
         launch = Launch(0, 1, 0, None, None, "none")
-    device = _device(launch.local_rank, dist_backend)
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.accelerator.set_device_index(device.index)
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if accelerator(None) is not None else "gloo")
     arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if init_method is not None:
         arguments["init_method"] = init_method
@@ -344,6 +352,15 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _local_rank(store: Store, rank: int, size: int) -> int:
+    """This rank's number among the ranks of its machine: the launcher's, or counted by host names."""
+    publish_host(store, rank)  # also where this rank's is set, since another rank's may not be
+    launch = read_launch()
+    if launch is not None and launch.world_size == size and launch.local_rank is not None:
+        return launch.local_rank
+    return local_rank_by_host(store, rank)
+
+
 def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
@@ -355,17 +372,6 @@ def _destroy(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _device(local_rank: int, backend: str | None) -> torch.device:
-    """This rank's GPU, or the CPU where there is none or the backend cannot reach it."""
-    if backend not in (None, "nccl") and "cuda" not in str(backend):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type != "cuda":
-        return torch.device("cpu")
-    # A launcher that shows each rank only its own GPU makes that one number 0.
-    return torch.device("cuda", local_rank % torch.accelerator.device_count())
-
-
 def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
     """The world of torch's default process group: made once, until it is closed or the group is another."""
     group = dist.group.WORLD
@@ -373,22 +379,31 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
         return _process.world
     _process.close()
     rank, size = dist.get_rank(), dist.get_world_size()
-    launch = read_launch()
-    if launch is not None and launch.world_size == size:
-        local_rank = launch.local_rank
-    else:  # nobody says; the user has chosen the device, if there is one
-        local_rank = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
     backend = dist.get_backend()
-    device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
+    reached = None if "nccl" in str(group and dist.get_backend_config(group)) else backend
+    bound = getattr(group, "bound_device_id", None)
     transport: Transport | None = None
     if backend == "fake":
+        local_rank, device = rank, device_of(None, reached, bound)
         transport = FakeTransport(rank)
-    elif size > 1:
+    elif size == 1:
+        local_rank, device = 0, device_of(None, reached, bound)
+    else:
         store = dist.distributed_c10d._get_default_store()
+        local_rank = _local_rank(store, rank, size)
+        device = device_of(local_rank, reached, bound)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together
-        transport = ProcessTransport(
-            PrefixStore(f"shoal/{generation}", store), rank, size, device, timeout.total_seconds()
-        )
+        store = PrefixStore(f"shoal/{generation}", store)
+        transport = ProcessTransport(store, rank, size, device, timeout.total_seconds())
+        if device.type != "cpu":
+            try:
+                register_device(store, rank, identity_of(device))
+            except ConfigError as error:
+                transport.report_failure(rank, str(error), error)
+                transport.close()
+                raise
     world = World(
         rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None
     )

@@ -42,7 +42,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
         if zero.stage == 0:
             problem(
                 "offload",
-                '"auto" at zero_optimization.stage 0: every rank holds everything, so nothing can rest elsewhere.',
+                '"auto" at zero_optimization.stage 0: every rank holds all state, so nothing can be offloaded.',
                 "set zero_optimization.stage to 1, 2 or 3.",
             )
         for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):

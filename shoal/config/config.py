@@ -20,7 +20,7 @@ from shoal.config.schema import Schema
 from shoal.config.source import open_source
 from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
 from shoal.config.tree import Key, keys_of, walk
-from shoal.config.unused import why_unused
+from shoal.config.unused import unused_reasons
 from shoal.errors import ConfigError
 from shoal.processor import Format
 
@@ -68,16 +68,16 @@ class Config(Schema):
 
     def notes(self) -> list[str]:
         """Lines for start-up: what the file sets without effect, and what was filled in for it."""
+        reasons = unused_reasons(self)
         lines = [
             f"{each.path} = {shown(each.value)}: accepted, no effect: {each.support.reason}."
             for each in self._keys
-            if each.support.kind == "no effect"
-            and ".params." not in each.path  # the optimizer's builder tells of these
+            if each.support.kind == "no effect" and ".params." not in each.path  # the notes on the optimizer have these
         ]
         lines += [
             f"{each.path} = {shown(each.value)}: no effect here: {why}."
             for each in self._keys
-            if (why := self._why_unused(each))
+            if (why := self._why_unused(each, reasons))
         ]
         zero = self.zero_optimization
         if zero.offload_param.device != "none" and zero.stage != 3:
@@ -106,13 +106,13 @@ class Config(Schema):
         except ElasticityError:
             return None
 
-    def _why_unused(self, key: KeySupport) -> str:
+    def _why_unused(self, key: KeySupport, reasons: Mapping[str, str]) -> str:
         """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
         if key.support.kind != "obeyed" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
         if is_on:
-            return why_unused(self, key.schema_path)
+            return reasons.get(key.schema_path, "")
         return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
 
     @property

@@ -43,7 +43,7 @@ class Given:
         schema_path: its path with ``[]`` and ``<name>`` in place of indices and of names that the user chose; empty
             for arguments of a constructor.
         switches: the keys above it that turn its sections on or off, and their defaults.
-        is_inside: a section above it is judged as a whole.
+        is_inside: a section above it has a support of its own.
     """
 
     value: Any
@@ -90,7 +90,7 @@ class Normalised:
         values: what pydantic gets.
         origins: for each path that is not simply a default.
         wrong: paths of keys whose value is none that they take; ``values`` is without them.
-        given: each key that the file sets, by its path; a section only where it is judged as a whole.
+        given: each key that the file sets, by its path; a section only where it has a support of its own.
     """
 
     lines: Mapping[tuple[str | int, ...], int]

@@ -26,7 +26,7 @@ class TypeAndParams(Section):
 
 
 class Optimizer(TypeAndParams):
-    """The optimizer to make, where none is handed in."""
+    """The optimizer to build, if none is passed to ``initialize``."""
 
     type: str | None = key(None, "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any name of torch.optim; in any case")
     params: dict[str, Any] = key({}, "arguments of the optimizer's constructor")
@@ -34,7 +34,7 @@ class Optimizer(TypeAndParams):
 
 
 class Scheduler(TypeAndParams):
-    """The learning-rate schedule to make, where none is handed in."""
+    """The learning-rate schedule to build, if none is passed to ``initialize``."""
 
     type: str | None = key(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any name of torch.optim.lr_scheduler"

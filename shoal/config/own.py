@@ -33,7 +33,7 @@ class Units(Section):
 class OffloadActivation(Section):
     """Saved activations on the host."""
 
-    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass rest")
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are kept")
     bytes: int | None = key(None, "most bytes moved in a micro-batch; null: all", ge=0)
 
 

@@ -66,7 +66,9 @@ class DataTypes(Section):
 class Precision(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
-    reduce_dtype: Dtype | None = key(None, "format in which gradients travel; communication_data_type goes first")
+    reduce_dtype: Dtype | None = key(
+        None, "format in which gradients are reduced; communication_data_type has priority"
+    )
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
         "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and go on; null: by precision",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
-HIDDEN = "***"  # stands for a secret
+HIDDEN = "***"  # shown in place of a secret
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ConfigProblems(ConfigError):
             super().__init__(f"{only.path}: {only.what}", where=f"{name}{line}", do=only.do, code=only.code or None)
         else:
             lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))
-            super().__init__(f"{len(self.problems)} problems:\n{lines}", where=name, do="mend each of them.")
+            super().__init__(f"{len(self.problems)} problems:\n{lines}", where=name, do="fix each of them.")
 
 
 class ConfigWarning(UserWarning):
@@ -57,7 +57,7 @@ def warn(text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """A value as JSON would show it, cut where it is long."""
+    """A value as JSON would show it, shortened if it is long."""
     if value is None or isinstance(value, bool):
         text = {None: "null", True: "true", False: "false"}[value]
     elif isinstance(value, str):

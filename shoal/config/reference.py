@@ -118,7 +118,7 @@ def reference() -> str:
         f"error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use instead.",
         "",
         "`auto` is read anywhere: a batch size is derived, another key takes its default. `true` and `false` may be "
-        "strings, whole numbers may be written as `2e8`, and `null` stands for an absent section.",
+        "strings, whole numbers may be written as `2e8`, and `null` means that the key or section is absent.",
         "",
         "## Top level",
         "",

@@ -146,7 +146,7 @@ class _Reader:
         inner = (*path, name)
         if name in names:
             dotted = ".".join(map(str, inner))
-            self.twice.append(f"the key {dotted!r} stands on line {self.lines[inner]} and again on line {line}")
+            self.twice.append(f"the key {dotted!r} is on line {self.lines[inner]} and again on line {line}")
         self.lines[inner] = line
         return name
 

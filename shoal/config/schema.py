@@ -37,7 +37,7 @@ class Schema(Section):
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")
-    communication_data_type: Dtype | None = key(None, "format in which gradients travel; null: theirs")
+    communication_data_type: Dtype | None = key(None, "format in which gradients are reduced; null: their own")
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how gradients of ranks are joined")
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
@@ -48,9 +48,9 @@ class Schema(Section):
     sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
 
-    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and where it rests")
-    optimizer: Optimizer | None = key(None, "the optimizer to make, where none is handed in")
-    scheduler: Scheduler | None = key(None, "the learning-rate schedule to make, where none is handed in")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and in which memory it is kept")
+    optimizer: Optimizer | None = key(None, "the optimizer to build, if none is passed to `initialize`")
+    scheduler: Scheduler | None = key(None, "the learning-rate schedule to build, if none is passed to `initialize`")
     fp16: Fp16 = section(Fp16, "half precision with a loss scale")
     bf16: Bf16 = section(Bf16, "bfloat16", deprecated=("bfloat16",))
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast around the forward pass")

@@ -100,7 +100,7 @@ SUPPORT: dict[str, Support] = {
     "activation_checkpointing.number_checkpoints": no_effect("nothing is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": no_effect("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the device's own order suffices"),
-    "elasticity.min_time": no_effect("when a job changes its number of ranks is its scheduler's business"),
+    "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
 }
 
@@ -109,7 +109,7 @@ AT_STAGE_3 = frozenset(
     {"zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"}
 )
 
-# Types that are known and not built; every other type is the optimizer's business.
+# Types that are known and not built; other types are checked when the optimizer is built.
 TYPES_NOT_BUILT: dict[str, str] = {
     "onebitadam": "1-bit optimizers",
     "zerooneadam": "1-bit optimizers",

@@ -171,7 +171,7 @@ def names_of(model: type[Section]) -> Mapping[str, Key]:
 
 
 def below(path: str, key: Key) -> str:
-    """The path of what a key holds: ``[]`` stands for each item of a list, ``<name>`` for a name of the user's."""
+    """The path of what a key holds: ``[]`` is any item of a list, ``<name>`` any name that the user chose."""
     return path + {"list": "[]", "map": ".<name>"}.get(key.kind, "")
 
 

@@ -1,4 +1,4 @@
-"""``zero_optimization``: what is sharded over the data-parallel ranks, and where it rests."""
+"""``zero_optimization``: what is sharded over the data-parallel ranks, and in which memory it is kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LeafModule(Section):
 
 
 class OffloadParam(Section):
-    """Where sharded parameters rest between uses (stage 3)."""
+    """Where sharded parameters are kept between uses (stage 3)."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for parameters on a disk")
@@ -33,7 +33,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where master weights and optimizer state rest, and so where the update is computed."""
+    """Where main parameters and optimizer state are kept, and so where the update is computed."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for optimizer state on a disk")
@@ -85,8 +85,8 @@ class ZeroOptimization(Section):
     zero_hpz_partition_size: int = key(1, "ranks among which a second sharding of the parameters is kept (hpZ)", ge=0)
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
-    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters rest")
-    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state rests")
+    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are kept between uses")
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is kept")
 
 
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:

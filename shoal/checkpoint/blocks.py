@@ -1,8 +1,8 @@
-"""Files of tensors, written and read in blocks, each with its sum: what is read was written, or it is an error.
+"""Files of tensors, written and read in blocks, each with a checksum: a changed byte is an error when it is read.
 
 A file is a safetensors file (a header in JSON, then the tensors' bytes), so any reader of that format opens it. It is
-written in one pass; the sums of its blocks are known at the end and go into the manifest. A block is read whole and
-checked before any of its bytes are used.
+written in one pass; the checksums of its blocks go into the manifest. A block is read whole and checked before any of
+its bytes are used.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class TensorEntry:
     """One tensor of a file: 1-D pieces, one after the other, that together have ``shape``.
 
     Args:
-        read: gives the pieces; called when their turn comes, so that they need not all be there at once.
-        is_kept: the pieces stay as they are until somebody has waited for ``Snapshot.wait``, so that a snapshot may
-            take them while training goes on.
+        read: returns the pieces; called when they are written, so that not all of them need be in memory at once.
+        is_kept: code that changes the pieces calls ``Snapshot.wait`` first, so a snapshot may copy them while training
+            continues.
     """
 
     key: str
@@ -126,10 +126,10 @@ def write_file(
 class Snapshot:
     """A planned file's bytes in host memory, as they are at the call.
 
-    What the user's code can reach is copied when this returns. What is kept (``TensorEntry.is_kept``) may be copied
-    while training goes on: by ``finish()``, on the thread that writes, or by an accelerator beside its work.
+    What the user's code can change is copied when this returns. What is kept (``TensorEntry.is_kept``) may be copied
+    while training continues: by ``finish()``, on the writing thread, or by an accelerator on a copy stream.
 
-    Order: blocks the host until the first part is there.
+    Order: blocks the host until the pieces that are not kept are copied.
     """
 
     def __init__(self, plan: FilePlan, host_memory: Callable[[int], torch.Tensor], device: torch.device) -> None:
@@ -164,7 +164,7 @@ class Snapshot:
             self._done = self._copies.copy(source, target)
 
     def finish(self) -> None:
-        """Take what is left. Order: complete when it returns."""
+        """Copy the rest. Order: complete when it returns."""
         try:
             for source, target in self._rest:
                 target.copy_(source)
@@ -174,8 +174,8 @@ class Snapshot:
             self._is_taken.set()
 
     def wait(self) -> None:
-        """Before what is kept is changed. Order: blocks the host for copies of host memory; the device waits for its
-        own.
+        """Call before kept pieces are changed. Order: blocks the host until host memory is copied; the current stream
+        waits for copies of device memory.
         """
         self._done.wait()
         if self._rest:
@@ -183,7 +183,7 @@ class Snapshot:
 
 
 class _BlockWriter:
-    """Sums blocks while they pass, and gathers small pieces into larger writes."""
+    """Computes the checksums of blocks as they are written, and joins small pieces into larger writes."""
 
     def __init__(self, sink: Sink, block_nbytes: int) -> None:
         self._sink = sink
@@ -195,7 +195,7 @@ class _BlockWriter:
         self.nbytes = 0
 
     def add_entry(self, entry: TensorEntry) -> None:
-        """An entry's pieces, none of which is held any more when this returns."""
+        """Write an entry's pieces. Keeps no reference to them."""
         for piece in entry.read():
             for data in _bytes_of(piece):
                 self.add(data)

@@ -1,18 +1,18 @@
-"""The commit: from files that all ranks have written to a checkpoint that is there, at once or not at all.
+"""The commit: makes one checkpoint of the files that all ranks have written, atomically.
 
-    1  rank 0   takes the folder's lock, sweeps what dead saves left, asks for the space, makes TAG.tmp-XXXX
+    1  rank 0   acquires the folder's lock, removes what dead saves left, checks the free space, makes TAG.tmp-XXXX
     2  all      write and flush rank-NNNNN.safetensors into it
-    3  all      tell each other name, size and sums; a missing one ends the save
+    3  all      exchange name, size and checksums of their files; if one is missing, the save fails
     4  rank 0   writes and flushes manifest.json, flushes the folder
-    5  rank 0   renames TAG.tmp-XXXX to TAG and flushes the parent: now it counts
+    5  rank 0   renames TAG.tmp-XXXX to TAG and flushes the parent: the checkpoint is valid from here on
     6  rank 0   writes ``latest`` beside it and renames it into place
-    7  rank 0   removes what need not be kept, gives the lock back
+    7  rank 0   removes old checkpoints, releases the lock
 
-Before 5 the older checkpoints are all there is; after it the new one is the newest, and what fails then is told but
-takes nothing back. On an object store the files lie in TAG from the start, under names of their own, and the manifest's
-writing is the commit.
+Before step 5 the older checkpoints are the valid ones; after it the new one is the newest, and a later failure is
+reported but undoes nothing. On an object store the files lie in TAG from the start, under unique names, and writing the
+manifest is the commit.
 
-Source: the order of flushes and renames is what POSIX promises to keep: fsync a file before the rename that names it.
+Order: POSIX keeps a rename after the data that it names only if the file was flushed (fsync) before the rename.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ Phase = Callable[[str], None]  # called by name as a save goes on; tests let it 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay. The newest always does.
+    """Which checkpoints are kept. The newest always is.
 
     Args:
-        keep_last: so many; 0: all.
-        keep_every: also each whose step divides by this; 0: none.
+        keep_last: number of the newest ones to keep; 0: all.
+        keep_every: also keep each whose step is a multiple of this; 0: none.
     """
 
     keep_last: int = 0
@@ -108,13 +108,13 @@ class Commit:
         storage.make_folder(self.folder)
 
     def _sweep(self) -> None:
-        """Remove what saves that died have left. Only under the lock: nobody else is writing."""
+        """Remove what dead saves have left. Needs the lock: no other process writes to the folder."""
         for name in self.storage.names():
             try:
                 if self._is_leftover(name):
                     self.storage.remove(name)
             except OSError as error:
-                logger.warning("%s was left by a save that died, and cannot be removed: %s", name, error)
+                logger.warning("%s was left by a save that died and cannot be removed: %s", name, error)
 
     def _is_leftover(self, name: str) -> bool:
         storage = self.storage
@@ -128,7 +128,7 @@ class Commit:
         return found["what"] == "tmp" or _is_whole(storage, found["tag"])
 
     def _refuse_other_files(self) -> None:
-        """Only a checkpoint, or what a save has left of one, is ever replaced."""
+        """Raises: CheckpointError: the tag is the name of something that is no checkpoint; only those are replaced."""
         storage, tag = self.storage, self.tag
         if not storage.exists(tag):
             return
@@ -136,7 +136,7 @@ class Commit:
             not storage.names(tag) or is_ours(storage, tag) or storage.exists(f"{tag}/{manifests.NAME}")
         ):
             return
-        if storage.can_rename and is_only_deepspeeds(storage, tag):  # it stays until the new one is whole
+        if storage.can_rename and is_only_deepspeeds(storage, tag):  # it is kept until the new one is complete
             return
         raise CheckpointError(
             f"{tag!r} is there already and is no checkpoint, so it is not replaced.",
@@ -191,7 +191,7 @@ class Commit:
         ]
 
     def _rename_into_place(self, manifest: bytes) -> str | None:
-        """Steps 4 and 5. Returns: where the checkpoint that had this tag lies now."""
+        """Steps 4 and 5. Returns: the folder to which an older checkpoint of this tag was moved."""
         storage, tag = self.storage, self.tag
         with storage.create(f"{self.folder}/{manifests.NAME}") as sink:
             sink.write(memoryview(manifest))
@@ -206,7 +206,7 @@ class Commit:
             storage.rename(self.folder, tag)
         except OSError:
             if replaced is not None:
-                with suppress(OSError):  # where it lies, a load finds it too
+                with suppress(OSError):  # a load finds it under either name
                     storage.rename(replaced, tag)
             raise
         self._is_committed = True
@@ -214,7 +214,7 @@ class Commit:
         return replaced
 
     def _later_than_the_newest(self, manifest: Manifest) -> Manifest:
-        """Clocks of machines differ, and are set back; what is saved later must say so all the same."""
+        """The clocks of two machines differ; a later save gets a later time all the same."""
         named = read_latest(self.storage)
         with suppress(CheckpointError, OSError, ValueError, OverflowError):
             newest = inspect(self.storage, named).created if named is not None else ""
@@ -224,7 +224,7 @@ class Commit:
         return manifest
 
     def end(self) -> None:
-        """Give the lock back, and remove the files of a save that was not committed. Idempotent."""
+        """Release the lock, and remove the files of a save that was not committed. Idempotent."""
         try:
             if not self._is_committed and self._lock is not None:
                 self.storage.remove(self.folder)
@@ -257,7 +257,7 @@ def _attempt(act: Callable[[], None], what: str) -> list[str]:
 
 
 def discard(storage: Storage, folder: str) -> None:
-    """Remove a checkpoint so that no half of one is left in its place, whenever this process dies. Raises: OSError."""
+    """Remove a checkpoint. If this process dies meanwhile, no partial checkpoint is left. Raises: OSError."""
     if storage.can_rename:
         doomed = f"{folder}.tmp-{secrets.token_hex(6)}"
         storage.rename(folder, doomed)
@@ -270,9 +270,9 @@ def discard(storage: Storage, folder: str) -> None:
 def prunable(
     found: Sequence[FoundCheckpoint], retention: Retention, protected: str | None = None
 ) -> list[FoundCheckpoint]:
-    """Which of a folder's checkpoints (the newest first) need not be kept.
+    """Which of a folder's checkpoints (the newest first) may be removed.
 
-    Damaged ones and those saved under a tag of their own (``save_latest=False``) neither count nor go.
+    Damaged ones and those saved with ``save_latest=False`` are neither counted nor removed.
     """
     if not retention.keep_last:
         return []

@@ -1,7 +1,7 @@
-"""Which checkpoints lie in a folder, and which of them are whole.
+"""Which checkpoints are in a folder, which of them are complete, and which one is loaded.
 
-A checkpoint is a folder with a manifest. ``latest`` only names one: the newest whole checkpoint is what counts, so a
-run that died between the commit and the hint loses nothing. Which one is loaded:
+A checkpoint is a folder with a manifest. ``latest`` is only a hint, since a run can die after the commit and before it
+writes the hint; the newest complete checkpoint is loaded:
 
     asked for                     chosen
     a tag                         that one, of Shoal's or DeepSpeed's
@@ -31,7 +31,7 @@ LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"  # of what ds_to_universal made last
 STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
-# Of DeepSpeed's layout, written beside ours for its clients; alone they are a checkpoint of DeepSpeed's.
+# DeepSpeed's files. A save under DeepSpeed's name writes some beside ours; alone they are a checkpoint of DeepSpeed's.
 _BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
 UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096
@@ -54,7 +54,7 @@ class FoundCheckpoint:
 def list_checkpoints(storage: Storage) -> list[FoundCheckpoint]:
     """The checkpoints of a folder, the newest first, those that cannot be read last.
 
-    Only manifests and sizes are looked at.
+    Reads manifests and file sizes only.
 
     Raises: CheckpointError: the folder itself cannot be read.
     """
@@ -92,7 +92,7 @@ def _reading(storage: Storage) -> Iterator[None]:
 
 
 def inspect(storage: Storage, folder: str) -> Manifest:
-    """Read a manifest, and compare the files that lie there with it, by name and size.
+    """Read a manifest, and compare the names and sizes of the files in the folder with it.
 
     Raises: CheckpointError: it is damaged, or a file is missing, or has another size.
     """
@@ -131,7 +131,7 @@ def inspect(storage: Storage, folder: str) -> Manifest:
 def verify(
     storage: Storage, folder: str, on_file: Callable[[str, int], None] = lambda name, nbytes: None
 ) -> list[CheckpointError]:
-    """Read all of a checkpoint and compare every sum.
+    """Read all of a checkpoint and compare every checksum.
 
     Args:
         on_file: called with each file's name and size when it has been read.
@@ -154,7 +154,7 @@ def verify(
 
 
 def read_latest(storage: Storage, file: str = LATEST) -> str | None:
-    """What ``latest`` names, if it can be read."""
+    """The tag in ``latest``; None if there is no such file, or it cannot be read."""
     try:
         return storage.read(file, _MAX_HINT_BYTES).decode().strip() or None
     except (OSError, UnicodeDecodeError):
@@ -170,7 +170,7 @@ def find_tag(storage: Storage, tag: str) -> str:
         if storage.is_folder(tag) and storage.exists(f"{tag}/{manifests.NAME}"):
             return tag
     others = list_checkpoints(storage)
-    for found in others:  # one that was being replaced when its run died
+    for found in others:  # a checkpoint that was being replaced when the run died
         if found.manifest is not None and found.manifest.tag == tag:
             return found.folder
     if storage.is_folder(tag) and is_ours(storage, tag):
@@ -209,7 +209,7 @@ def candidates(comm: Communicator, storage: Storage, tag: str | None, *, is_univ
 
 
 def _universal(storage: Storage) -> str | None:
-    """What ``latest_universal`` names; it stays while training goes on and saves, so a later save is told."""
+    """The tag in ``latest_universal``. Later saves do not change that file; a warning names a later save."""
     named, latest = read_latest(storage, LATEST_UNIVERSAL), read_latest(storage)
     if named is None:
         logger.info(

@@ -1,9 +1,9 @@
-"""Loading: any layout's checkpoint into this one. Nothing of the running state changes until all know it is whole.
+"""Loads the checkpoint of any layout into this one. The running state does not change before all ranks have checked it.
 
-open      all ranks read the manifest of the one that was chosen, or what DeepSpeed wrote in place of one
-compare   with the model and the optimizer: every difference is listed; nothing is read yet
-check     every rank reads the blocks that it needs and compares their sums
-apply     every rank copies its ranges; parameters that rest whole are made whole again
+open      all ranks read the manifest of the chosen checkpoint, or DeepSpeed's files
+compare   with the model and the optimizer: every difference is listed; no tensor is read yet
+check     every rank reads the blocks that it needs and compares their checksums
+apply     every rank copies its ranges; unsharded parameters are gathered
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shoal.sharding.layout import ParameterSpec
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What is to be loaded.
+    """What to load, and how.
 
     Args:
         is_strict: the model's and the checkpoint's parameters must be the same.
         has_optimizer: optimizer state and the groups' hyperparameters too.
-        is_checked: compare sums before anything is changed.
+        is_checked: compare checksums before anything is changed.
         names: of each of the optimizer's groups, its parameters, in order; DeepSpeed's stage 0 has none of its own.
         optimizer: its class, where another format does not say which one it was.
     """
@@ -97,7 +97,7 @@ class Load:
         return Chosen(storage, folder, reader.manifest), reader
 
     def _open_deepspeeds(self, storage: Storage, folder: str) -> StateReader:
-        """Each rank compares the sums in its share of the files."""
+        """Each rank compares the checksums in its share of the files."""
         wanted, comm = self._wanted, self._comm
         root = storage.url
         names = wanted.names if wanted.has_optimizer else ()
@@ -109,13 +109,13 @@ class Load:
     # compare
 
     def compare(self, chosen: Chosen, groups: Sequence[Sequence[str]], optimizer: str | None) -> list[str]:
-        """The differences between a checkpoint and what is to take it.
+        """Compare a checkpoint with the model and the optimizer.
 
         Args:
             groups: names of the parameters of each of the optimizer's groups.
 
-        Returns: notes on differences that do not matter, or that the caller allowed.
-        Raises: CheckpointError: differences that do; all of them.
+        Returns: notes on differences that are allowed.
+        Raises: CheckpointError: lists all differences that are not.
         """
         manifest, strict = chosen.manifest, self._wanted.is_strict
         notes: list[str] = []
@@ -214,7 +214,7 @@ class Load:
         return [target for target in targets if target.numel]
 
     def _expected_state(self, manifest: Manifest) -> Any:
-        """The optimizer state that will be held, without memory."""
+        """The optimizer state as it will be after the load, on the meta device."""
         kinds = sorted({tensor.kind for tensor in manifest.tensors if tensor.kind.startswith(OPTIMIZER)})
         for shard in self._shards.model():
             for kind in kinds:
@@ -233,13 +233,12 @@ class Load:
 
     @torch.no_grad()
     def apply(self, chosen: Chosen, reader: StateReader) -> None:
-        """Take the values over.
+        """Copy the values into parameters and optimizer state.
 
-        Communicates: where parameters rest whole and their owners' ranges do not: one all_gather of each bucket.
+        Communicates: where parameters are not sharded and their owned ranges are: one all_gather of each bucket.
         """
         axes = self._shards.axes
-        for comm in (axes.world, axes.shard):
-            comm.drain()  # peers may still read what is about to change
+        axes.drain()  # peers may still read what is about to change
         if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
             self._allocate_state(chosen.manifest)
         problem: Exception | None = None
@@ -280,7 +279,7 @@ class Load:
                 step.allocate_state(group, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
-        """From the master weights to the parameters, and from the owners to all ranks."""
+        """Copy main parameters to parameters, and gather those that are not sharded."""
         works = []
         for bucket, group in self._shards.buckets():
             if group is not None and group.has_own_main:
@@ -293,7 +292,7 @@ class Load:
 
 
 def _set(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy into a view of any strides. An expanded dim has one element in memory, and is written once."""
+    """Copy into a view of any strides. An expanded dim has one element in memory and is written once."""
     for dim, stride in enumerate(buffer.stride()):
         if stride == 0 and buffer.shape[dim] > 1:
             buffer, value = buffer.narrow(dim, 0, 1), value.narrow(dim, 0, 1)

@@ -1,4 +1,4 @@
-"""The manifest: the one JSON file that says what a checkpoint holds and where every byte of it lies.
+"""The manifest: the JSON file that says what a checkpoint holds and where every byte of it is.
 
     {"checksum": "xxh3:0123456789abcdef",          over all bytes after this line
     "format": 1, "tag": "global_step10", ...
@@ -11,10 +11,10 @@ A chunk is (file, offset in bytes, start, shape): a rectangle of the tensor, con
 
     model              a parameter's value (the fp32 master weight where there is one) or a buffer's
     optimizer/KEY      optimizer state of one element per element of the parameter
-    rank/R             what only rank R has: its generators' states, buffers that differ from rank 0's, open gradients
+    rank/R             what only rank R has: its RNG states, buffers that differ from rank 0's, unfinished gradients
     extra              tensors inside the schedule's and the client's state
 
-Nothing in a manifest is trusted: names stay inside the folder, and every length is checked before memory is asked for.
+A manifest is not trusted: names stay inside the folder, and every length is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Model(BaseModel):
 
 
 class FileRecord(_Model):
-    """One file of tensors, and the sums of its blocks."""
+    """One file of tensors, and the checksums of its blocks."""
 
     name: Text
     nbytes: Count
@@ -208,7 +208,7 @@ def most_bytes(tensor_bytes: int) -> int:
 
 @contextmanager
 def collecting_nothing() -> Iterator[None]:
-    """Many new lists make the garbage collector walk all that a process holds, again and again, and find nothing."""
+    """Disable the garbage collector: creating many lists would run it again and again, and it would free nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,9 +219,9 @@ def collecting_nothing() -> Iterator[None]:
 
 
 def refuse_oversized(data: bytes, tensor_bytes: int, where: str) -> None:
-    """Before a manifest is written: one that could not be read again is an error now.
+    """Check a manifest before it is written: one that ``parse`` would refuse is an error now.
 
-    Raises: CheckpointError: what stands beside the tensors is too much for JSON.
+    Raises: CheckpointError: the state beside the tensors is too large for JSON.
     """
     if (problem := _size_problem(data, tensor_bytes)) is not None:
         raise CheckpointError(
@@ -242,7 +242,7 @@ def _size_problem(data: bytes, tensor_bytes: int) -> str | None:
 
 
 def _nesting_problem(raw: dict[str, Any]) -> str | None:
-    """Lists too deep to walk, or keys so many that naming each would take long."""
+    """Lists nested too deeply, or an object with too many keys."""
     records = [entry for key in ("parameters", "tensors", "files", "table") for entry in _listed(raw.get(key))]
     for known in (raw, raw.get("versions"), *records):
         if isinstance(known, dict) and len(known) > _MAX_KEYS:

@@ -1,4 +1,4 @@
-"""Shoal's own checkpoints, as a source that conversions read, and as a target that they write."""
+"""Shoal's own checkpoints as a source of conversions, and as their target."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal.errors import CheckpointError
 
 
 class ShoalSource:
-    """A checkpoint of Shoal's.
+    """A checkpoint of Shoal's as a ``Source``.
 
     Args:
         folder: of the checkpoints, or of one.
@@ -78,7 +78,7 @@ class ShoalSource:
         return found if kind != MODEL else {**found, **self._without_elements()}
 
     def _without_elements(self) -> dict[str, TensorInfo]:
-        """Parameters that no rank holds a part of, since there is none."""
+        """Parameters of 0 elements, which are in no file."""
         there = {t.name for t in self.manifest.tensors if t.kind == MODEL}
         return {name: info for name, info in self.about.parameters.items() if 0 in info.shape and name not in there}
 
@@ -88,12 +88,12 @@ class ShoalSource:
 
 
 def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """A state as a manifest describes it, with no files; and the tensors inside nested values, of kind ``extra``.
+    """The manifest of a source, without files; and the tensors inside nested values, of kind ``extra``.
 
     Args:
         created: ISO 8601, UTC.
 
-    Raises: CheckpointError: the client's state, or another one beside the tensors, holds what no manifest can.
+    Raises: CheckpointError: the client state, or other nested state, holds a value that a manifest cannot.
     """
     about = source.about
     tensors = [

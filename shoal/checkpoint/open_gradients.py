@@ -1,7 +1,7 @@
-"""Gradients of a step that is not finished: a run that stops in the middle of an accumulation goes on there.
+"""Gradients of an unfinished step: a run that stops in the middle of an accumulation resumes there.
 
-They are sums in the making, of one rank's micro-batches or of all ranks', as the row says; they mean something only in
-the layout that made them.
+They are partial sums over the micro-batches of one rank or of all ranks, as the table's row says, and mean something
+only in the layout that made them.
 """
 
 from __future__ import annotations

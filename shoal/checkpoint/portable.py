@@ -1,7 +1,6 @@
-"""A trained state without a layout: named tensors that are read one at a time, and what is said about them.
+"""The interface between formats: named tensors that are read one at a time, and a description of them.
 
-Every format that Shoal reads is a ``Source``, every format that it writes takes one. So a conversion is a pair of
-rooms, and its peak memory is one tensor.
+Every reader of a format is a ``Source``, and every writer takes one. The peak memory of a conversion is one tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class TensorInfo:
 
 @dataclass
 class About:
-    """What a checkpoint says beside its tensors. Everything but the parameters may be missing.
+    """What a checkpoint holds besides its tensors. Everything but the parameters may be missing.
 
     Args:
         parameters: of each parameter (buffers are not in it) the dtype that the model computes in.
@@ -38,7 +37,7 @@ class About:
         loss_scale: the loss scale's ``state_dict()``.
         client_state: what the client saved.
         num_ranks: that saved it.
-        notes: what was found and could not be kept, a sentence each.
+        notes: what was found and is not kept, a sentence each.
         path: the folder or file that is read.
     """
 

@@ -1,7 +1,7 @@
-"""Reads tensors of a checkpoint: whole, or the ranges that this rank holds, in whatever rectangles they were saved.
+"""Reads tensors of a checkpoint: whole, or the ranges of this rank, whatever the rectangles in which they were saved.
 
-A load is planned first (which bytes of which file go where), then every block that the plan needs is checked, on every
-rank, and only when all ranks found theirs whole does a byte of the running state change.
+A load is planned first (which bytes of which file go where). Then every rank checks all blocks of its plan. The running
+state changes only after no rank has found a damaged block.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shoal.sharding.layout import ParameterSpec
 
 @dataclass(frozen=True)
 class RangeCopy:
-    """Contiguous bytes of a file that become contiguous elements."""
+    """Contiguous bytes of a file that are copied into contiguous elements."""
 
     offset: int
     numel: int
@@ -49,11 +49,11 @@ class StateReader(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was found and could not be kept, a sentence each."""
+        """What was found and cannot be loaded, a sentence each."""
         ...
 
     def plan(self, shards: Iterable[LocalShard]) -> Any:
-        """What fills the shards."""
+        """Which bytes are copied into the shards."""
         ...
 
     def check(self, plan: Any) -> None:
@@ -103,7 +103,7 @@ class CheckpointReader:
         for shard in shards:
             record = self.manifest.find(shard.kind, shard.name)
             if record is None:
-                continue  # the caller has compared the two and decided
+                continue  # the caller has compared the names before
             for file, copy in self._copies(record, shard):
                 copies[file].append(copy)
         for entries in copies.values():
@@ -118,7 +118,7 @@ class CheckpointReader:
                 common = held.meet(wanted)
                 if common is None:
                     continue
-                # Both are cut into runs; a run of one may be several of the other.
+                # The common elements are several runs in each; the runs need not have the same lengths.
                 sources = list(held.runs_of(common))
                 targets = list(wanted.runs_of(common))
                 for source, target, numel in _paired(sources, targets):
@@ -128,7 +128,7 @@ class CheckpointReader:
     # bytes
 
     def check(self, plan: dict[int, list[RangeCopy]]) -> None:
-        """Read every block that the plan needs and compare its sum.
+        """Read every block that the plan needs and compare its checksum.
 
         Raises: CheckpointError: a block is damaged; it names the file, the bytes, and the tensors in them.
         Memory: one block.
@@ -191,7 +191,7 @@ class CheckpointReader:
 
 
 def _paired(sources: list[tuple[int, int]], targets: list[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Two cuts of the same elements into runs, as runs of both: (source begin, target begin, numel)."""
+    """Split the same elements at the ends of both lists of runs: (source begin, target begin, numel)."""
     i = j = done_i = done_j = 0
     while i < len(sources) and j < len(targets):
         numel = min(sources[i][1] - done_i, targets[j][1] - done_j)

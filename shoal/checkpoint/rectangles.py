@@ -1,4 +1,4 @@
-"""A flat range of a tensor as few rectangles, and how rectangles of two layouts meet. Pure arithmetic: no tensors.
+"""A flat range of a tensor as few rectangles, and how rectangles of two layouts intersect. Pure arithmetic: no tensors.
 
 A rank owns a range of a flattened parameter. In a matrix that range is at most three rectangles: the end of its first
 row, whole rows, the beginning of its last row.
@@ -41,7 +41,7 @@ class Rectangle:
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
     def meet(self, other: Rectangle) -> Rectangle | None:
-        """The elements that are in both, or None."""
+        """The intersection; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
             min(a + n, b + m) for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True)

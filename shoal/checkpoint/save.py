@@ -1,9 +1,9 @@
 """Saving: every rank writes its share of every tensor into one file, and the commit makes the files a checkpoint.
 
-A synchronous save returns when the checkpoint is committed. An asynchronous one returns when what the
-user's code can reach of this rank's share is copied to host memory; a thread copies the rest (master weights, optimizer
-state, shards: whoever changes them waits for it), then writes it while training goes on. What remains to be agreed on
-between the ranks is done at the next steps, on the thread that trains.
+A synchronous save returns when the checkpoint is committed. An asynchronous one returns when the part of this rank's
+share that the user's code can change is copied to host memory. A thread copies the rest (main parameters, optimizer
+state, shards; code that changes them waits for the copy) and writes it while training continues. The exchanges between
+the ranks take place at the end of later steps, on the training thread.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger("shoal")
 
 @dataclass
 class SavedState:
-    """What is saved beside the shards.
+    """What is saved besides the shards.
 
     Args:
-        parameters: gives them as the model has them. Rank 0's is called, before the manifest is written: an
-            asynchronous save does not hold training for it.
-        config: gives the effective settings, likewise.
+        parameters: returns the records of the model's parameters. Called on rank 0 when the manifest is written, so
+            that training does not wait for it.
+        config: returns the effective settings; called at the same time.
         engine, client_state: nested values; rank 0's are saved.
         tensors: whole tensors that this rank alone writes: by (kind, name).
         own: nested values that only this rank has (its generators).
@@ -77,14 +77,14 @@ class _SaveState(Enum):
 
 
 class Save:
-    """One save, on one rank. Every rank makes one, in the same order.
+    """One save, on one rank. Every rank creates one, in the same order.
 
     Args:
         comm: all ranks that save together.
         on_phase: called by name as the save goes on: ``"snapshot"``, ``"shard_write"``, ``"shard_fsync"``,
             ``"exchange"``, and rank 0's of the commit.
-        host_memory: where a snapshot goes: given its size in bytes, returns a flat uint8 tensor on the host.
-        device: of small messages.
+        host_memory: allocates memory for a snapshot: given its size in bytes, returns a flat uint8 tensor on the host.
+        device: of small messages between the ranks.
 
     Raises: CheckpointError: on every rank, with each rank's cause.
     """
@@ -160,7 +160,7 @@ class Save:
             self._start(write)
             return
         snapshot = _attempt(take)
-        if isinstance(snapshot, Exception):  # no memory: told at the end of the write, with the others' causes
+        if isinstance(snapshot, Exception):  # no memory: raised after the write, with the other ranks' errors
             self._outcome = snapshot
             return
         self._start(partial(write, snapshot))
@@ -183,13 +183,13 @@ class Save:
         thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system has no more threads: told with the others' causes
+        except RuntimeError as error:  # the system has no more threads: raised with the other ranks' errors
             self._outcome = error
             return
         self._thread = thread
 
     def _exchange(self) -> None:
-        """All files are written, or not: tell each other."""
+        """Exchange the records of the written files, then start the commit on rank 0."""
         problem = self._problem() or _attempt(lambda: self._on_phase("exchange"))
         record = None if problem is not None else {**self._record, "file": self._outcome.model_dump(mode="json")}
         records = self._agree(problem, record, "checkpoint: files")
@@ -239,7 +239,7 @@ class Save:
     # an go on
 
     def wait_taken(self) -> None:
-        """Before optimizer state or shards are changed: wait until they are copied."""
+        """Wait until optimizer state and shards are copied. Call it before they are changed."""
         if self._snapshot is not None:
             self._snapshot.wait()
             self._snapshot = None
@@ -249,10 +249,10 @@ class Save:
         return self._progress is _SaveState.DONE
 
     def poll(self) -> None:
-        """Go on if all ranks can. Called by every rank at the same place (a step's end). Does not block.
+        """Do the next exchange if all ranks are ready. Every rank calls it at the end of a step. Does not block.
 
         Raises: CheckpointError: some rank could not write; on every rank.
-        Communicates: one number a rank; once each, what was written, and that it is committed.
+        Communicates: one number per rank; once the records of the files, and once the result of the commit.
         """
         if self.is_done:
             return
@@ -291,7 +291,7 @@ def _attempt(run: Callable[[], Any]) -> Any:
 
 
 def _plan(shards: list[LocalShard], state: SavedState, rank: int) -> tuple[FilePlan, dict[str, Any]]:
-    """This rank's file, and what it will tell the others about it."""
+    """This rank's file, and its record for the other ranks."""
     entries: list[TensorEntry] = []
     owners: dict[str, tuple[str, str, str, tuple[int, ...], tuple[int, ...]]] = {}
 
@@ -340,7 +340,7 @@ def _just(tensor: torch.Tensor) -> Callable[[], Sequence[torch.Tensor]]:
 
 
 def _manifest(tag: str, state: SavedState, records: Sequence[dict[str, Any]], options: SaveOptions) -> Manifest:
-    """What rank 0 writes, from what all ranks told it."""
+    """The manifest, from the records of all ranks."""
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     scalars: dict[str, dict[str, Any]] = {}
     for number, record in enumerate(records):

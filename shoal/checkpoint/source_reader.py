@@ -1,4 +1,4 @@
-"""Reads a state of another format as if it were a checkpoint of ours: an engine loads it without a conversion."""
+"""Reads another format with the methods of ``CheckpointReader``, so that an engine loads it without a conversion."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from shoal.checkpoint.problems import damaged
 
 
 class SourceReader:
-    """A source with a manifest; what ``CheckpointReader`` is to our own files.
+    """A source with a manifest.
 
     Args:
-        source: opened, its sums compared.
+        source: opened, its checksums compared.
         tag: its name.
 
     Memory: a tensor is read whole, whatever part of it this rank keeps.
@@ -29,7 +29,7 @@ class SourceReader:
         self._source = source
         self.notes: Sequence[str] = tuple(source.about.notes)
         described, self._aside = manifest_of(source, tag, "")
-        # In the place of a time: what two ranks that see the same files agree on.
+        # Instead of a time: a value that is the same on all ranks that see the same files.
         stamp = hashlib.sha256(described.model_dump_json().encode()).hexdigest()[:16]
         self.manifest: Manifest = described.model_copy(update={"created": stamp})
 
@@ -37,12 +37,12 @@ class SourceReader:
         """The shards by tensor, so that each is read once."""
         wanted: dict[tuple[str, str], list[LocalShard]] = defaultdict(list)
         for shard in shards:
-            if self.manifest.find(shard.kind, shard.name) is not None:  # else the caller has decided
+            if self.manifest.find(shard.kind, shard.name) is not None:  # the caller has compared the names before
                 wanted[shard.kind, shard.name].append(shard)
         return dict(wanted)
 
     def check(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:
-        """Nothing: the sums were compared when it was opened."""
+        """Does nothing: the checksums were compared when the source was opened."""
 
     @torch.no_grad()
     def run(self, plan: dict[tuple[str, str], list[LocalShard]]) -> None:

@@ -1,6 +1,6 @@
-"""Where checkpoints lie: a folder of this machine (or a shared one), or an object store behind an fsspec URL.
+"""Where checkpoints are stored: a folder of a file system, or an object store behind an fsspec URL.
 
-    local folder      a checkpoint is written to TAG.tmp-XXXX, flushed, and renamed to TAG: there at once or not at all
+    local folder      a checkpoint is written to TAG.tmp-XXXX, flushed, and renamed to TAG, which is atomic
     object store      has no rename: files are written under TAG, and the manifest, written last, makes it a checkpoint
 
 All paths are names relative to the storage's root, joined by "/".
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from shoal.errors import CheckpointError
 
 _TEXT_PIECE_NBYTES = 1 << 20
-_EARLY_NBYTES = 64 << 20  # written bytes that are sent to the disk without waiting for the end
+_EARLY_NBYTES = 64 << 20  # after so many written bytes an early flush begins
 
 
 class Sink(Protocol):
@@ -35,7 +35,7 @@ class Sink(Protocol):
 
 
 class Reader(Protocol):
-    """A file that is read at any place."""
+    """A file that can be read from any offset."""
 
     nbytes: int
 
@@ -45,13 +45,13 @@ class Reader(Protocol):
 
 
 class Storage(Protocol):
-    """A place that holds checkpoints. Small files go the way of large ones at each of them."""
+    """A folder or object store that holds checkpoints."""
 
     url: str
     can_rename: bool
 
     def names(self, folder: str = "") -> list[str]:
-        """What lies in a folder, sorted; nothing where there is no such folder."""
+        """The names in a folder, sorted; empty if there is no such folder."""
         ...
 
     def exists(self, path: str) -> bool: ...
@@ -61,11 +61,11 @@ class Storage(Protocol):
     def size(self, path: str) -> int: ...
 
     def make_folder(self, path: str) -> None:
-        """With those above it. The root and those above it survive a loss of power."""
+        """Make a folder and its parents. The root and its parents survive a loss of power."""
         ...
 
     def create(self, path: str) -> Any:
-        """A context manager that gives a ``Sink`` to a file that is not there yet."""
+        """A context manager that gives a ``Sink`` to a new file. Raises: FileExistsError."""
         ...
 
     def open(self, path: str) -> Any:
@@ -83,7 +83,7 @@ class Storage(Protocol):
             sink.write(memoryview(data))
 
     def replacing(self, path: str) -> Any:
-        """The same for a large one: a context manager that gives a ``Sink``. An exception leaves the old one."""
+        """The same for a large file: a context manager that gives a ``Sink``. An exception keeps the old file."""
         ...
 
     def rename(self, source: str, target: str) -> None:
@@ -97,7 +97,7 @@ class Storage(Protocol):
     def flush_folder(self, path: str = "") -> None: ...
 
     def remove(self, path: str) -> None:
-        """A file, or a folder with all that is in it; nothing where there is none."""
+        """Remove a file, or a folder with its contents; nothing happens if there is none."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -167,7 +167,7 @@ class LocalStorage(Storage):
 
     @contextmanager
     def open(self, path: str) -> Iterator[Reader]:
-        # Not blocking: a pipe in the place of a file must not hold the reader up.
+        # Non-blocking: a pipe in place of a file must not block the reader.
         fd = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(fd)
@@ -192,7 +192,7 @@ class LocalStorage(Storage):
         self.flush_folder(os.path.dirname(path))
 
     def rename(self, source: str, target: str) -> None:
-        # A rename onto an empty folder would succeed: whatever is there already stays.
+        # os.rename replaces an empty folder; here nothing is replaced.
         if os.path.lexists(self._at(target)):
             raise FileExistsError(errno.EEXIST, "is there already", str(self._at(target)))
         os.rename(self._at(source), self._at(target))
@@ -223,14 +223,14 @@ def _flush_folder(place: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some file systems cannot flush a folder, and need not
             raise
     finally:
         os.close(fd)
 
 
 class _LocalSink:
-    """A file whose bytes go to the disk while more are written, so that the last flush finds little to do."""
+    """A file that is flushed on a thread while more is written, so that the last flush is short."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -253,7 +253,7 @@ class _LocalSink:
     def _flush_early(self) -> None:
         try:
             os.fdatasync(self._fd)
-        except OSError as error:  # the system tells of it once
+        except OSError as error:  # the system reports it once
             self._problem = self._problem or error
 
     def join(self) -> None:
@@ -364,7 +364,7 @@ class _ObjectSink:
             self._file.write(data)
 
     def flush(self) -> None:
-        return  # an object is there when it is closed, and then for good
+        return  # an object is stored durably when it is closed
 
 
 class _ObjectReader:
@@ -390,7 +390,7 @@ def _read_text(file: Reader, path: str, most: int) -> bytes:
         piece = bytearray(min(_TEXT_PIECE_NBYTES, file.nbytes - len(data)))
         file.read_into(len(data), memoryview(piece))
         if 0 in piece:
-            # A hole in a file, which takes no room on the disk and any amount of memory, reads as zeros.
+            # A hole in a sparse file takes no disk space, any amount of memory, and reads as zeros.
             raise OSError(errno.EINVAL, f"{path} is no text")
         data += piece
     return bytes(data)

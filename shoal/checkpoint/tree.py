@@ -1,4 +1,4 @@
-"""Nested state (a schedule's, the client's) as JSON, with its tensors aside. Nothing in it can run.
+"""Nested state (a schedule's, the client's) as JSON, with its tensors stored separately. It holds no code.
 
 {"lr": 0.1, "betas": (0.9, 0.99), "best": tensor}
 -> {"lr": 0.1, "betas": {"__is__": "tuple", "items": [0.9, 0.99]}, "best": {"__is__": "tensor", "name": "best"}}
@@ -25,7 +25,7 @@ _SEQUENCES: dict[str, type[tuple[Any, ...]] | type[set[Any]] | type[frozenset[An
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor] | None, path: str, *, what: str = "client_state") -> Any:
-    """``value`` as JSON can hold it; its tensors are put into ``tensors`` under their path.
+    """Convert ``value`` to JSON types; its tensors are put into ``tensors`` under their path.
 
     Args:
         tensors: None: tensors of one element are written as their number, and no others are taken.
@@ -80,7 +80,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor] | None, path: str, *, wh
 
 
 def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> str:
-    """Keep a tensor. Returns: its name; two paths may be written alike ({"a": {"b": ...}, "a/b": ...})."""
+    """Store a tensor. Returns: a unique name; two paths may be equal ({"a": {"b": ...}, "a/b": ...})."""
     name, number = path, 1
     while name in tensors:
         name, number = f"{path}~{number}", number + 1
@@ -98,7 +98,7 @@ def _refused(value: Any, more: str, path: str, what: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What ``encode`` was given. ``tensor`` finds a tensor by its name.
+    """The inverse of ``encode``. ``tensor`` finds a tensor by its name.
 
     Raises: CheckpointError: a mark that this version does not know.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint for every layout under a tag of its own, as DeepSpeed's ``ds_to_universal`` leaves one.
+"""Makes a checkpoint for every layout under another tag, as DeepSpeed's ``ds_to_universal`` does.
 
     INPUT is                        ROOT/NAME becomes
     a checkpoint of Shoal's         the same checkpoint: its files under a second name, or copied, and a manifest
@@ -6,8 +6,8 @@
 
     ROOT/latest_universal           NAME
 
-A save of Shoal's writes new files and renames them; nothing writes into one that is there. So a hard link is as good
-as a copy: the one checkpoint may be replaced or removed, and the other stays whole. It is no second copy of the bytes.
+A save of Shoal's creates new files and never writes into an existing one. So a hard link is as safe as a copy: if one
+checkpoint is replaced or removed, the other stays complete. The bytes are on the disk once.
 The new checkpoint is loaded by its tag, or with ``checkpoint.load_universal``; ``latest`` goes on to name another.
 """
 
@@ -30,12 +30,12 @@ from shoal.errors import CheckpointError
 
 @dataclass(frozen=True)
 class UniversalResult:
-    """What was made.
+    """What ``make_universal`` did.
 
     Args:
         format: of the input: ``"shoal"`` or ``"deepspeed"``.
         linked, copied: how many files have a second name now, and how many were copied.
-        notes: what was found and could not be kept, a sentence each.
+        notes: what was found and is not kept, a sentence each.
     """
 
     format: str
@@ -109,12 +109,12 @@ def _twin(source: ShoalSource, storage: Storage, name: str) -> UniversalResult:
 
 
 def _beside(folder: Path) -> Iterable[Path]:
-    """What lies beside a checkpoint's own files for DeepSpeed's clients."""
+    """Files of DeepSpeed's layout in a checkpoint's folder."""
     return (path for path in sorted(folder.iterdir()) if directory.is_deepspeeds_file(path.name) and path.is_file())
 
 
 def _take(files: Iterable[Path], place: Path) -> int:
-    """A second name for each file, or a copy where the file system gives none. Returns: how many are linked."""
+    """Hard-link each file, or copy it where the file system cannot. Returns: how many are linked."""
     linked = 0
     for file in files:
         try:

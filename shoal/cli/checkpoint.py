@@ -1,4 +1,4 @@
-"""``shoal checkpoint``: what lies in a folder, whether it is whole, and what need not be kept."""
+"""``shoal checkpoint``: lists, verifies and removes the checkpoints of a folder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def verify_checkpoints(
     folder: Annotated[str, _FOLDER],
     tag: Annotated[str | None, typer.Option(help="One checkpoint; all where left out.")] = None,
 ) -> None:
-    """Read every byte and compare the sums. Ends with 1 if anything is damaged."""
+    """Read every byte and compare the checksums. Exits with 1 if anything is damaged."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -104,11 +104,11 @@ def _advance(progress: Progress, task: TaskID, _: str, nbytes: int) -> None:
 @app.command("prune")
 def prune(
     folder: Annotated[str, _FOLDER],
-    keep: Annotated[int, typer.Option(min=1, help="So many of the newest stay.")],
-    keep_every: Annotated[int, typer.Option(min=0, help="Also those whose step divides by this.")] = 0,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    keep: Annotated[int, typer.Option(min=1, help="Number of the newest to keep.")],
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep those whose step is a multiple of this.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove old checkpoints. Those that stay are verified first: a damaged one does not count as kept."""
+    """Remove old checkpoints. Those that are kept are verified first; a damaged one does not count."""
     from shoal.checkpoint import directory
     from shoal.checkpoint.commit import Retention, discard, prunable
     from shoal.checkpoint.lock import FolderLock

@@ -45,10 +45,10 @@ class Dtype(StrEnum):
 
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's folder or file.")],
-    target: Annotated[str, typer.Argument(help="The folder or file to make; it must not be there.")],
+    target: Annotated[str, typer.Argument(help="The folder or file to make; it must not exist.")],
     to: Annotated[Target, typer.Option(help="What to make; fp32 is what DeepSpeed's zero_to_fp32 writes.")],
-    from_: Annotated[Origin | None, typer.Option("--from", help="What SOURCE is; found out where left out.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint of the folder; the newest where left out.")] = None,
+    from_: Annotated[Origin | None, typer.Option("--from", help="The format of SOURCE; default: detected.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint of the folder; default: the newest.")] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the weights that are written. [the model's own; fp32: float32]")
     ] = None,
@@ -83,7 +83,7 @@ def _convert(
     dtype: Dtype | None,
     max_file_gb: float,
 ) -> list[str]:
-    """Returns: what was found and could not be kept, a sentence each."""
+    """Returns: what was found and is not kept, a sentence each."""
     from shoal.checkpoint.formats import Format, detect, open_source, unread_weights
     from shoal.checkpoint.formats.target import check_free
     from shoal.checkpoint.manifest import MODEL

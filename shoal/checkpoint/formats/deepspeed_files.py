@@ -1,4 +1,4 @@
-"""Which files make up a DeepSpeed checkpoint, and what in it is not read yet.
+"""Which files a DeepSpeed checkpoint consists of, and which kinds of checkpoints are not read yet.
 
     FOLDER/latest                                                       the tag, as text
     FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
@@ -40,11 +40,11 @@ _NOT_BUILT = {
 }
 _MAX_TAG_BYTES = 4096
 _CHUNK = 1 << 20
-_ALLOWING = threading.Lock()  # what torch allows, it allows in all threads, and takes back as it was before
+_ALLOWING = threading.Lock()  # safe_globals() changes a list that all threads share
 
 
 class PickledRecord:
-    """What was an object of a class of DeepSpeed's: its attributes, as ``values``. It can do nothing."""
+    """The attributes of an object of a DeepSpeed class, as ``values``, without its methods."""
 
     __slots__ = ("values",)
 

@@ -1,12 +1,11 @@
-"""Reads a pickle as data: what it would have made is written down, and nothing is made, imported or called.
+"""Reads a pickle as data: records which objects it describes, and creates, imports and calls none of them.
 
 A pickle is a program for a small stack machine. This one knows only the instructions that build text, numbers and
 containers; where a program names a class, the name is kept, if it is one of those that the caller expects:
 
     Metadata(version="1.0.0")  ->  Built("torch.distributed.checkpoint.metadata.Metadata", (), {"version": "1.0.0"})
 
-So a hostile program can at most be refused. Its memory is bounded by its length: no instruction takes more than it
-brings.
+So a hostile pickle cannot run code. Memory is bounded by its length: no instruction allocates more than it contains.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Symbol:
 
 @dataclass(eq=False)
 class Built:
-    """An object that was not made: its class's name, what it would have been called with, and its state."""
+    """The description of an object: its class's name, the arguments of the call, and its state."""
 
     name: str
     arguments: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Where a conversion writes: a new folder or file that is there at the end, whole, or not at all.
+"""Where a conversion writes: a new folder or file, which appears when it is complete.
 
 On a file system it is written under another name and renamed; an object store has no rename, so there what a failed
 conversion wrote is removed again.

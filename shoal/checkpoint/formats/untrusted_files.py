@@ -1,6 +1,6 @@
-"""Opens files of a folder that somebody else made, by names that somebody else wrote.
+"""Opens files of a folder that another program wrote, by names that are not trusted.
 
-A name is a plain one and stays in the folder, and what it names is a file, not a link. One kind of link is allowed:
+A name is that of a plain file in the folder, not of a link. One kind of link is allowed:
 the Hugging Face cache keeps a model as
 
     models--org--name/blobs/5f3c...                                    the bytes

@@ -124,7 +124,7 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
 
 def _is_gathered(parameter: torch.Tensor) -> bool:
     owner = OWNERS.get(parameter)
-    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) == "gathered"
+    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) != "sharded"
 
 
 # names

@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import Segment
+from shoal.memory.layout import Segment, Slot
 from shoal.zero.bucket_state import BucketState
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.zero.runtime import ShardedModel
@@ -166,11 +166,8 @@ class EngineParameters(ParameterOwner):
                 do="pass a parameter of engine.module that is in an optimizer group.",
                 code="access-unknown",
             ) from None
-        bucket = state.bucket
-        for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
-            if segment.slot == slot:
-                return state, slot, segment
-        return state, slot, None
+        owned = state.bucket.layout.segments_in(state.bucket.begin, state.bucket.end)
+        return state, slot, next((segment for segment in owned if segment.slot == slot), None)
 
     def _full(self, state: BucketState, slot: int, segment: Segment | None, owned: torch.Tensor | None) -> torch.Tensor:
         """Put the ranks' parts of one parameter together. ``owned``: this rank's part, fp32, or None."""
@@ -209,15 +206,10 @@ class EngineParameters(ParameterOwner):
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
         state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        _check_shape(value, state.bucket.layout.slots[slot])
         state.bucket.comm.drain()
         if segment:
-            part = self._part(state, segment, value)
-            with state.at_hand():
-                state.master[segment.start : segment.stop].copy_(part)
-            if state.has_own_master:
-                with state.bucket.shard_at_hand():
-                    state.owned_parameters[segment.start : segment.stop].copy_(part)
+            self._write_parameter(state, segment, self._part(state, segment, value))
         if not state.bucket.is_sharded:
             state.bucket.views[slot].copy_(value)
 
@@ -225,15 +217,17 @@ class EngineParameters(ParameterOwner):
     def set_local_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set this rank's part. Called on every rank; replicas of the parameter follow after the next step."""
         state, _, segment = self._find(parameter)
-        if segment is None:
-            return
-        _check_numel(value, segment)
-        state.bucket.comm.drain()
+        if segment is not None:
+            _check_numel(value, segment)
+            state.bucket.comm.drain()
+            self._write_parameter(state, segment, value.reshape(-1))
+
+    def _write_parameter(self, state: BucketState, segment: Segment, part: torch.Tensor) -> None:
         with state.at_hand():
-            state.master[segment.start : segment.stop].copy_(value.reshape(-1))
+            state.master[segment.start : segment.stop].copy_(part)
         if state.has_own_master:
             with state.bucket.shard_at_hand():
-                state.owned_parameters[segment.start : segment.stop].copy_(value.reshape(-1))
+                state.owned_parameters[segment.start : segment.stop].copy_(part)
 
     # gradients
 
@@ -275,12 +269,8 @@ class EngineParameters(ParameterOwner):
     @torch.no_grad()
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient. Called with the same value on every rank, after backward at the boundary."""
-        state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
-        if not self._has_gradient(state):
-            raise UsageError(
-                "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
-            )
+        state, slot, segment = self._find_gradient(parameter)
+        _check_shape(value, state.bucket.layout.slots[slot])
         if segment:
             state.gradient.write(slot, segment, self._part(state, segment, value / self._unscale()))
         state.gradient.touched[slot] = 1
@@ -291,16 +281,19 @@ class EngineParameters(ParameterOwner):
 
         Raises: UsageError: there is no gradient, or another number of elements than this rank owns.
         """
-        state, slot, segment = self._find(parameter)
-        if not self._has_gradient(state):
+        state, slot, segment = self._find_gradient(parameter)
+        if segment is not None:
+            _check_numel(value, segment)
+            state.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
+            state.gradient.touched[slot] = 1
+
+    def _find_gradient(self, parameter: nn.Parameter) -> tuple[BucketState, int, Segment | None]:
+        found = self._find(parameter)
+        if not self._has_gradient(found[0]):
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
-        if segment is None:
-            return
-        _check_numel(value, segment)
-        state.gradient.write(slot, segment, value.reshape(-1) / self._unscale())
-        state.gradient.touched[slot] = 1
+        return found
 
     # optimizer state
 
@@ -356,7 +349,7 @@ class EngineParameters(ParameterOwner):
             self.set_full_parameter(parameter, value)
             return
         state, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), state.bucket.layout.slots[slot].shape, state.bucket.layout.slots[slot].name)
+        _check_shape(value, state.bucket.layout.slots[slot])
         if segment:
             self._write_state(state, slot, key, self._part(state, segment, value))
 
@@ -380,10 +373,10 @@ class EngineParameters(ParameterOwner):
                 done += numel
 
 
-def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
-    if got != tuple(expected):
+def _check_shape(value: torch.Tensor, slot: Slot) -> None:
+    if tuple(value.shape) != tuple(slot.shape):
         raise UsageError(
-            f"the value for {name!r} has shape {got}, expected {tuple(expected)}.",
+            f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}.",
             do="pass the whole tensor; the local forms take this rank's part.",
             code="access-shape",
         )

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,12 @@ def page() -> str:
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:
         parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)
-    access = importlib.import_module("shoal.zero.engine_parameters").EngineParameters
+    parameters = importlib.import_module("shoal.zero.engine_parameters").EngineParameters
+    owner = importlib.import_module("shoal.zero.parameter_owner").ParameterOwner
     parts += [
         "### What the safe accessors do\n",
         "Each finds its parameter's engine and calls one of these methods.\n",
-        *(line for line in methods(access)),
+        *methods(parameters, without={"knows", "engine", *vars(owner)}),
     ]
     ledger = importlib.import_module("shoal.observe.ledger")
     parts += ["## The ledger\n", "What `engine.memory_report()` returns.\n"]
@@ -240,14 +241,14 @@ def table(cls: Any, described: dict[str, str], inside: set[str]) -> list[str]:
     return ["| attribute | |\n| --- | --- |", *(f"| `{name}` | {text} |" for name, text in described.items()), ""]
 
 
-def methods(cls: type) -> Iterator[str]:
+def methods(cls: type, without: Collection[str] = ()) -> Iterator[str]:
     """Every public method and property, in the order of the source; then those of the classes that it is made of."""
     made_of = [base for base in cls.__mro__ if base.__module__.startswith("shoal.")]
     members: dict[str, Any] = {}
     for base in made_of:
         members = {**members, **{name: member for name, member in vars(base).items() if name not in members}}
     for name, member in members.items():
-        if name.startswith("_") or name == "knows":
+        if name.startswith("_") or name in without:
             continue
         if isinstance(member, property):
             node = definition(member.fget)

@@ -286,7 +286,7 @@ class Load:
                 with group.resident(), bucket.resident_shard(is_overwritten=True):
                     owned_range(bucket).copy_(group.main)
             if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
-                works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))
+                works.append(bucket.update_replicas())
         for work in works:
             work.wait()
 

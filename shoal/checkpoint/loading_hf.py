@@ -20,7 +20,7 @@ from torch import nn
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.errors import CheckpointError, UsageError
 from shoal.zero.engine_parameters import EngineParameters
-from shoal.zero.init import Init
+from shoal.zero.init import Init, suspended
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.sharded_at_init import ShardedAtInit
 
@@ -58,10 +58,11 @@ def load_hf(
     Raises: CheckpointError: the folder cannot be read, or differs from the model: every difference is listed, and the
         model is as it was. UsageError: a model on the meta device, or ``dtype`` for one that an engine holds.
     Communicates: nothing; every rank calls it and reads the same folder, so all find the same differences. Building
-        from a configuration communicates as ``shoal.zero.Init`` does.
+        from a configuration communicates as ``shoal.zero.Init`` does; inside an open context of it, parameters that
+        code has accessed are broadcast first.
     Memory: the largest range that this rank reads, once in the file's dtype.
     """
-    with SafetensorsWeights(folder) as weights:
+    with suspended(), SafetensorsWeights(folder) as weights:
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
@@ -123,7 +124,7 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
 
 def _is_gathered(parameter: torch.Tensor) -> bool:
     owner = OWNERS.get(parameter)
-    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) == "gathered"
+    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) != "sharded"
 
 
 # names

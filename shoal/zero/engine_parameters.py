@@ -360,10 +360,10 @@ class EngineParameters(ParameterOwner):
                 done += numel
 
 
-def _check_shape(got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
-    if got != tuple(expected):
+def _check_shape(value: torch.Tensor, slot: Slot) -> None:
+    if tuple(value.shape) != tuple(slot.shape):
         raise UsageError(
-            f"the value for {name!r} has shape {got}, expected {tuple(expected)}.",
+            f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}.",
             do="pass the whole tensor; the local forms take this rank's part.",
             code="access-shape",
         )

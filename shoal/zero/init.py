@@ -1,9 +1,8 @@
 """``zero.Init``: a model that fits no single rank is built sharded, module by module.
 
-Inside the context each parameter is made, initialised, and cut down to this rank's range when the constructor of its
-module returns, so peak memory is the shards and one module. Code that touches a parameter later in a constructor
-(``nn.init.normal_(self.head.weight)``, ``self.apply(init)``) finds it whole again: it is gathered at the first touch,
-and rank 0's value is kept.
+Inside the context each parameter is created and initialised, and is sharded when the constructor of its module
+returns, so peak memory is the shards and one module. If code accesses a parameter later in a constructor
+(``nn.init.normal_(self.head.weight)``, ``self.apply(init)``), the access gathers it, and rank 0's value is kept.
 
 On CPU ranks, large tensors are mapped separately from then on (``shoal.host_heap``), so that resident memory is what
 live tensors need.
@@ -128,13 +127,13 @@ class Init:
                 self._sharded.release_accessed()
 
     def suspend(self) -> None:
-        """Shard what is whole, and do nothing until ``resume``."""
+        """Shard what code has accessed, and do nothing until ``resume``."""
         self._sharded.release_accessed()
         if self._mode is not None:
             self._mode.is_on = False
 
     def resume(self) -> None:
-        """Go on after ``suspend``."""
+        """Continue after ``suspend``."""
         if self._mode is not None:
             self._mode.is_on = True
 
@@ -159,8 +158,8 @@ class Init:
 
 
 class _ConstructorPatch:
-    """Wraps the constructor of every module class while some context is open, in any thread, and unwraps it after
-    the last.
+    """Wraps the constructor of every module class while a context is open in any thread; unwraps it when the last one
+    is closed.
     """
 
     def __init__(self) -> None:
@@ -189,7 +188,7 @@ class _ConstructorPatch:
         with self._lock:
             self._open -= 1
             if self._open == 0:
-                # The patch, taken off: mypy lets nobody assign a method.
+                # Undoes the patch; mypy does not allow assigning to a method.
                 for cls, original in self._originals.items():
                     cls.__init__ = original  # type: ignore[method-assign]
                 self._originals.clear()
@@ -226,11 +225,11 @@ class _ConstructorPatch:
             super(nn.Module, cls).__init_subclass__(**kwargs)
             patch._wrap(cls)
 
-        # It takes any keyword arguments; object's, which stood here, takes none.
+        # It takes any keyword arguments; object's, which it replaces, takes none.
         nn.Module.__init_subclass__ = classmethod(defined)  # type: ignore[assignment]
 
     def _wrap_to_empty(self) -> None:
-        """``torch.nn.utils.skip_init`` builds a module on the meta device, and gives it memory afterwards."""
+        """``torch.nn.utils.skip_init`` builds a module on the meta device, and allocates its memory afterwards."""
         original, stack = nn.Module.to_empty, self._stack
         self._to_empty = original
 
@@ -243,7 +242,7 @@ class _ConstructorPatch:
                     active[-1]._shard(part)
             return made
 
-        # The patch itself, which takes any arguments and passes them on.
+        # The patch; it takes any arguments and passes them on.
         nn.Module.to_empty = to_empty  # type: ignore[method-assign, assignment]
 
     def _wrap(self, cls: type[nn.Module]) -> None:
@@ -261,7 +260,7 @@ class _ConstructorPatch:
                 active[-1].construct(module, lambda: original(module, *args, **kwargs))
 
         self._originals[cls] = original
-        # The patch itself, which takes any arguments and passes them on.
+        # The patch; it takes any arguments and passes them on.
         cls.__init__ = construct  # type: ignore[method-assign, assignment]
 
 
@@ -269,8 +268,8 @@ _PATCH = _ConstructorPatch()
 
 
 def suspended() -> AbstractContextManager[None]:
-    """Inside, the contexts that are open in this thread do nothing: for code that is not the model's own.
+    """Inside the block, the open contexts of this thread do nothing. For code that is not part of the model.
 
-    Communicates: a broadcast of each parameter that code has touched.
+    Communicates: a broadcast of each parameter that code has accessed.
     """
     return _PATCH.suspended()

@@ -1,6 +1,6 @@
-"""Brings parameters into being as their unit is built.
+"""Gives each parameter its value when its unit is built.
 
-They come from ordinary tensors, from the meta device, or from the shards that ``zero.Init`` made.
+The value comes from an ordinary tensor, from an initialiser (meta device), or from the shards that ``zero.Init`` made.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Materializer:
-    """Gives each parameter its value when it is asked for.
+    """Copies each parameter's value to its bucket.
 
-    Modules on the meta device are made and initialised in module order, so that the random numbers fall as if the
-    model had been built directly.
+    Modules on the meta device are allocated and initialised in module order, so that each gets the same random numbers
+    as if the model had been built directly.
 
     Args:
-        is_sharded: no rank has room for the whole model.
+        is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, comm: Communicator, *, is_sharded: bool) -> None:
@@ -55,15 +55,15 @@ class Materializer:
             self._position[name] = owner[id(parameter)]
 
     def module_positions(self) -> dict[str, int]:
-        """For each parameter the position of its module: units are filled in the order of their last one."""
+        """The position of each parameter's module. Units are filled in the order of their last module."""
         return self._position
 
     def copy_value(self, name: str, parameter: nn.Parameter, target: torch.Tensor) -> bool:
-        """Write the parameter's value into ``target``.
+        """Copy the parameter's value to ``target``.
 
-        Returns: have all ranks written the same?
+        Returns: is it the same on all ranks?
         Raises: ModelError: it is on the meta device and its module cannot initialise itself.
-        Communicates: for a parameter that is sharded already (``zero.Init``), one all_gather of it.
+        Communicates: all_gathers of a parameter that ``zero.Init`` has sharded.
         """
         if parameter.is_meta:
             self.sharded_at_init.add(id(parameter))
@@ -86,16 +86,15 @@ class Materializer:
             self._next += 1
 
     def _materialize_with_initialisers(self) -> None:
-        """Initialise a model in which some module has ``_init_weights``, as Hugging Face does: every module by
-        itself, then, children first, by the nearest module around it that has one.
+        """Initialise a model of which a module has ``_init_weights``, as Hugging Face does.
 
-        An initialiser may set parameters of the modules below (a residual projection by depth, say), so what has been
-        made stays within its reach to the end: where no rank has room for the model, as shards, which are made whole
-        when they are touched.
+        Each module runs its own ``reset_parameters``. Then, children first, the nearest module around it that has
+        ``_init_weights`` initialises it. That may set parameters of modules further below (a residual projection, by
+        depth), so all parameters stay available until the end: at stage 3 as shards, which an access gathers.
 
-        Communicates: then a broadcast of each parameter as it is made, and an all_gather and a broadcast of what an
-            initialiser touches.
-        Memory: the whole model; or its shards and the parameters of one module, or of one initialiser.
+        Communicates: at stage 3, a broadcast of each parameter after it was allocated, and an all_gather and a
+            broadcast of each parameter that an initialiser accesses.
+        Memory: the whole model; at stage 3, the shards and the parameters of one module, or of one initialiser.
         """
         came_as_meta = {id(parameter) for parameter in self._model.parameters() if parameter.is_meta}
         unfilled: dict[int, tuple[str, nn.Module, str, int]] = {}  # by id of the tensor
@@ -139,9 +138,9 @@ class Materializer:
             self._check_filled(name, module, {key: version})
 
     def _make(self, name: str, module: nn.Module) -> dict[str, int]:
-        """Give the module's own tensors memory, and let it initialise itself.
+        """Allocate the module's own tensors, and call its ``reset_parameters``.
 
-        Returns: the tensors that were on the meta device, each with its version before anything was written to it.
+        Returns: the tensors that were on the meta device, each with its version before the first write.
         """
         tensors = itertools.chain(module._parameters.items(), module._buffers.items())
         missing = [key for key, tensor in tensors if tensor is not None and tensor.is_meta]
@@ -150,8 +149,8 @@ class Materializer:
         for key in missing:
             parameter = module._parameters.get(key)
             if parameter is not None:
-                # The same Parameter object goes on, so that optimizer groups and tied modules still hold it. Tensors
-                # of the meta device refuse `.data = ...`.
+                # Keep the Parameter object, since optimizer groups and tied modules hold it. Tensors of the meta device
+                # refuse `.data = ...`.
                 made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
             else:
@@ -160,7 +159,7 @@ class Materializer:
         for key in missing:
             tensor = _tensor_of(module, key)
             if tensor.is_floating_point():
-                tensor.detach().fill_(float("nan"))  # to find what nobody fills
+                tensor.detach().fill_(float("nan"))  # to find tensors that stay unfilled
             before[key] = tensor._version
         initialise = getattr(module, "reset_parameters", None)
         if initialise is not None:
@@ -181,7 +180,7 @@ class Materializer:
             )
 
     def finish(self, formats: Mapping[str, torch.dtype]) -> None:
-        """Materialize what no parameter asked for, move buffers to the device, cast and broadcast them.
+        """Materialize the remaining modules; move buffers to the device, cast and broadcast them.
 
         Args:
             formats: of the buffers that are cast, by full name.
@@ -209,7 +208,7 @@ def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:
 
 
 def _is_unfilled(tensor: torch.Tensor, version: int) -> bool:
-    """Did nothing write to the tensor since ``version``? Writes through ``.data`` leave the version as it was."""
+    """Has nothing written to the tensor since ``version``? Writes through ``.data`` do not change the version."""
     if tensor._version != version or not tensor.numel():
         return False
     return not tensor.is_floating_point() or bool(tensor.detach().isnan().any())

@@ -296,6 +296,24 @@ def test_what_cannot_be_filled_is_said(tmp_path: Path) -> None:
     run_ranks(2, job)
 
 
+def test_what_is_loaded_inside_an_open_context_replaces_what_code_has_set_there(tmp_path: Path) -> None:
+    source = make(Plain, seed=7)
+    write(tmp_path / "m", weights_of(source))
+
+    def job() -> dict[str, torch.Tensor]:
+        with zero.Init():
+            model = Plain()
+            nn.init.zeros_(model.norm.weight)
+            load_hf(model, tmp_path / "m")
+        with zero.GatheredParameters(model.norm.weight):
+            with pytest.raises(UsageError, match="inside GatheredParameters"):
+                load_hf(model, tmp_path / "m")
+        return whole(model)
+
+    for found in run_ranks(2, job):
+        assert are_bit_equal(found, tensors_of(source))
+
+
 def test_a_configuration_needs_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m", weights_of(make(Plain)))
     monkeypatch.setitem(sys.modules, "transformers", None)

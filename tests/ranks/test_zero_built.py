@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +179,25 @@ def test_parameters_under_zero_init_can_be_gathered_before_initialize() -> None:
 
     for (found,) in run_ranks(2, job):
         assert (found == 5.0).all()
+
+
+def test_parameters_that_code_has_accessed_are_freed_where_the_constructor_fails() -> None:
+    seen: list[weakref.ref[nn.Parameter]] = []
+
+    def build() -> None:
+        with zero.Init():
+            layer = nn.Linear(4, 4)
+            nn.init.ones_(layer.weight)
+            seen.append(weakref.ref(layer.weight))
+            raise ZeroDivisionError
+
+    def job() -> bool:
+        with pytest.raises(ZeroDivisionError):
+            build()
+        gc.collect()
+        return seen[0]() is None
+
+    assert run_ranks(1, job) == [True]
 
 
 class Untied(nn.Module):

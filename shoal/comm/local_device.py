@@ -51,7 +51,7 @@ def device_of(local_rank: int | None, backend: str | None, bound: torch.device |
     raise ConfigError(
         f"local rank {local_rank} has no device of its own: this machine shows {count}",
         do=f"start at most {count} ranks on a machine, or set the device of each rank with torch.cuda.set_device.",
-        code="launch-devices",
+        code="rank-device",
     )
 
 
@@ -87,7 +87,7 @@ def register_device(store: Store, rank: int, identity: str) -> None:
         f"ranks {other} and {rank} use the same device {identity} of {socket.gethostname()}",
         where=f"rank {rank}",
         do="start one rank a device, set LOCAL_RANK for each rank, or call torch.cuda.set_device before initialize.",
-        code="launch-devices",
+        code="rank-device",
     )
 
 

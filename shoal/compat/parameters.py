@@ -5,7 +5,8 @@
     parameter.all_gather(), all_gather_coalesced(), partition(), convert_to_zero_parameters()
     module.ds_external_parameters()
 
-``lend`` puts them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``take_back`` removes them.
+``lend`` puts them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``take_back`` removes them. Both do so for the
+warnings of ``shoal.compat.clipping``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
+from shoal.compat import clipping
 from shoal.errors import UsageError
 from shoal.zero.gathered import GatheredParameters
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
@@ -199,6 +201,7 @@ _METHODS: dict[str, Callable[[Any, ParameterOwner], Any]] = {
 
 def lend() -> None:
     """Put the names on torch's classes. Idempotent."""
+    clipping.lend()
     if _lent.names:
         return
     for name, read in (_READ | _METHODS).items():
@@ -209,6 +212,7 @@ def lend() -> None:
 
 def take_back() -> None:
     """Remove them."""
+    clipping.take_back()
     for cls, name in _lent.names:
         delattr(cls, name)
     _lent.names.clear()

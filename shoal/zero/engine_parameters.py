@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.errors import UsageError
 from shoal.sharding.gradient import GradientState
-from shoal.sharding.layout import Segment
+from shoal.sharding.layout import ParameterSpec, Segment
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.unit import UnitState
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
@@ -193,7 +193,7 @@ class EngineParameters(ParameterOwner):
     def set_full_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
         group, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
+        _check_shape(value, group.buffer.layout.specs[slot])
         group.buffer.comm.drain()
         if segment:
             part = self._part(group, segment, value)
@@ -259,7 +259,7 @@ class EngineParameters(ParameterOwner):
     def set_full_gradient(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replace the gradient. Called with the same value on every rank, after backward at the boundary."""
         group, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
+        _check_shape(value, group.buffer.layout.specs[slot])
         if not self._has_gradient(group):
             raise UsageError(
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
@@ -336,7 +336,7 @@ class EngineParameters(ParameterOwner):
             self.set_full_parameter(parameter, value)
             return
         group, slot, segment = self._find(parameter)
-        _check_shape(tuple(value.shape), group.buffer.layout.specs[slot].shape, group.buffer.layout.specs[slot].name)
+        _check_shape(value, group.buffer.layout.specs[slot])
         if segment:
             self._write_state(group, slot, key, self._part(group, segment, value))
 
@@ -360,7 +360,7 @@ class EngineParameters(ParameterOwner):
                 done += numel
 
 
-def _check_shape(value: torch.Tensor, slot: Slot) -> None:
+def _check_shape(value: torch.Tensor, slot: ParameterSpec) -> None:
     if tuple(value.shape) != tuple(slot.shape):
         raise UsageError(
             f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}.",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.errors import OptimizerError
+from shoal.errors import OptimizerError, UsageError
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.hook_switch import ParameterOffload
@@ -160,6 +160,8 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         # So this one object has others until `let_go`; mypy lets nobody assign a method.
         self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
+        self._user_groups = [group["params"] for group in self.optimizer.param_groups]
+        self._step_hook = self.optimizer.register_step_pre_hook(self._refuse_client_step)
         self.sharded_step = step
         self._engine_step = engine_step
         self._zero_grad = zero_grad
@@ -173,6 +175,21 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""
         for name in ("state_dict", "load_state_dict"):
             vars(self.optimizer).pop(name, None)
+        self._step_hook.remove()
+
+    def _refuse_client_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Runs before each ``step()`` of the wrapped optimizer, whose groups have other lists during the engine's step.
+
+        Raises: UsageError: the script called it. The parameters have no gradients there, so nothing would change.
+        """
+        is_own = [group["params"] is own for group, own in zip(optimizer.param_groups, self._user_groups, strict=False)]
+        if any(is_own) and all(parameter.grad is None for own in self._user_groups for parameter in own):
+            raise UsageError(
+                f"step() of the {type(optimizer).__name__} that initialize() was given updates nothing: the engine"
+                " holds the gradients and the fp32 weights.",
+                do="call engine.step(), or step() of the optimizer that initialize() returned.",
+                code="optimizer-client-step",
+            )
 
     def __eq__(self, other: object) -> bool:
         return other is self or other is self.optimizer

@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import UsageError
 from tests.ranks.models import Plain
 from tests.ranks.training import ROWS, STAGES, adamw, batch, config, make
 
@@ -118,3 +119,35 @@ def test_without_its_schedule_the_engine_leaves_the_rate_to_the_client(stage: in
         engine.destroy()
 
     run_ranks(RANKS, train)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_step_of_the_optimizer_that_was_given_says_what_to_call(stage: int, precision: str) -> None:
+    """The engine's own step, schedules made from it before and after, and the time after ``destroy`` are as before."""
+
+    def job() -> None:
+        model = make(Plain)
+        given = adamw(list(model.parameters()))
+        before = rates(given)
+        settings = config(stage, **({"bf16": {"enabled": True}} if precision == "bf16" else {}))
+        engine, returned, *_ = shoal.initialize(model=model, optimizer=given, config=settings)
+        after = rates(given)
+        for _ in range(2):
+            engine.backward(engine(*batch(0, current_world().rank, RANKS)))
+            with pytest.raises(UsageError, match=r"\[optimizer-client-step\] step\(\) of the AdamW (.|\n)*engine.step"):
+                given.step()
+            engine.step()
+            before.step()
+            after.step()
+        engine.backward(engine(*batch(0, current_world().rank, RANKS)))
+        returned.step()
+        assert engine.global_steps == 3
+        engine.destroy()
+        weight = nn.Parameter(torch.ones(2))
+        given.param_groups[0]["params"] = [weight]
+        weight.grad = torch.ones(2)
+        given.step()
+        assert (weight < 1).all()
+
+    run_ranks(RANKS, job)

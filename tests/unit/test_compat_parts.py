@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.comm.threads import run_ranks
 from shoal.compat import finder
 from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
@@ -294,6 +295,41 @@ def test_an_engine_is_made_and_known_by_its_stage_and_clipping_is_its_own() -> N
     with deepspeed.zero.unwrap_model_for_generation(model) as inner:
         assert inner is model
     deepspeed.comm.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_torchs_clipping_says_that_it_sees_no_gradients_of_an_engine(stage: int) -> None:
+    import deepspeed
+    from torch.nn.utils import clip_grad_norm_
+
+    def job() -> None:
+        model = torch.nn.Linear(4, 4)
+        config = {"train_batch_size": 2, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": stage}}
+        engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+        engine.backward(engine(torch.ones(1, 4)).sum())
+        for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+            assert clip(model.parameters(), 1.0) == 0
+        engine.step()
+        assert engine.get_global_grad_norm() > 1
+        engine.destroy()
+
+    with pytest.warns(UserWarning, match="has no effect on parameters of an engine(.|\n)*gradient_clipping") as found:
+        run_ranks(2, job)
+    assert [warning.filename for warning in found] == [__file__] * 4
+
+
+def test_torchs_clipping_is_as_ever_elsewhere_and_torchs_own_after_uninstall() -> None:
+    import deepspeed  # noqa: F401 - it puts the warnings in
+    from torch.nn.utils import clip_grad_norm_
+
+    other = torch.nn.Linear(4, 4)
+    assert clip_grad_norm_(other.parameters(), 1.0) == 0
+    other(torch.ones(1, 4)).sum().backward()
+    assert clip_grad_norm_(iter(other.parameters()), 1.0) > 1
+    torch.testing.assert_close(clip_grad_norm_(other.weight, 9.0), other.weight.grad.norm())
+    own = clip_grad_norm_.__wrapped__
+    finder.uninstall()
+    assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is own
 
 
 def test_the_cpu_has_as_many_places_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
+from shoal.checkpoint.local_shards import ParameterSpec, local_rectangles
+from shoal.checkpoint.rectangles import whole
 from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
-from shoal.memory.bucket import stand_in
+from shoal.memory.bucket import ParameterBucket, stand_in
 from shoal.zero.early import EARLY, EarlyShard
 from shoal.zero.init import Init
 from shoal.zero.registry import OWNERS, Owner
@@ -34,6 +36,15 @@ class _Home:
 
     names: tuple[str, ...]
     tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global one, where the parameter is a part of a larger tensor."""
+        owner = OWNERS.get(self.tensor)
+        if owner is None:
+            return tuple(self.tensor.shape)
+        bucket, index = _bucket_of(self.tensor, owner)
+        return ParameterSpec.of(bucket.layout.slots[index]).global_shape
 
 
 def load_hf(
@@ -152,7 +163,7 @@ def _matched(
             missing.append(home.names[0])
             continue
         found[home.names] = present[0]
-        theirs, ours = weights.tensors[present[0]].shape, tuple(home.tensor.shape)
+        theirs, ours = weights.tensors[present[0]].shape, home.shape
         if theirs != ours:
             shapes.append(f"{home.names[0]} is {list(theirs)} in the folder and {list(ours)} in the model")
     unexpected = [name for name in weights.tensors if name not in used]
@@ -229,31 +240,49 @@ def _fill_shard(
 
 def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: SafetensorsWeights, name: str) -> None:
     assert isinstance(parameter, nn.Parameter)
+    bucket, index = _bucket_of(parameter, owner)
+    slot = bucket.layout.slots[index]
+    spec = ParameterSpec.of(slot)
+    is_trained = owner.access.knows(parameter)
+    if not bucket.is_sharded:
+        value = read_local(weights, name, spec, 0, slot.numel).view(slot.shape)
+        if is_trained:
+            owner.access.set_full_parameter(parameter, value)
+        else:
+            bucket.comm.drain()
+            bucket.views[index].copy_(value)
+        return
+    low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
+    if low < high:
+        value = read_local(weights, name, spec, low - slot.offset, high - slot.offset)
+        if is_trained:
+            owner.access.set_local_parameter(parameter, value)
+        else:
+            bucket.comm.drain()
+            with bucket.shard_at_hand():
+                bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
+
+
+def _bucket_of(parameter: torch.Tensor, owner: Owner) -> tuple[ParameterBucket, int]:
+    """The bucket that holds a parameter, and the parameter's index in it."""
     unit = owner.sharded.unit_of[id(parameter)]
-    for bucket in unit.buckets:
-        for index, held in enumerate(bucket.parameters):
-            if held is not parameter:
-                continue
-            slot = bucket.layout.slots[index]
-            is_trained = owner.access.knows(parameter)
-            if not bucket.is_sharded:
-                value = weights.read(name)
-                if is_trained:
-                    owner.access.set_full_parameter(parameter, value)
-                else:
-                    bucket.comm.drain()
-                    bucket.views[index].copy_(value)
-                return
-            low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-            if low < high:
-                value = weights.read_range(name, low - slot.offset, high - slot.offset)
-                if is_trained:
-                    owner.access.set_local_parameter(parameter, value)
-                else:
-                    bucket.comm.drain()
-                    with bucket.shard_at_hand():
-                        bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
-            return
+    return next(
+        (bucket, index)
+        for bucket in unit.buckets
+        for index, member in enumerate(bucket.parameters)
+        if member is parameter
+    )
+
+
+def read_local(weights: SafetensorsWeights, name: str, spec: ParameterSpec, begin: int, end: int) -> torch.Tensor:
+    """Elements ``[begin, end)`` of the flattened local part of a tensor, 1-D. Only their bytes are read."""
+    runs: list[tuple[int, int]] = []
+    for _, rectangle in local_rectangles(spec, begin, end):
+        for at, numel in whole(spec.global_shape).runs_of(rectangle):
+            first = runs.pop()[0] if runs and runs[-1][1] == at else at
+            runs.append((first, at + numel))
+    values = [weights.read_range(name, *run) for run in runs or [(0, 0)]]
+    return values[0] if len(values) == 1 else torch.cat(values)
 
 
 # building

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 
 _own = clip_grad.clip_grad_norm_
 
@@ -25,8 +25,8 @@ def _clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
     if all(parameter.grad is None for parameter in given) and any(OWNERS.get(p) is not None for p in given):
         warnings.warn(
             "clip_grad_norm_() has no effect on parameters of an engine: the engine holds their gradients and clips"
-            " them in step(). Set gradient_clipping in the config; engine.get_global_grad_norm() returns the norm after a"
-            " step.",
+            " them in step(). Set gradient_clipping in the config; engine.get_global_grad_norm() returns the norm"
+            " after a step.",
             stacklevel=2,
         )
     return _own(given, *args, **kwargs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,18 +173,12 @@ def read_partitioned(
     base = [entry(state, "base_optimizer_state", file) for state, file in zip(states, files, strict=True)]
     weights = [entry(state, "single_partition_of_fp32_groups", file) for state, file in zip(states, files, strict=True)]
     paddings = [state.get("group_paddings", [0] * len(shapes)) for state in states]
-    _check_counts(weights, len(shapes), files)
-    trained = FlatState([], files)
-    scalars: list[dict[str, Any]] = []
-    for rank, flats in enumerate(weights):
-        trained.flats.append([])
-        for index, flat in enumerate(flats):
-            state = _state_of(base[rank], index, files[rank])
-            numels = (flat.numel(), flat.numel() + int(paddings[rank][index]))
-            tensors, numbers = sort_state(state, numels, trained.notes)
-            trained.flats[rank].append({MODEL: flat.detach(), **tensors})
-            if rank == 0:
-                scalars.append(numbers)
+
+    def numels(rank: int, index: int) -> tuple[int, ...]:
+        numel = weights[rank][index].numel()
+        return numel, numel + int(paddings[rank][index])
+
+    trained, scalars = _collected(weights, base, len(shapes), numels, files)
     trained.groups, steps = hyperparameters(base[0], len(shapes), trained.notes)
     gaps = states[0].get("param_alignment_paddings")
     for group, members in enumerate(shapes):
@@ -213,19 +207,14 @@ def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence
     """
     weights = [entry(state, "fp32_flat_groups", file) for state, file in zip(states, files, strict=True)]
     base = [entry(state, "optimizer_state_dict", file) for state, file in zip(states, files, strict=True)]
-    _check_counts(weights, len(shapes), files)
-    trained = FlatState([], files)
-    scalars: list[dict[str, Any]] = []
-    for rank, flats in enumerate(weights):
-        trained.flats.append([])
-        for index, flat in enumerate(flats):
-            needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes[index].values())
-            if flat.numel() != needed:
-                raise damaged(f"flat group {index} has {flat.numel()} elements, expected {needed}", files[rank])
-            tensors, numbers = sort_state(_state_of(base[rank], index, files[rank]), (needed,), trained.notes)
-            trained.flats[rank].append({MODEL: flat.detach(), **tensors})
-            if rank == 0:
-                scalars.append(numbers)
+
+    def numels(rank: int, index: int) -> tuple[int, ...]:
+        needed = sum(-(-math.prod(shape) // len(states)) for shape in shapes[index].values())
+        if (found := weights[rank][index].numel()) != needed:
+            raise damaged(f"flat group {index} has {found} elements, expected {needed}", files[rank])
+        return (needed,)
+
+    trained, scalars = _collected(weights, base, len(shapes), numels, files)
     of_flat = {
         int(index): group
         for group, settings in enumerate(entry(base[0], "param_groups", files[0]))
@@ -240,6 +229,31 @@ def read_spread(states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence
             trained.add(name, tuple(shape), group, spread, {**steps[group], **scalars[index]})
             start += spread.numel_per_rank
     return trained
+
+
+def _collected(
+    weights: list[Any], base: list[Any], expected: int, numels: Callable[[int, int], tuple[int, ...]], files: list[str]
+) -> tuple[FlatState, list[dict[str, Any]]]:
+    """The flat tensors of all ranks; and of each, from rank 0, the optimizer's entries of one number.
+
+    Args:
+        expected: number of flat tensors in a file.
+        numels: by rank and flat tensor, how many elements its optimizer state may have.
+    """
+    trained = FlatState([], files)
+    scalars: list[dict[str, Any]] = []
+    for rank, (flats, file) in enumerate(zip(weights, files, strict=True)):
+        if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
+            raise damaged("the flat weights are not a list of tensors", file)
+        if len(flats) != expected:
+            raise damaged(f"{len(flats)} flat groups, and the model file speaks of {expected}", file)
+        trained.flats.append([])
+        for index, flat in enumerate(flats):
+            tensors, numbers = sort_state(_state_of(base[rank], index, file), numels(rank, index), trained.notes)
+            trained.flats[rank].append({MODEL: flat.detach(), **tensors})
+            if rank == 0:
+                scalars.append(numbers)
+    return trained, scalars
 
 
 def sort_state(
@@ -313,14 +327,6 @@ def _as_counted(step: Any) -> torch.Tensor:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _check_counts(weights: list[Any], expected: int, files: list[str]) -> None:
-    for flats, file in zip(weights, files, strict=True):
-        if not isinstance(flats, list) or not all(isinstance(flat, torch.Tensor) for flat in flats):
-            raise damaged("the flat weights are not a list of tensors", file)
-        if len(flats) != expected:
-            raise damaged(f"{len(flats)} flat groups, and the model file speaks of {expected}", file)
 
 
 def _state_of(base: Any, index: int, file: str) -> Mapping[str, Any]:

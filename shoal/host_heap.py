@@ -46,9 +46,15 @@ class HostHeap:
 
     @classmethod
     def begin(cls) -> HostHeap | None:
-        """Allocations that outlive a step begin. None: the C library is not glibc, so nothing can be set."""
-        if not map_large_blocks():
+        """Map each large block separately until the next step has ended, of whichever engine.
+
+        Returns: None where the C library is not glibc.
+        """
+        library = _library()
+        if library is None:
             return None
+        library.mallopt(_M_MMAP_MAX, _MAPS)
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
         HostHeap.is_kept = False
         return cls()
 
@@ -65,21 +71,8 @@ class HostHeap:
 
     def give_back(self) -> None:
         """Return whole unused pages to the kernel."""
-        trim()
+        _library().malloc_trim(0)
         self._resident = 0
-
-
-def map_large_blocks() -> bool:
-    """Map each large block separately from now on, so that its memory returns to the kernel when it is freed.
-
-    Returns: could it be set? (Only with glibc.)
-    """
-    library = _library()
-    if library is None:
-        return False
-    library.mallopt(_M_MMAP_MAX, _MAPS)
-    library.mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
-    return True
 
 
 def keep_freed() -> None:
@@ -89,11 +82,6 @@ def keep_freed() -> None:
     if not library.mallopt(_M_MMAP_THRESHOLD, _MOST):
         library.mallopt(_M_MMAP_MAX, 0)
     library.mallopt(_M_TRIM_THRESHOLD, _MOST)
-
-
-def trim() -> None:
-    """Return whole unused pages of the heap to the kernel."""
-    _library().malloc_trim(0)
 
 
 @cache

@@ -23,7 +23,7 @@ from torch import nn
 from shoal.comm.world import current_world
 from shoal.config import load
 from shoal.errors import NotBuiltError, UsageError
-from shoal.host_heap import map_large_blocks
+from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set
 from shoal.mesh import Mesh
 from shoal.zero.parameter_access import ParameterAccessMode
@@ -100,7 +100,7 @@ class Init:
     def _prepare(self) -> None:
         world, settings = current_world(), self._settings
         if world.device.type == "cpu" and not heap_is_set():
-            map_large_blocks()
+            HostHeap.begin()
         self._sharded = ShardedAtInit(
             ChunkedTransfer(world.communicator("dp", Mesh.of(world.size)), world.device),
             self._dtype,

@@ -75,6 +75,24 @@ def test_the_heap_goes_back_where_the_process_has_grown_by_a_quarter(monkeypatch
     assert given == [0, 0, 1, 0, 0, 1]
 
 
+def test_zero_init_maps_large_blocks_until_the_next_step_of_any_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+    engine = shoal.initialize(model=torch.nn.Linear(2, 2), config=config)[0]
+
+    def step() -> bool:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+        return HostHeap.is_kept
+
+    kept = [HostHeap.is_kept, step()]
+    with shoal.zero.Init():
+        torch.nn.Linear(2, 2)
+    kept += [HostHeap.is_kept, step()]
+    engine.destroy()
+    assert kept == [False, True, False, True]
+
+
 def test_what_the_user_said_about_the_heap_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not heap_is_set({"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.rtld.nns=2"})
     assert heap_is_set({"GLIBC_TUNABLES": "glibc.rtld.nns=2:glibc.malloc.trim_threshold=0"})

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from benchmarks.contenders import CONTENDERS, Task
 
+ROOT = Path(__file__).resolve().parent.parent  # of the working tree
 LOUD_CORES = 0.15  # others' use of the cores, above which a sample is loud
 START_SECONDS = 900.0  # DeepSpeed compiles an operator the first time
 
@@ -81,9 +82,12 @@ class Team:
 
     Args:
         deadline: of ``time.monotonic()``, after which no answer is waited for; None: as long as is usual.
+        root: the folder that holds the ``shoal`` to measure; None: the working tree.
     """
 
-    def __init__(self, contender: str, task: Task, ranks: int, deadline: float | None = None) -> None:
+    def __init__(
+        self, contender: str, task: Task, ranks: int, deadline: float | None = None, *, root: Path | None = None
+    ) -> None:
         self.contender = contender
         self._deadline = deadline
         self.size = 1 if CONTENDERS[contender].alone else ranks
@@ -93,13 +97,13 @@ class Team:
         for rank in range(self.size):
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by close()
             process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.worker"],
+                [sys.executable, "-P", "-m", "benchmarks.worker"],  # -P: no modules from the current folder
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 bufsize=1,
-                env=_environment(rank, self.size, port, task.threads),
+                env=_environment(rank, self.size, port, task.threads, root),
                 start_new_session=True,
             )
             self._processes.append(process)
@@ -119,10 +123,10 @@ class Team:
         own = sum(answer["cpu_seconds"] for answer in answers) * (steps + 1) / steps
         return answers, max(0.0, (_busy_seconds() - busy - own) / wall)
 
-    def ledgers(self) -> list[dict[str, Any]]:
-        """Every rank's ledger (of a Shoal contender)."""
-        self._tell({"steps": 0})
-        return self._hear(60.0)
+    def ask(self, **request: Any) -> list[dict[str, Any]]:
+        """Every rank's answer to one of the requests of ``benchmarks.worker``."""
+        self._tell(request)
+        return self._hear(300.0)
 
     def close(self) -> None:
         for process in self._processes:
@@ -252,6 +256,13 @@ def available_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def reason(error: str) -> str:
+    """The line of a traceback that names the error."""
+    lines = error.strip().splitlines()
+    named = [line for line in lines if "Error" in line.split(":")[0]]
+    return (named or lines)[-1].strip()
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as text, the first a heading; the first column to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -266,7 +277,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str]:
+def _environment(rank: int, size: int, port: int, threads: int, root: Path | None = None) -> dict[str, str]:
     """The environment of one rank: its threads, the rendezvous, and the interpreter's tools (ninja) on the path."""
     return os.environ | {
         "RANK": str(rank),
@@ -280,7 +291,7 @@ def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str
         "MKL_NUM_THREADS": str(threads),
         "DS_ACCELERATOR": "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu",
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
-        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        "PYTHONPATH": os.pathsep.join(str(folder) for folder in (root, ROOT) if folder is not None),
     }
 
 

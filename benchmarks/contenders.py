@@ -41,7 +41,7 @@ class Task:
     more: dict[str, Any] = field(default_factory=dict)  # more of Shoal's configuration
     is_recomputed: bool = False  # each block runs again in the backward pass
     is_meta: bool = False  # no whole copy of the model in host memory
-    folder: str = ""  # on a disk, for what rests there
+    folder: str = ""  # on a disk, for offloaded state
     threads: int = 1
 
     @property
@@ -278,7 +278,7 @@ def shoal_offload(task: Task, rank: int, size: int, stage: int, **section: Any) 
 
 
 def deepspeed(task: Task, rank: int, size: int, stage: int) -> Step:
-    """DeepSpeed with torch's fused AdamW handed in, no clipping, all else at its defaults."""
+    """DeepSpeed with torch's fused AdamW as the client's optimizer, no clipping, all else at its defaults."""
     import deepspeed as library
 
     config = {
@@ -360,7 +360,7 @@ class EngineStep:
         return loss
 
     def host_seconds(self) -> dict[str, float]:
-        """Since it was made, where Shoal updates on the host: seconds of updates, and seconds that anybody waited."""
+        """Where Shoal updates on the host: seconds of updates and seconds waited for them, in all."""
         step = getattr(self.engine, "_optimizer_step", None)
         lane = getattr(step, "lane", None)
         if lane is None:

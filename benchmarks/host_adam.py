@@ -12,7 +12,7 @@ and left out where five quiet ones remain.
 | ``copy`` | copies 14 bytes a parameter to 14 others: the 28 that a step reads and writes, on the same threads |
 | ``deepspeed`` | casts the gradient to fp32, ``DeepSpeedCPUAdam``, casts the weights to the parameter |
 | ``whole`` | the same with torch's fused AdamW |
-| ``threads``, ``blocks``, ``plain``, ``compiled`` | ``shoal.optim.host.HostStep`` on that path |
+| ``threads``, ``blocks``, ``plain`` | ``shoal.optim.host.HostStep`` on that path |
 | ``-huge`` appended | the same on tensors of its own in pages of 2 MiB, where the system gives them |
 """
 
@@ -32,7 +32,7 @@ import torch
 
 from benchmarks.arena import machine, table
 
-CONTENDERS = ("copy", "deepspeed", "whole", "threads", "blocks", "plain", "compiled", "threads-huge", "compiled-huge")
+CONTENDERS = ("copy", "deepspeed", "whole", "threads", "blocks", "plain", "threads-huge")
 BYTES_PER_PARAMETER = 28
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 LOUD_CORES = 0.15
@@ -149,12 +149,10 @@ def shoal(path: Any, tensors: Tensors, arguments: argparse.Namespace) -> Callabl
 
     block = arguments.block * 1024 if arguments.block else BLOCK_NUMEL
     host = HostStep(path, num_threads=arguments.threads, block_numel=block)
-    taken = host.prepare("AdamW", HYPER, torch.bfloat16, torch.bfloat16)
-    assert taken == path, f"{path} is not to be had here, {taken} would be measured"
     states = {"exp_avg": tensors.first, "exp_avg_sq": tensors.second}
 
     def step() -> None:
-        host.update("AdamW", tensors.master, states, tensors.gradient, tensors.parameter, HYPER, step=5)
+        host.start("AdamW", tensors.master, states, tensors.gradient, tensors.parameter, HYPER, step=5).wait()
 
     return step
 

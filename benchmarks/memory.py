@@ -42,7 +42,7 @@ def held(stage: int, task: Task, ranks: int) -> dict[str, Any]:
     try:
         team.wait_until_ready()
         team.run(1)
-        answers = team.ledgers()
+        answers = team.ask(report="memory")
     finally:
         team.close()
     total = max(sum(answer["ledger"]["by_kind"][kind] for kind in HELD_KINDS) for answer in answers)

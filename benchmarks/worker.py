@@ -1,11 +1,20 @@
 """One rank of one contender: a process that builds its step, then waits for the word to run some steps.
 
-Spoken to in lines of JSON: requests on standard input, answers on what was standard output; everything that a library
-prints goes to standard error instead. While it waits it uses no processor time, so other contenders can be measured.
+Requests arrive on standard input, one JSON object a line; answers go to what was standard output, and everything that a
+library prints goes to standard error instead. While it waits it uses no processor time, so other contenders can be
+measured.
+
+| request | answer |
+| --- | --- |
+| ``{"steps": n}`` | seconds and losses of ``n`` steps after one warm-up step, and memory |
+| ``{"report": "memory"}`` | the ledger of a Shoal engine |
+| ``{"report": "parameters"}`` | a checksum of each full parameter of a Shoal engine |
+| ``{"save": folder, "tag": tag}``, ``{"load": folder, "tag": tag}`` | seconds of one call, of a Shoal engine |
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -42,21 +51,28 @@ def _serve(answers: Any) -> None:
         _join(job["contender"], task)
     step = contender.build(task, rank, size, **contender.options)
     loss = step()
+    ready = {
+        "loss": float(loss.detach()),
+        "imported_bytes": imported,
+        "setup_peak_bytes": _memory("VmHWM"),
+        "shoal": str(Path(sys.modules["shoal"].__path__[0]).parent) if "shoal" in sys.modules else "",
+    }
     _forget_peak()
-    answers.write(json.dumps({"ready": True, "loss": float(loss.detach()), "imported_bytes": imported}) + "\n")
+    answers.write(json.dumps(ready) + "\n")
     for line in sys.stdin:
-        num_steps = json.loads(line)["steps"]
-        if num_steps == 0:
+        request = json.loads(line)
+        if "steps" not in request:
             assert isinstance(step, EngineStep)
-            answers.write(json.dumps(_held(step.engine)) + "\n")
+            answers.write(json.dumps(_of_engine(step.engine, request)) + "\n")
             continue
-        step()  # other contenders ran since: bring code and data back into the caches
+        num_steps = request["steps"]
+        losses = [step()]  # other contenders ran since: bring code and data back into the caches
         seconds = []
         before = step.host_seconds() if isinstance(step, EngineStep) else {}
         cpu = time.process_time()
         for _ in range(num_steps):
             begin = time.perf_counter()
-            loss = step()
+            losses.append(step())
             if task.device != "cpu":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
@@ -65,7 +81,8 @@ def _serve(answers: Any) -> None:
                 {
                     "seconds": seconds,
                     "cpu_seconds": time.process_time() - cpu,
-                    "loss": float(loss.detach()),
+                    "loss": float(losses[-1].detach()),
+                    "losses": [float(loss.detach()).hex() for loss in losses],
                     "host_seconds": _since(before, step),
                     "host_peak_bytes": _memory("VmHWM"),
                     "shared_bytes": _memory("RssShmem"),
@@ -94,10 +111,33 @@ def _join(name: str, task: Any) -> None:
         dist.init_process_group("gloo" if task.device == "cpu" else "nccl")
 
 
-def _held(engine: Any) -> dict[str, Any]:
-    """What Shoal's ledger says, and how many parameters the model has."""
-    ledger = engine.memory_report()
-    return {"ledger": ledger.as_dict(), "numel": ledger.parameter_numel}
+def _of_engine(engine: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that only a Shoal engine can answer."""
+    if request.get("report") == "memory":
+        ledger = engine.memory_report()
+        return {"ledger": ledger.as_dict(), "numel": ledger.parameter_numel}
+    if request.get("report") == "parameters":
+        return {"parameters": _checksums(engine)}
+    begin = time.perf_counter()
+    if "save" in request:
+        engine.save_checkpoint(request["save"], tag=request["tag"])
+    else:
+        engine.load_checkpoint(request["load"], tag=request["tag"])
+    return {"seconds": time.perf_counter() - begin}
+
+
+def _checksums(engine: Any) -> dict[str, str]:
+    """SHA-256 of each full parameter, one parameter gathered at a time."""
+    import torch
+
+    import shoal
+
+    found = {}
+    for name, parameter in engine.module.named_parameters():
+        with shoal.zero.GatheredParameters([parameter]):
+            flat = parameter.detach().cpu().contiguous().flatten()
+            found[name] = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return found
 
 
 def _since(before: dict[str, float], step: Any) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Writes what pages say of the source: docs/reference/api.md from signatures and docstrings, tables from verdicts.
+"""Writes what pages say of the source: docs/reference/api.md from signatures and docstrings, tables of keys.
 
 python docs/make_reference.py
 """
@@ -98,7 +98,7 @@ def page() -> str:
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:
         parts += entry(f"shoal.zero.{name}", getattr(shoal.zero, name), 3)
-    access = importlib.import_module("shoal.zero.access").Access
+    access = importlib.import_module("shoal.zero.engine_parameters").EngineParameters
     parts += [
         "### What the safe accessors do\n",
         "Each finds its parameter's engine and calls one of these methods.\n",
@@ -106,21 +106,21 @@ def page() -> str:
     ]
     ledger = importlib.import_module("shoal.observe.ledger")
     parts += ["## The ledger\n", "What `engine.memory_report()` returns.\n"]
-    for thing in (ledger.Ledger, ledger.Entry):
+    for thing in (ledger.Ledger, ledger.LedgerEntry):
         parts += [*entry(thing.__name__, thing, 3), *methods(thing)]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(parts)).rstrip() + "\n"
 
 
 def deepspeed_page(text: str) -> str:
     """The page with its tables of keys made anew."""
-    from shoal.config.verdicts import PARAMS, VERDICTS
+    from shoal.config.support import PARAMS, SUPPORT
 
-    verdicts = {**VERDICTS, **{f"optimizer.params.{name}": verdict for name, verdict in PARAMS.items()}}
+    table = {**SUPPORT, **{f"optimizer.params.{name}": support for name, support in PARAMS.items()}}
     for kind in ("no effect", "refused", "not built"):
         by_reason: dict[str, list[str]] = {}
-        for path, verdict in verdicts.items():
-            if verdict.kind == kind:
-                by_reason.setdefault(verdict.reason, []).append(f"`{path}`")
+        for path, support in table.items():
+            if support.kind == kind:
+                by_reason.setdefault(support.reason, []).append(f"`{path}`")
         rows = [
             (reason, paths) if kind == "not built" else (", ".join(paths), [reason])
             for reason, paths in by_reason.items()

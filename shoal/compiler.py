@@ -1,4 +1,4 @@
-"""torch's compiler, kept out of what it must not trace, and not imported before somebody compiles.
+"""torch's compiler: what it must not trace, what it may not compile, and no import of it before something is compiled.
 
 ``torch._dynamo`` takes a second of each rank's start and 70 MB of its memory. torch imports it when an optimizer is
 made and when one steps, for the sake of compiled callers.
@@ -13,13 +13,16 @@ from types import MethodType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import nn
+
+from shoal.errors import ModelError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def is_imported() -> bool:
-    """Has anybody in this process compiled, or got ready to?"""
+    """Has this process compiled something, or imported the compiler?"""
     return "torch._dynamo" in sys.modules
 
 
@@ -69,3 +72,33 @@ def _without_break(step: Callable[..., Any]) -> Callable[..., Any]:
 def _is_torchs(kind: type[torch.optim.Optimizer], name: str) -> bool:
     """Is the method written in torch.optim, so that what is wrapped around it is known?"""
     return str(getattr(kind, name).__module__).startswith("torch.optim.")
+
+
+def refuse_cuda_graphs(model: nn.Module, stage: int, device: torch.device) -> None:
+    """Refuse modules compiled with CUDA graphs at ZeRO stage 3, where each gather may put parameters at new addresses.
+
+    A CUDA graph is recorded for fixed addresses: it would be recorded again in every step.
+
+    Raises: ModelError: a module of the model is compiled so, and ``device`` is a GPU.
+    """
+    if stage < 3 or device.type != "cuda" or not is_imported():
+        return
+    names = [name or type(module).__name__ for name, module in model.named_modules() if _has_cuda_graphs(module)]
+    if names:
+        shown = ", ".join(names[:4]) + (" ..." if len(names) > 4 else "")
+        raise ModelError(
+            f"{len(names)} modules are compiled with CUDA graphs, which need parameters at fixed addresses: {shown}.",
+            where="ZeRO stage 3, which frees parameters after use",
+            do='compile with mode="default" or "max-autotune-no-cudagraphs", or train at stage 2.',
+            code="model-cuda-graphs",
+        )
+
+
+def _has_cuda_graphs(module: nn.Module) -> bool:
+    """Was the module wrapped by ``torch.compile``, or compiled in place, with CUDA graphs?"""
+    for compiled in (module, vars(module).get("_compiled_call_impl"), vars(module).get("forward")):
+        settings = getattr(compiled, "get_compiler_config", None)
+        found = settings() if settings is not None else None
+        if found is not None and found.get("triton.cudagraphs"):
+            return True
+    return False

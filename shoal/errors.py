@@ -1,4 +1,4 @@
-"""Every error that Shoal raises on purpose: what is wrong, where, and what to do.
+"""The errors that Shoal raises: what is wrong, where, and what to do.
 
 ShoalError
 ├── ConfigError            the configuration (all problems at once)
@@ -19,14 +19,18 @@ ShoalError
 
 from __future__ import annotations
 
+from typing import Any, TypeVar, cast
+
+E = TypeVar("E", bound=BaseException)
+
 
 class ShoalError(Exception):
-    """The root of the tree.
+    """The root of the tree. Every error can be pickled and copied, so that process pools and Ray can return it.
 
     Args:
-        what: one sentence, with the values that are wrong in it.
-        where: rank, unit, key or step; empty when it is plain from ``what``.
-        do: the repair, in the imperative.
+        what: one sentence that contains the wrong values.
+        where: rank, unit, key or step; empty when ``what`` says it.
+        do: the fix, in the imperative.
         code: a stable name, an anchor in ``docs/reference/errors.md``.
     """
 
@@ -44,6 +48,20 @@ class ShoalError(Exception):
         if do:
             lines.append(f"  do: {do}")
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _, args, *state = cast(tuple[Any, ...], super().__reduce__())
+        return _restore, (type(self), args), *state
+
+
+def _restore(kind: type[E], args: tuple[Any, ...]) -> E:
+    """An error with these ``args``, without a call of its constructor, which takes others."""
+    builtin: Any = kind
+    while builtin.__module__ != "builtins":
+        builtin = builtin.__base__
+    error: E = builtin.__new__(kind)  # the one that fits the layout: an OSError's is not an Exception's
+    error.args = args
+    return error
 
 
 class ConfigError(ShoalError, ValueError):
@@ -77,7 +95,7 @@ class RankFailedError(CommError):
         super().__init__(
             f"rank {rank} failed, so this rank stops too. Its traceback:\n{remote_traceback.rstrip()}",
             where=where,
-            do=f"mend the cause on rank {rank}; this rank is only a witness.",
+            do=f"rank {rank} failed first; fix the error shown for rank {rank}.",
         )
 
 

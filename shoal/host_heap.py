@@ -1,12 +1,13 @@
-"""The C library's heap, from which host tensors come: what a step frees stays with the process, for the next step.
+"""The C library's heap, from which host tensors are allocated: when freed memory stays with the process.
 
-glibc gives large blocks back to the kernel as soon as they are freed, and the kernel clears every page again when the
-next step touches it. A step frees and takes the same blocks each time, so that is paid for nothing (mallopt(3):
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
+glibc returns large blocks to the kernel as soon as they are freed, and the kernel clears every page again when the next
+step touches it. A step allocates and frees the same blocks each time, so after the first step the process keeps them
+(mallopt(3): M_MMAP_THRESHOLD, M_TRIM_THRESHOLD).
 
-What lasts longer than a step lies outside of the heap, where it would divide the places that steps take and free. It is
-taken until the first step has ended: master weights, gradients, the optimizer's state. Until then each large block is
-mapped by itself.
+Before the first step it is the other way round. While a model is built and sharded, whole parameters are freed and
+their shards stay; from one heap, the shards would pin the pages of the freed parameters around them. Main parameters,
+gradients and optimizer state, which live longer than a step, would split the free blocks that steps reuse. Therefore
+each large block is mapped separately from the start of ``zero.Init`` or ``initialize`` until the first step has ended.
 """
 
 from __future__ import annotations
@@ -21,36 +22,33 @@ _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
 _MOST = 2**31 - 1  # mallopt takes a C int
 _LARGE_NBYTES = 128 * 1024
-_MAPS = 65536  # blocks mapped by themselves, at most: glibc's own number
+_MAPS = 65536  # separately mapped blocks, at most: glibc's default
 _GROWTH = 1.25
 
 
 def resident_nbytes() -> int:
-    """Bytes of physical memory that this process has now."""
+    """Bytes of physical memory that this process uses now."""
     with open("/proc/self/statm", encoding="ascii") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 class HostHeap:
-    """Keeps what is freed from the end of the first step on, and gives it back where it has grown by a quarter.
+    """Keeps freed memory from the end of the first step on, and trims the heap when it has grown by a quarter.
 
-    Steps that are alike fit into the places of those before, so that nothing grows. Where sizes differ from step to
-    step the free places fit worse and worse; then they are given back.
+    Equal steps reuse the same blocks, so the heap does not grow. Where sizes differ from step to step, fragmentation
+    makes it grow; then unused pages are returned to the kernel.
     """
 
-    is_kept: ClassVar[bool] = False  # the process has one heap, whoever steps
+    is_kept: ClassVar[bool] = False  # the process has one heap, whichever engine steps
 
     def __init__(self) -> None:
-        self._resident = 0  # after the first step since free pages were given back; 0: not known yet
+        self._resident = 0  # after the first step since the last trim; 0: not known yet
 
     @classmethod
     def begin(cls) -> HostHeap | None:
-        """Somebody begins to take what lasts. None: this process's C library cannot be told so (not glibc)."""
-        library = _library()
-        if library is None:
+        """Allocations that outlive a step begin. None: the C library is not glibc, so nothing can be set."""
+        if not map_large_blocks():
             return None
-        library.mallopt(_M_MMAP_MAX, _MAPS)
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
         HostHeap.is_kept = False
         return cls()
 
@@ -66,18 +64,36 @@ class HostHeap:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give the whole pages that nothing uses back to the kernel."""
-        _library().malloc_trim(0)
+        """Return whole unused pages to the kernel."""
+        trim()
         self._resident = 0
 
 
-def keep_freed() -> None:
-    """Let this process keep what it frees, large blocks too."""
+def map_large_blocks() -> bool:
+    """Map each large block separately from now on, so that its memory returns to the kernel when it is freed.
+
+    Returns: could it be set? (Only with glibc.)
+    """
     library = _library()
-    # Older ones refuse a threshold above 32 MiB: then no block at all is mapped by itself.
+    if library is None:
+        return False
+    library.mallopt(_M_MMAP_MAX, _MAPS)
+    library.mallopt(_M_MMAP_THRESHOLD, _LARGE_NBYTES)
+    return True
+
+
+def keep_freed() -> None:
+    """Keep freed memory, large blocks included, in the process from now on."""
+    library = _library()
+    # Older versions refuse a threshold above 32 MiB: then no block is mapped separately.
     if not library.mallopt(_M_MMAP_THRESHOLD, _MOST):
         library.mallopt(_M_MMAP_MAX, 0)
     library.mallopt(_M_TRIM_THRESHOLD, _MOST)
+
+
+def trim() -> None:
+    """Return whole unused pages of the heap to the kernel."""
+    _library().malloc_trim(0)
 
 
 @cache

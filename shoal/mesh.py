@@ -6,24 +6,38 @@
     dp_shard      hold different shards of parameters, gradients and optimizer state, and see other samples
     sp            see other parts of one sequence
     tp            hold different parts of one layer's weights
-    ep            hold different experts: a second factorisation of the ``dp_shard x sp`` ranks, for experts only
 
-``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours. The derived axis ``dp`` is
-``dp_replicate x dp_shard`` flattened, and ``world`` is all ranks.
+``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours. The derived axes are products or
+parts of these:
+
+    axis          made of                         the ranks along it
+    fsdp          dp_shard x sp                   shard one dense parameter
+    dp, batch     dp_replicate x dp_shard         see other samples
+    loss          dp_replicate x dp_shard x sp    average the loss
+    ep            runs of ep neighbours of fsdp   hold different experts
+    expert_dp     every ep-th rank of fsdp        shard one expert: fsdp = expert_dp x ep
+    tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
+    world         all five                        all
+
+A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
 
     >>> mesh = Mesh.of(8, pp=2, tp=2)
     >>> mesh
     Mesh(pp=2, dp_replicate=1, dp_shard=2, sp=1, tp=2, ep=1)
     >>> mesh.coordinate(5)
     Coordinate(pp=1, dp_replicate=0, dp_shard=0, sp=0, tp=1)
-    >>> mesh.ranks_along("dp", 5)
+    >>> mesh.ranks_along("batch", 5)
     (5, 7)
     >>> mesh.groups("tp")
     ((0, 1), (2, 3), (4, 5), (6, 7))
+    >>> mesh = Mesh.of(8, ep=2)
+    >>> mesh.groups("ep"), mesh.groups("expert_dp")
+    (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)))
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -31,15 +45,38 @@ from typing import Literal, NamedTuple, get_args
 
 from shoal.errors import ConfigError, NotBuiltError
 
-Axis = Literal["pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "dp", "world"]
+Axis = Literal["pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "fsdp", "dp", "batch", "loss", "expert_dp", "world"]
 
 _SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-_FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "world": _SLOWEST_FIRST}
+_PRODUCTS = {
+    "fsdp": ("dp_shard", "sp"),
+    "dp": ("dp_replicate", "dp_shard"),
+    "batch": ("dp_replicate", "dp_shard"),
+    "loss": ("dp_replicate", "dp_shard", "sp"),
+    "world": _SLOWEST_FIRST,
+}
+_TIED = "tied:"
 _NOT_BUILT = {"pp": "pipeline parallel", "sp": "sequence parallel", "tp": "tensor parallel", "ep": "expert parallel"}
 
 
+class _Extent(NamedTuple):
+    """Ranks ``0, stride, 2 * stride, ...``, ``degree`` of them, from the first rank of a group."""
+
+    stride: int
+    degree: int
+
+
+def tied_axis(pipeline_stages: Sequence[int]) -> str:
+    """The axis of the ranks that hold a weight tied over ``pipeline_stages``.
+
+    >>> tied_axis([3, 0])
+    'tied:0,3'
+    """
+    return _TIED + ",".join(str(stage) for stage in sorted(set(pipeline_stages)))
+
+
 class Coordinate(NamedTuple):
-    """Where a rank is on each axis. The coordinate on ``ep`` follows from ``dp_shard`` and ``sp``."""
+    """Where a rank is on each basic axis. :meth:`Mesh.index` gives the coordinate on a derived one."""
 
     pp: int
     dp_replicate: int
@@ -142,20 +179,12 @@ class Mesh:
         return self.dp_replicate * self.dp_shard
 
     def size(self, axis: Axis | str) -> int:
-        """How many ranks lie along ``axis`` (derived axes included)."""
-        if axis in _FLATTENED:
-            return prod(self._degree(name) for name in _FLATTENED[axis])
-        return self._degree(axis)
+        """How many ranks lie along ``axis``. Of a tied axis: the ranks of the stages that it names."""
+        return len(_offsets(self, axis))
 
     def coordinate(self, rank: int) -> Coordinate:
         """Where ``rank`` is."""
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(
-                f"rank {rank} is not on a mesh of {self.world_size} ranks",
-                where=repr(self),
-                do=f"use a rank from 0 to {self.world_size - 1}.",
-                code="mesh-rank",
-            )
+        self._check_rank(rank)
         values = []
         for axis in reversed(_SLOWEST_FIRST):
             rank, value = divmod(rank, self._degree(axis))
@@ -176,22 +205,30 @@ class Mesh:
             rank = rank * self._degree(axis) + value
         return rank
 
+    def index(self, axis: Axis | str, rank: int) -> int:
+        """The coordinate of ``rank`` on ``axis``, derived axes included: its place in :meth:`ranks_along`."""
+        self._check_rank(rank)
+        if axis.startswith(_TIED):
+            return self.ranks_along(axis, rank).index(rank)
+        index = 0
+        for stride, degree in self._extents(axis):
+            index = index * degree + rank // stride % degree
+        return index
+
     def ranks_along(self, axis: Axis | str, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` only on ``axis``, itself among them, in the order of their coordinate."""
-        at = self.coordinate(rank)
-        if axis == "ep":
-            # Expert groups cut the flattened (dp_shard, sp) ranks into runs of ep neighbours.
-            flat = at.dp_shard * self.sp + at.sp
-            first = flat // self.ep * self.ep
-            return tuple(
-                self.rank(at._replace(dp_shard=index // self.sp, sp=index % self.sp))
-                for index in range(first, first + self.ep)
-            )
-        axes = _FLATTENED.get(axis, (axis,))
-        along = [at]
-        for name in axes:
-            along = [place._replace(**{name: value}) for place in along for value in range(self._degree(name))]
-        return tuple(self.rank(place) for place in along)
+        """The ranks that differ from ``rank`` only on ``axis``, itself among them, in the order of their coordinate.
+
+        A rank whose pipeline stage is not among those of a tied axis is alone on it.
+        """
+        self._check_rank(rank)
+        offsets = _offsets(self, axis)
+        if axis.startswith(_TIED):
+            first = rank % self._stride("pp")
+            if rank - first not in offsets:
+                return (rank,)
+        else:
+            first = rank - sum(rank // stride % degree * stride for stride, degree in self._extents(axis))
+        return tuple(first + offset for offset in offsets)
 
     def groups(self, axis: Axis | str) -> tuple[tuple[int, ...], ...]:
         """All groups along ``axis``: each rank is in exactly one of them. Ordered by their first rank."""
@@ -206,6 +243,15 @@ class Mesh:
                 where=repr(self),
                 do=f"set {', '.join(wanted)} to 1; those ranks then go to dp_shard.",
                 code="not-built-axis",
+            )
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"rank {rank} is not on a mesh of {self.world_size} ranks",
+                where=repr(self),
+                do=f"use a rank from 0 to {self.world_size - 1}.",
+                code="mesh-rank",
             )
 
     def _degree(self, axis: str) -> int:
@@ -223,21 +269,65 @@ class Mesh:
             case "ep":
                 return self.ep
         raise ConfigError(
-            f"the mesh has no axis {axis!r}", do=f"use one of {', '.join(get_args(Axis))}.", code="mesh-axis"
+            f"the mesh has no axis {axis!r}",
+            do=f"use one of {', '.join(get_args(Axis))}, or tied_axis(pipeline stages).",
+            code="mesh-axis",
         )
+
+    def _stride(self, axis: str) -> int:
+        """The ranks between two neighbours on a basic axis."""
+        return prod(self._degree(name) for name in _SLOWEST_FIRST[_SLOWEST_FIRST.index(axis) + 1 :])
+
+    def _extents(self, axis: str) -> tuple[_Extent, ...]:
+        """The axis as nested runs of ranks, the slowest first. ``dp_shard`` and ``sp`` are neighbours: fsdp is one."""
+        if axis == "ep":
+            return (_Extent(self.tp, self.ep),)
+        if axis == "expert_dp":
+            return (_Extent(self.tp * self.ep, self.dp_shard * self.sp // self.ep),)
+        names = _PRODUCTS.get(axis, (axis,))
+        return tuple(_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names)
+
+    def _tied_stages(self, axis: str) -> list[int]:
+        text = axis.removeprefix(_TIED)
+        stages = [int(stage) for stage in text.split(",")] if text.replace(",", "").isdecimal() else []
+        if not stages or max(stages) >= self.pp or stages != sorted(set(stages)):
+            raise ConfigError(
+                f"the tied axis {axis!r} does not fit a mesh of {self.pp} pipeline stages",
+                where=repr(self),
+                do=f"use tied_axis(stages) with stages from 0 to {self.pp - 1}.",
+                code="mesh-axis",
+            )
+        return stages
+
+
+@lru_cache(maxsize=256)
+def _offsets(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """The group of rank 0, as offsets from its first rank (of a tied axis: from stage 0)."""
+    if axis.startswith(_TIED):
+        return tuple(stage * mesh._stride("pp") for stage in mesh._tied_stages(axis))
+    offsets = [0]
+    for stride, degree in mesh._extents(axis):
+        offsets = [offset + index * stride for offset in offsets for index in range(degree)]
+    return tuple(offsets)
 
 
 @lru_cache(maxsize=64)
 def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
-    groups: list[tuple[int, ...]] = []
-    placed = bytearray(mesh.world_size)
-    for rank in range(mesh.world_size):
-        if not placed[rank]:
-            group = mesh.ranks_along(axis, rank)
-            groups.append(group)
-            for member in group:
-                placed[member] = 1
-    return tuple(groups)
+    offsets = _offsets(mesh, axis)
+    if axis.startswith(_TIED):
+        stride = mesh._stride("pp")
+        alone: list[tuple[int, ...]] = [
+            (rank,) for rank in range(mesh.world_size) if rank // stride * stride not in offsets
+        ]
+        tied = [tuple(first + offset for offset in offsets) for first in range(stride)]
+        return tuple(sorted([*alone, *tied]))
+    # A rank is the first of its group if it is at coordinate 0 of every extent.
+    extents = mesh._extents(axis)
+    return tuple(
+        tuple(first + offset for offset in offsets)
+        for first in range(mesh.world_size)
+        if all(first // stride % degree == 0 for stride, degree in extents)
+    )
 
 
 def _product_text(degrees: dict[str, int]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from shoal.checkpoint import directory, tree
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.local_shards import LocalShard, LocalShards, ParameterSpec, names_of, owned_range
+from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from shoal.checkpoint.problems import agree, damaged, listed
 from shoal.checkpoint.reader import CheckpointReader, StateReader
@@ -24,6 +24,7 @@ from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
+from shoal.sharding.layout import ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,10 @@ class Load:
         saved |= {tensor.name: tensor.shape for tensor in manifest.tensors if tensor.kind == MODEL}
         held: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
         frozen: set[str] = set()
-        for bucket, state in self._shards.buckets():
-            for slot in bucket.layout.slots:
-                held[slot.name] = ParameterSpec.of(slot).global_shape
-                if state is None:
+        for bucket, group in self._shards.buckets():
+            for slot in bucket.layout.specs:
+                held[slot.name] = slot.global_shape
+                if group is None:
                     frozen.add(slot.name)
         missing = [name for name in held if name not in saved]
         left_out = [name for name in missing if name in frozen]
@@ -187,10 +188,10 @@ class Load:
         wide = {t.name: tree.dtype_of(t.dtype) for t in manifest.tensors if t.kind == MODEL}
         narrowed = [
             slot.name
-            for bucket, state in self._shards.buckets()
-            if state is not None
-            for slot in bucket.layout.slots
-            if slot.name in wide and wide[slot.name].itemsize > state.master.dtype.itemsize
+            for bucket, group in self._shards.buckets()
+            if group is not None
+            for slot in bucket.layout.specs
+            if slot.name in wide and wide[slot.name].itemsize > group.main.dtype.itemsize
         ]
         if narrowed:
             problems.append(
@@ -237,10 +238,10 @@ class Load:
         Communicates: where parameters are not sharded and their owned ranges are: one all_gather of each bucket.
         """
         axes = self._shards.axes
-        for comm in (axes.all, axes.inner):
+        for comm in (axes.world, axes.shard):
             comm.drain()  # peers may still read what changes now
         if self._wanted.has_optimizer and self._shards.step is not None and chosen.manifest.optimizer is not None:
-            self._make_room(chosen.manifest)
+            self._allocate_state(chosen.manifest)
         problem: Exception | None = None
         try:
             reader.run(reader.plan(self._targets(chosen, is_real=True)))
@@ -253,7 +254,7 @@ class Load:
         self._apart.clear()
         self.publish()
 
-    def _make_room(self, manifest: Manifest) -> None:
+    def _allocate_state(self, manifest: Manifest) -> None:
         step = self._shards.step
         assert step is not None
         scalars = {p.name: tree.decode(p.scalars, _no_tensor) for p in manifest.parameters}
@@ -261,30 +262,28 @@ class Load:
         for tensor in manifest.tensors:
             if tensor.kind.startswith(OPTIMIZER):
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
-        for state in self._shards.states:
-            slots = state.bucket.layout.slots
+        for group in self._shards.states:
+            slots = group.buffer.layout.specs
             dtypes = []
             for slot in slots:
                 master = manifest.find(MODEL, slot.name)
                 # State in its master weight's dtype stays so where the master weights have become wider.
                 dtypes.append(
                     {
-                        key: state.master.dtype
-                        if master is not None and dtype == master.dtype
-                        else tree.dtype_of(dtype)
+                        key: group.main.dtype if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )
-            with state.at_hand():
-                step.make_room(state, [scalars.get(slot.name, {}) for slot in slots], dtypes)
+            with group.resident():
+                step.allocate_state(group, [scalars.get(slot.name, {}) for slot in slots], dtypes)
 
     def publish(self) -> None:
         """Copy main parameters to parameters, and gather those that are not sharded."""
         works = []
-        for bucket, state in self._shards.buckets():
-            if state is not None and state.has_own_master:
-                with state.at_hand(), bucket.shard_at_hand(is_overwritten=True):
-                    owned_range(bucket).copy_(state.master)
+        for bucket, group in self._shards.buckets():
+            if group is not None and group.has_own_main:
+                with group.resident(), bucket.resident_shard(is_overwritten=True):
+                    owned_range(bucket).copy_(group.main)
             if not bucket.is_sharded and bucket.end - bucket.begin < bucket.layout.numel:
                 works.append(bucket.comm.all_gather(bucket.full, label=bucket.label))
         for work in works:

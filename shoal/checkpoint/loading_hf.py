@@ -1,4 +1,4 @@
-"""``load_hf``: fills a model from Hugging Face safetensors; each rank reads only the ranges that it keeps.
+"""``load_hf``: fills a model from Hugging Face safetensors; each rank reads the ranges that it keeps, nothing else.
 
 parameter                         what a rank reads of it
 of shoal.zero.Init                its shard: one range of bytes
@@ -18,33 +18,21 @@ import torch
 from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
-from shoal.checkpoint.local_shards import ParameterSpec, local_rectangles
-from shoal.checkpoint.rectangles import whole
-from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
-from shoal.memory.bucket import ParameterBucket, stand_in
-from shoal.zero.early import EARLY, EarlyShard
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init
-from shoal.zero.registry import OWNERS, Owner
+from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.sharded_at_init import ShardedAtInit
 
 _MAX_LISTED = 20  # names of each kind of difference
 
 
 @dataclass(frozen=True)
 class _Home:
-    """A tensor of the model and its names (several where it is tied)."""
+    """A tensor of the model: its names (several where it is tied), and whether a gradient can reach it."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The global one, where the parameter is a part of a larger tensor."""
-        owner = OWNERS.get(self.tensor)
-        if owner is None:
-            return tuple(self.tensor.shape)
-        bucket, index = _bucket_of(self.tensor, owner)
-        return ParameterSpec.of(bucket.layout.slots[index]).global_shape
 
 
 def load_hf(
@@ -118,15 +106,14 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
             do="build the model under shoal.zero.Init(), or give load_hf the configuration.",
             code="load-hf-meta",
         )
-    owned = [home.names[0] for home in parameters if OWNERS.get(home.tensor) is not None]
+    owned = [home.names[0] for home in parameters if isinstance(OWNERS.get(home.tensor), EngineParameters)]
     if owned and dtype is not None:
         raise UsageError(
             f"load_hf(dtype={dtype}): an engine holds {owned[0]!r}, and its dtypes come from the config.",
             do="leave dtype out; values are cast to what the engine has.",
             code="load-hf-dtype",
         )
-    whole = next((owner for home in parameters if (owner := _gathered(home.tensor)) is not None), None)
-    if whole is not None:
+    if any(_is_gathered(home.tensor) for home in parameters):
         raise UsageError(
             "load_hf inside GatheredParameters would be undone at the block's end.",
             do="call it outside of the block.",
@@ -134,12 +121,9 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
         )
 
 
-def _gathered(parameter: torch.Tensor) -> Owner | None:
+def _is_gathered(parameter: torch.Tensor) -> bool:
     owner = OWNERS.get(parameter)
-    if owner is None:
-        return None
-    unit = owner.sharded.unit_of[id(parameter)]
-    return owner if any(bucket.is_sharded and bucket.is_full for bucket in unit.buckets) else None
+    return owner is not None and owner.is_sharded(parameter) and owner.state_of(parameter) == "gathered"
 
 
 # names
@@ -163,7 +147,7 @@ def _matched(
             missing.append(home.names[0])
             continue
         found[home.names] = present[0]
-        theirs, ours = weights.tensors[present[0]].shape, home.shape
+        theirs, ours = weights.tensors[present[0]].shape, tuple(home.tensor.shape)
         if theirs != ours:
             shapes.append(f"{home.names[0]} is {list(theirs)} in the folder and {list(ours)} in the model")
     unexpected = [name for name in weights.tensors if name not in used]
@@ -211,78 +195,17 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 
 
 def _fill(parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None) -> None:
-    early, owner = EARLY.get(parameter), OWNERS.get(parameter)
+    owner = OWNERS.get(parameter)
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    if early is not None:
-        _fill_shard(parameter, early, weights, name, wanted)
-    elif owner is not None:
-        _fill_owned(parameter, owner, weights, name)
+    if owner is not None:
+        assert isinstance(parameter, nn.Parameter)
+        if isinstance(owner, ShardedAtInit) and wanted != parameter.dtype:
+            owner.cast(parameter, wanted)
+        owner.load(parameter, lambda begin, end: weights.read_range(name, begin, end))
+    elif wanted != parameter.dtype:
+        parameter.data = weights.read(name).to(parameter.device, wanted)
     else:
-        value = weights.read(name)
-        if wanted != parameter.dtype:
-            parameter.data = value.to(parameter.device, wanted)
-        else:
-            parameter.copy_(value)
-
-
-def _fill_shard(
-    parameter: torch.Tensor, early: EarlyShard, weights: SafetensorsWeights, name: str, dtype: torch.dtype
-) -> None:
-    """The range of a parameter of ``zero.Init``, which shards over all ranks of the world."""
-    length = early.shard.numel()
-    begin = min(current_world().rank * length, early.numel)
-    end = min(begin + length, early.numel)
-    if dtype != early.dtype:
-        early.shard, early.dtype = early.shard.to(dtype), dtype
-        parameter.data = stand_in(tuple(early.shape), dtype, early.shard.device)
-    early.shard[: end - begin].copy_(weights.read_range(name, begin, end))
-
-
-def _fill_owned(parameter: torch.Tensor, owner: Owner, weights: SafetensorsWeights, name: str) -> None:
-    assert isinstance(parameter, nn.Parameter)
-    bucket, index = _bucket_of(parameter, owner)
-    slot = bucket.layout.slots[index]
-    spec = ParameterSpec.of(slot)
-    is_trained = owner.access.knows(parameter)
-    if not bucket.is_sharded:
-        value = read_local(weights, name, spec, 0, slot.numel).view(slot.shape)
-        if is_trained:
-            owner.access.set_full_parameter(parameter, value)
-        else:
-            bucket.comm.drain()
-            bucket.views[index].copy_(value)
-        return
-    low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-    if low < high:
-        value = read_local(weights, name, spec, low - slot.offset, high - slot.offset)
-        if is_trained:
-            owner.access.set_local_parameter(parameter, value)
-        else:
-            bucket.comm.drain()
-            with bucket.shard_at_hand():
-                bucket.shard[low - bucket.begin : high - bucket.begin].copy_(value)
-
-
-def _bucket_of(parameter: torch.Tensor, owner: Owner) -> tuple[ParameterBucket, int]:
-    """The bucket that holds a parameter, and the parameter's index in it."""
-    unit = owner.sharded.unit_of[id(parameter)]
-    return next(
-        (bucket, index)
-        for bucket in unit.buckets
-        for index, member in enumerate(bucket.parameters)
-        if member is parameter
-    )
-
-
-def read_local(weights: SafetensorsWeights, name: str, spec: ParameterSpec, begin: int, end: int) -> torch.Tensor:
-    """Elements ``[begin, end)`` of the flattened local part of a tensor, 1-D. Only their bytes are read."""
-    runs: list[tuple[int, int]] = []
-    for _, rectangle in local_rectangles(spec, begin, end):
-        for at, numel in whole(spec.global_shape).runs_of(rectangle):
-            first = runs.pop()[0] if runs and runs[-1][1] == at else at
-            runs.append((first, at + numel))
-    values = [weights.read_range(name, *run) for run in runs or [(0, 0)]]
-    return values[0] if len(values) == 1 else torch.cat(values)
+        parameter.copy_(weights.read(name))
 
 
 # building

@@ -14,7 +14,7 @@ Where several ranks have the same range, each writes its share of it; each loads
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,35 +25,12 @@ from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
-from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import Slot
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
-
-
-@dataclass(frozen=True)
-class ParameterSpec:
-    """A tensor of the checkpoint, and the part of it that this rank's parameter is.
-
-    Args:
-        local: (start, stop) in every dim of the global tensor.
-    """
-
-    name: str
-    global_shape: tuple[int, ...]
-    local: tuple[tuple[int, int], ...]
-
-    @staticmethod
-    def whole(name: str, shape: tuple[int, ...]) -> ParameterSpec:
-        return ParameterSpec(name, shape, tuple((0, size) for size in shape))
-
-    @staticmethod
-    def of(slot: Slot) -> ParameterSpec:
-        """A slot without ``global_shape`` and ``local`` is the whole tensor."""
-        spec = ParameterSpec.whole(slot.name, getattr(slot, "global_shape", slot.shape))
-        return replace(spec, local=getattr(slot, "local", spec.local))
 
 
 def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tuple[int, Rectangle]]:
@@ -78,7 +55,7 @@ class LocalShard:
     num_copies: int = 1  # ranks that have this very range
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
-    is_private: bool = False  # it is changed by Shoal alone, after ``BucketState.settle``
+    is_private: bool = False  # it is changed by Shoal alone, after ``ParameterGroup.settle``
 
     @property
     def name(self) -> str:
@@ -138,65 +115,63 @@ class LocalShards:
     """
 
     def __init__(
-        self, sharded: ShardedModel, states: Sequence[BucketState], step: ShardedStep | None, axes: Axes
+        self, sharded: ShardedModel, states: Sequence[ParameterGroup], step: ShardedStep | None, axes: Axes
     ) -> None:
         self.sharded = sharded
         self.states = list(states)
         self.step = step
         self.axes = axes
-        self._state_of = {id(state.bucket): state for state in states}
-        self._visited: ParameterBucket | None = None  # a frozen one, whose shard was fetched from a disk
+        self._visited: ParameterBuffer | None = None  # a frozen one, whose shard was fetched from a disk
 
-    def buckets(self) -> Iterator[tuple[ParameterBucket, BucketState | None]]:
-        for unit in self.sharded.units:
-            for bucket in unit.buckets:
-                yield bucket, self._state_of.get(id(bucket))
+    def buckets(self) -> Iterator[tuple[ParameterBuffer, ParameterGroup | None]]:
+        for group in self.sharded.groups:
+            yield group.buffer, group if group.is_trained else None
 
     def global_shapes(self) -> dict[str, tuple[int, ...]]:
         """Of every parameter, by name."""
-        slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.slots)
-        return {slot.name: ParameterSpec.of(slot).global_shape for slot in slots}
+        slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.specs)
+        return {slot.name: slot.global_shape for slot in slots}
 
-    def _copies(self, bucket: ParameterBucket) -> tuple[int, int]:
+    def _copies(self, bucket: ParameterBuffer) -> tuple[int, int]:
         """How many ranks hold this rank's range of a bucket, and which of them this rank is."""
-        everyone = self.axes.all
+        everyone = self.axes.world
         if bucket.end - bucket.begin == bucket.layout.numel:
             return everyone.size, everyone.rank
-        outer = self.axes.outer
+        outer = self.axes.replicate
         return (outer.size, outer.rank) if outer is not None and bucket.comm.size < everyone.size else (1, 0)
 
     def model(self, *, exclude_frozen: bool = False) -> Iterator[LocalShard]:
         """Values of parameters: master weights where there are any."""
-        for bucket, state in self.buckets():
-            if state is None and exclude_frozen:
+        for bucket, group in self.buckets():
+            if group is None and exclude_frozen:
                 continue
-            flat = state.master if state is not None else owned_range(bucket)
+            flat = group.main if group is not None else owned_range(bucket)
             num_copies, copy = self._copies(bucket)
             for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
-                slot = bucket.layout.slots[segment.slot]
+                slot = bucket.layout.specs[segment.slot]
                 piece = flat[segment.start : segment.stop]
                 fetch = None
-                if state is not None and state.shelf is not None and state.has_own_master:
-                    fetch = partial(self._master_of, state, segment.start, segment.stop)
-                elif state is None and bucket.is_on_disk:
+                if group is not None and group.disk is not None and group.has_own_main:
+                    fetch = partial(self._master_of, group, segment.start, segment.stop)
+                elif group is None and bucket.is_on_disk:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
-                is_private = state is not None and (state.has_own_master or bucket.is_sharded)
-                spec = ParameterSpec.of(slot)
+                is_private = group is not None and (group.has_own_main or bucket.is_sharded)
+                spec = slot
                 yield LocalShard(MODEL, spec, segment.offset, (piece,), num_copies, copy, fetch, is_private)
 
     def optimizer(self) -> Iterator[LocalShard]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
         if self.step is None:
             return
-        for state in self.states:
-            num_copies, copy = self._copies(state.bucket)
-            for index, slot in enumerate(state.bucket.layout.slots):
-                segments = [segment for _, segment in self.step.pieces_of_slot(state, index)]
-                for key, pieces in self._state_parts(state, index).items():
-                    fetch = None if state.shelf is None else partial(self._fetched, state, index, key)
+        for group in self.states:
+            num_copies, copy = self._copies(group.buffer)
+            for index, slot in enumerate(group.buffer.layout.specs):
+                segments = [segment for _, segment in group.ranges_of(index)]
+                for key, pieces in self._state_parts(group, index).items():
+                    fetch = None if group.disk is None else partial(self._fetched, group, index, key)
                     yield LocalShard(
                         OPTIMIZER + key,
-                        ParameterSpec.of(slot),
+                        slot,
                         segments[0].offset,
                         tuple(pieces),
                         num_copies,
@@ -205,41 +180,41 @@ class LocalShards:
                         is_private=True,
                     )
 
-    def _state_parts(self, state: BucketState, index: int) -> dict[str, list[torch.Tensor]]:
+    def _state_parts(self, group: ParameterGroup, index: int) -> dict[str, list[torch.Tensor]]:
         assert self.step is not None
         parts: dict[str, list[torch.Tensor]] = {}
-        for piece, segment in self.step.pieces_of_slot(state, index):
+        for piece, segment in group.ranges_of(index):
             for key, value in self.step.optimizer.state.get(piece.param, {}).items():
                 if is_elementwise(value, piece.param):
                     parts.setdefault(key, []).append(value[segment.start : segment.stop])
         return parts
 
-    def _fetched(self, state: BucketState, index: int, key: str) -> tuple[torch.Tensor, ...]:
-        assert state.shelf is not None
-        state.shelf.visit(state)
-        return tuple(self._state_parts(state, index)[key])
+    def _fetched(self, group: ParameterGroup, index: int, key: str) -> tuple[torch.Tensor, ...]:
+        assert group.disk is not None
+        group.disk.visit(group)
+        return tuple(self._state_parts(group, index)[key])
 
-    def _master_of(self, state: BucketState, start: int, stop: int) -> tuple[torch.Tensor, ...]:
-        assert state.shelf is not None
-        state.shelf.visit(state)
-        return (state.master[start:stop],)
+    def _master_of(self, group: ParameterGroup, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        assert group.disk is not None
+        group.disk.visit(group)
+        return (group.main[start:stop],)
 
-    def _frozen(self, bucket: ParameterBucket, start: int, stop: int) -> tuple[torch.Tensor, ...]:
+    def _frozen(self, bucket: ParameterBuffer, start: int, stop: int) -> tuple[torch.Tensor, ...]:
         if self._visited is not bucket:
             self._leave_bucket()
-            bucket.hold_shard()
+            bucket.pin_shard()
             self._visited = bucket
         return (bucket.shard[start:stop],)
 
     def _leave_bucket(self) -> None:
         if self._visited is not None:
             bucket, self._visited = self._visited, None
-            bucket.store_shard()
+            bucket.unpin_shard()
 
     def leave(self) -> None:
         """What was fetched from a disk goes back."""
         self._leave_bucket()
-        for shelf in {id(state.shelf): state.shelf for state in self.states if state.shelf is not None}.values():
+        for shelf in {id(group.disk): group.disk for group in self.states if group.disk is not None}.values():
             shelf.leave()
 
     def scalars(self) -> dict[str, dict[str, Any]]:
@@ -250,14 +225,14 @@ class LocalShards:
         found: dict[str, dict[str, Any]] = {}
         if self.step is None:
             return found
-        for state in self.states:
-            for index, slot in enumerate(state.bucket.layout.slots):
-                for piece, _ in self.step.pieces_of_slot(state, index):
+        for group in self.states:
+            for index, slot in enumerate(group.buffer.layout.specs):
+                for piece, _ in group.ranges_of(index):
                     for key, value in self.step.optimizer.state.get(piece.param, {}).items():
                         if is_elementwise(value, piece.param):
                             continue
                         if self.step.is_whole_tensor and key == "steps":
-                            members = [i for i, s in enumerate(state.bucket.layout.slots) if s.group == piece.group]
+                            members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == piece.group]
                             found.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
                             continue
                         if self.step.is_whole_tensor and key == "step" and "step" in found.get(slot.name, {}):
@@ -279,7 +254,7 @@ def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
 
 
-def owned_range(bucket: ParameterBucket) -> torch.Tensor:
+def owned_range(bucket: ParameterBuffer) -> torch.Tensor:
     """This rank's range of the parameters themselves. Shape: [owned numel]."""
     return bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
 

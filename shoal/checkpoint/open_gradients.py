@@ -10,37 +10,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.param_group import ParameterGroup
 
 
-def layout_of(states: Sequence[BucketState]) -> list[list[Any]]:
+def layout_of(states: Sequence[ParameterGroup]) -> list[list[Any]]:
     """What must be the same for open gradients to mean the same."""
     return [
         [
-            state.bucket.label,
-            state.bucket.layout.numel,
-            state.bucket.end - state.bucket.begin,
-            str(state.bucket.dtype),
-            str(state.unit.row.gradient_between),
+            group.buffer.label,
+            group.buffer.layout.numel,
+            group.buffer.end - group.buffer.begin,
+            str(group.buffer.dtype),
+            str(group.row.gradient_between),
         ]
-        for state in states
+        for group in states
     ]
 
 
-def take(states: Sequence[BucketState]) -> list[Any]:
+def take(states: Sequence[ParameterGroup]) -> list[Any]:
     """This rank's open gradients, as nested values with tensors; empty between steps."""
-    exported = [(index, state.gradient.export()) for index, state in enumerate(states)]
+    exported = [(index, group.gradient.export()) for index, group in enumerate(states)]
     return [{"bucket": index, **values} for index, values in exported if values is not None]
 
 
-def put(states: Sequence[BucketState], saved: list[Any], layout: Any) -> None:
+def put(states: Sequence[ParameterGroup], saved: list[Any], layout: Any) -> None:
     """Set what ``take`` gave.
 
     Raises: CheckpointError: it was taken in another layout.
     """
-    for state in states:
-        state.gradient.reset()
-        for parameter in state.gradient.parameters:
+    for group in states:
+        group.gradient.reset()
+        for parameter in group.gradient.parameters:
             parameter.grad = None
     if not saved:
         return

@@ -16,13 +16,14 @@ from typing import Any, Protocol
 import torch
 
 from shoal.checkpoint.blocks import BlockReader
-from shoal.checkpoint.local_shards import LocalShard, ParameterSpec
+from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import Manifest, TensorRecord
 from shoal.checkpoint.problems import damaged, listed
 from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
+from shoal.sharding.layout import ParameterSpec
 
 
 @dataclass(frozen=True)

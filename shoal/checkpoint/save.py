@@ -258,7 +258,7 @@ class Save:
             return
         is_ready = self._thread is None or not self._thread.is_alive()
         sent = torch.tensor([float(is_ready)], device=self._device)
-        ready = sent.view(1, 1) if self._comm.size == 1 else self._comm.exchange(sent, label="checkpoint").wait()
+        ready = self._comm.exchange(sent, label="checkpoint").wait()
         if bool(ready.bool().all()):
             self._advance()
 

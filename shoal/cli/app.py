@@ -162,7 +162,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
-    from shoal.cli.job import TrainJob, start
+    from shoal.cli.job import TrainJob
+    from shoal.cli.start import start
 
     job = TrainJob(
         model=model,

@@ -17,6 +17,7 @@ from rich.table import Table
 from shoal.config import Examined, examine, json_schema
 from shoal.config.problems import shown
 from shoal.errors import ConfigError
+from shoal.processor import emulation_notes
 
 WIDTH = 140  # of a page that is not a terminal
 COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
@@ -62,10 +63,13 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
 
 def _show(seen: Examined, console: Console, world_size: int | None) -> None:
     keys = _table("Keys in the file", "what happens")
-    for each in seen.judged:
-        verdict = each.verdict
-        colour = COLOURS[verdict.kind] if verdict.kind != "not built" or each.asks else "yellow"
-        text = str(verdict) if verdict.kind != "not built" or each.asks else f"{verdict}; asks for nothing"
+    numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
+    for each in seen.keys:
+        support = each.support
+        colour = COLOURS[support.kind] if support.kind != "not built" or each.asks else "yellow"
+        text = str(support) if support.kind != "not built" or each.asks else f"{support}; asks for nothing"
+        if support.kind == "obeyed" and each.path in numbers:
+            colour, text = "red", f"wrong: see problem {numbers[each.path]}"
         keys.add_row(escape(each.path), escape(shown(each.value)), f"[{colour}]{escape(text)}[/{colour}]")
     for path in [path for path, origin in seen.found.origins.items() if origin == "auto"]:
         is_open = seen.config is not None and path in seen.config.unresolved_auto
@@ -78,7 +82,7 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
             colour = "dim" if origin == "default" else "bold"
             values.add_row(escape(path), escape(shown(value)), f"[{colour}]{origin}[/{colour}]")
         console.print(values)
-    notes = [*seen.found.warnings, *(seen.config.notes() if seen.config is not None else [])]
+    notes = [*seen.found.warnings, *_notes(seen)]
     if world_size is None:
         notes.append("batch sizes depend on the number of ranks: give --world-size to see them filled in.")
     if notes:
@@ -91,6 +95,12 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
             console.print(f"  {number}. {escape(str(problem))}", highlight=False, soft_wrap=True)
     else:
         console.print("\n[green]Nothing is wrong.[/green]")
+
+
+def _notes(seen: Examined) -> list[str]:
+    if seen.config is None:
+        return []
+    return [*seen.config.notes(), *emulation_notes(seen.config.low_precision_formats)]
 
 
 def _table(title: str, last: str) -> Table:
@@ -117,23 +127,22 @@ def _leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
 
 def _as_json(seen: Examined) -> dict[str, Any]:
     config = seen.config
+    wrong = {problem.path: problem.what for problem in reversed(seen.problems)}
+    keys = []
+    for each in seen.keys:
+        verdict, reason = str(each.support.kind), each.support.reason
+        if verdict == "obeyed" and each.path in wrong:
+            verdict, reason = "wrong", wrong[each.path]
+        value = _plain(each.value)
+        keys.append({"path": each.path, "value": value, "verdict": verdict, "reason": reason, "asks": each.asks})
     return {
         "file": seen.name,
-        "keys": [
-            {
-                "path": each.path,
-                "value": _plain(each.value),
-                "verdict": each.verdict.kind,
-                "reason": each.verdict.reason,
-                "asks": each.asks,
-            }
-            for each in seen.judged
-        ],
+        "keys": keys,
         "problems": [
             {"path": each.path, "what": each.what, "do": each.do, "line": each.line} for each in seen.problems
         ],
         "warnings": seen.found.warnings,
-        "notes": config.notes() if config is not None else [],
+        "notes": _notes(seen),
         "unresolved_auto": list(config.unresolved_auto) if config is not None else [],
         "effective": {path: {"value": _plain(value), "origin": origin} for path, value, origin in _effective(seen)}
         if config is not None

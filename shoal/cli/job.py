@@ -1,22 +1,18 @@
-"""``shoal train`` as data: what was asked for, the model and the config that follow from it, and its start."""
+"""``shoal train`` as data: what was asked for, and the model and the config that follow from it."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
-from shoal.launch import LocalJob, read_environment, run_local
 from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
 
-JOB_FILE = "job.json"
 CHECKPOINTS = "checkpoints"
 _DEFAULT_SHAPE = "tiny"
 _DEFAULT_STAGE = 3
@@ -101,31 +97,6 @@ class TrainJob:
         return dataclasses.replace(shape, num_layers=layers, hidden_size=hidden, num_heads=heads)
 
 
-def start(job: TrainJob) -> int:
-    """Train on as many local ranks as asked for, or as one of a launcher's ranks; return the exit code.
-
-    Raises: UsageError, ModelError, ConfigError: what can be known to be wrong is said before a rank is started.
-    """
-    if job.out is None and job.resume is not None:
-        job = dataclasses.replace(job, out=str(run_folder(job.resume)))
-    if job.out is None:
-        job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
-    _check(job)
-    if read_environment().is_launched or job.ranks == 1:
-        from shoal.cli.training import train
-
-        train(job)
-        return 0
-    folder = Path(str(job.out))
-    folder.mkdir(parents=True, exist_ok=True)
-    job.save(folder / JOB_FILE)
-    program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
-    outcome = run_local(LocalJob(program, job.ranks, rank_0_keeps_terminal=True))
-    if outcome.report:
-        print(f"\n{outcome.report}", file=sys.stderr)
-    return outcome.exit_code
-
-
 def checkpoint_folder(run: Path) -> Path:
     """Where a run keeps its checkpoints."""
     return run / CHECKPOINTS
@@ -207,22 +178,6 @@ def read_config(job: TrainJob) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UsageError(f"--config {str(path)!r} holds no JSON object, but a {type(values).__name__}.")
     return values
-
-
-def _check(job: TrainJob) -> None:
-    """All that can be checked without reading the text or starting a rank."""
-    from shoal.data import load_tokenizer
-
-    read_config(job)
-    job.shape(load_tokenizer(job.tokenizer).vocab_size)
-    if job.resume is not None and not checkpoint_folder(run_folder(job.resume)).is_dir():
-        raise UsageError(
-            f"--resume {job.resume!r}: there is no folder {checkpoint_folder(run_folder(job.resume))}.",
-            do="name the folder of a run that has saved a checkpoint.",
-        )
-    for source in job.text:
-        if not any(mark in source for mark in "*?[") and not Path(source).exists():
-            raise UsageError(f"--text {source!r}: no such file or folder.")
 
 
 def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], overrule: Any) -> None:

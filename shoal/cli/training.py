@@ -120,7 +120,7 @@ class _Run:
         self.engine, self.batches = self._make_engine()
         stack.callback(self.engine.destroy)
         self.device = Device(self.engine.device)
-        self.comm = self.engine.axes.all
+        self.comm = self.engine.axes.world
         self.monitor = stack.enter_context(self._open_monitor())
         self.ledger = self.engine.memory_report()
         self.first_validation = self.last_validation = math.nan

@@ -1,5 +1,1 @@
-"""The seam to the other ranks: the only place that issues a collective."""
-
-from shoal.comm.world import World, current_world, init_distributed
-
-__all__ = ["World", "current_world", "init_distributed"]
+"""The seam to the other ranks: the only place that issues a collective, a send or a receive."""

@@ -2,20 +2,23 @@
 
 Each rank numbers its calls on an axis: 0, 1, 2, ... A call goes through these steps, on every rank the same:
 
-    issue   post (number, operation, label, numel, dtype, where my source lies); nothing is waited for
+    issue   post (number, operation, label, numel, dtype, where my source lies); does not block
     first   once all peers have posted this number: compare their calls with mine, then
                 reduce_scatter: out  = scale * sum over ranks of source[my range]
                 all_gather:     full = every peer's source
+                all_to_all:     out  = every peer's part for me
                 all_reduce:     my range of full = scale * sum; mark "reduced"
     second  all_reduce only, once all peers marked "reduced": copy every peer's range
-    done    mark "done": I read nobody's memory any more. When all peers are done, my source may be overwritten.
+    done    mark "done": I read no peer's memory any more. When all peers are done, my source may be overwritten.
+
+A send is a call on a group of two, with numbers of its own: the sender posts and is done; the receiver copies.
 
 No range is written while it is read: in the first step a peer reads only *its* range of my buffer, and I write mine.
 
-A rank that waits for one call also carries on all others that are ready, on every axis. So works may be waited for in
-any order, other than the peers' too, and no rank ever waits for another that waits for it.
+A rank that waits for one call also advances all others that are ready, on every axis. So ranks may wait for their works
+in different orders without a deadlock.
 
-Where posts and marks lie is the board's matter: objects of one process (``threads``) or shared memory (``shm``).
+After the first error (a rank failed, a time-out, calls that differ) every further wait raises it at once.
 """
 
 from __future__ import annotations
@@ -28,13 +31,23 @@ from typing import Any
 
 import torch
 
-from shoal.comm.board import Board, Call, Mark
-from shoal.comm.finished import check_divides, gather_json, own_range
+from shoal.comm.failure import FirstError
+from shoal.comm.finished import (
+    FinishedWork,
+    check_both_splits,
+    check_divides,
+    check_peer,
+    gather_json,
+    own_range,
+    split_mismatch,
+    split_parts,
+)
+from shoal.comm.memory_group import Call, Mark, MemoryGroup
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
-_LEAVE_SECONDS = 5.0  # what a rank that closes gives its peers to read its memory
+_LEAVE_SECONDS = 5.0  # for which close() waits for peers that still read this rank's memory
 
 
 class Stage(Enum):
@@ -44,7 +57,7 @@ class Stage(Enum):
 
 
 class DirectWork:
-    """A call on a board: see the module."""
+    """One call: see the module."""
 
     __slots__ = ("_comm", "call", "first", "number", "result", "second", "seen", "stage")
 
@@ -54,16 +67,16 @@ class DirectWork:
         number: int,
         call: Call,
         result: torch.Tensor,
-        first: Callable[[list[torch.Tensor]], None],
+        first: Callable[[list[torch.Tensor]], None] | None,
         second: Callable[[list[torch.Tensor]], None] | None,
     ) -> None:
         self._comm = comm
         self.number = number
         self.call = call
         self.result = result
-        self.first: Callable[[list[torch.Tensor]], None] | None = first
+        self.first = first
         self.second = second
-        self.seen = 0  # peers 0 .. seen - 1 have come to the step that this work waits for
+        self.seen = 0  # peers 0 .. seen - 1 have reached the step that this work waits for
         self.stage = Stage.POSTED
 
     def wait(self) -> torch.Tensor:
@@ -83,11 +96,12 @@ class DirectWork:
 class Pending:
     """The unfinished works of one rank, over all its axes, in the order of issue."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_error: FirstError) -> None:
         self.works: dict[DirectWork, None] = {}
+        self.first_error = first_error
 
     def advance(self, waited: DirectWork | None = None) -> bool:
-        """Carry on what is ready, the work waited for first. Returns: was there anything?"""
+        """Do the next step of a work that is ready, preferably of ``waited``. Returns: was there one?"""
         if waited is not None and waited.stage is not Stage.FINISHED and waited.comm.advance(waited):
             return True
         # In the order of issue: of two works that add to one tensor, the earlier goes first.
@@ -95,17 +109,25 @@ class Pending:
 
 
 class DirectCommunicator:
-    """The ranks along one axis, over a board. Belongs to one thread of this rank."""
+    """The ranks along one axis that can read each other's memory. Used by one thread of this rank.
 
-    def __init__(self, axis: str, board: Board, pending: Pending) -> None:
+    Args:
+        coordinates: of the group's ranks on the axis, for messages; None: 0, 1, 2, ...
+    """
+
+    def __init__(
+        self, axis: str, group: MemoryGroup, pending: Pending, coordinates: Sequence[int] | None = None
+    ) -> None:
         self.axis = axis
-        self.rank = board.rank
-        self.size = board.size
-        self._board = board
+        self.rank = group.rank
+        self.size = group.size
+        self._group = group
+        self._coordinates = range(group.size) if coordinates is None else coordinates
+        self._channels: dict[tuple[int, int], DirectCommunicator] = {}  # by coordinates of sender and receiver
         self._pending = pending
         self._sum = RankOrderedSum()
         self._next = 0
-        # What peers may still read, oldest first: it must neither be freed nor reused.
+        # Sources that peers may still read, oldest first: they must be neither freed nor reused.
         self._read: deque[tuple[DirectWork, torch.Tensor]] = deque()
         self._is_closed = False
 
@@ -116,7 +138,7 @@ class DirectCommunicator:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
-        return self._board.empty(numel, dtype)
+        return self._group.empty(numel, dtype)
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
         check_divides("all_gather", full, shard, self.size, label=label)
@@ -147,7 +169,7 @@ class DirectCommunicator:
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         own = own_range(full, self.rank, self.size)
-        source = self._board.readable(full)
+        source = self._group.readable(full)
 
         def reduce(sources: list[torch.Tensor]) -> None:
             pieces = [own_range(piece, self.rank, self.size) for piece in sources]
@@ -161,6 +183,47 @@ class DirectCommunicator:
                 own.copy_(own_range(source, self.rank, self.size))
 
         return self._issue("all_reduce", label, full, source, full, reduce, copy)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        check_both_splits(out_splits, source_splits, label=label)
+        parts = split_parts(out, out_splits, self.size, label=label)
+        split_parts(source, source_splits, self.size, label=label)
+        if source_splits is None:
+            counts: Work = FinishedWork(torch.full((self.size, self.size), source.numel() // self.size))
+        else:
+            counts = self.exchange(torch.tensor(source_splits, dtype=torch.int64), label=label)
+
+        def copy(sources: list[torch.Tensor]) -> None:
+            # All peers posted their split sizes before this call, so wait() does not block here.
+            sizes = counts.wait()
+            starts = (sizes.cumsum(1) - sizes)[:, self.rank].tolist()
+            for peer, (start, numel) in enumerate(zip(starts, sizes[:, self.rank].tolist(), strict=True)):
+                if numel != parts[peer].numel():
+                    raise split_mismatch(self.axis, label, self.rank, peer, numel, parts[peer].numel())
+                parts[peer].copy_(sources[peer][start : start + numel])
+
+        what = out if out_splits is None else out[:0]
+        return self._issue("all_to_all", label, what, source, out, copy)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("send", peer, self.rank, self.size, label=label)
+        return self._channel(self.rank, peer)._issue("send", label, tensor, tensor, tensor, None)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("recv", peer, self.rank, self.size, label=label)
+
+        def copy(sources: list[torch.Tensor]) -> None:
+            tensor.copy_(sources[0])
+
+        return self._channel(peer, self.rank)._issue("send", label, tensor, tensor[:0], tensor, copy)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         nothing = tensor[:0]
@@ -194,28 +257,34 @@ class DirectCommunicator:
         for work, _ in list(self._read):
             if work.stage is Stage.FINISHED:
                 self.await_readers(work)
+        for channel in self._channels.values():
+            channel.drain()
 
     def close(self) -> None:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._board.must_drain_to_close:
+        for channel in self._channels.values():
+            channel.close()
+        if self._group.must_drain_to_close:
             self._await_last_readers()
         for work in [work for work in self._pending.works if work.comm is self]:
             del self._pending.works[work]
-        self._board.close()
+        self._group.close()
         self._read.clear()
 
     def _await_last_readers(self) -> None:
-        """Let peers finish what they still read; not for long, and not if anything is wrong."""
+        """Wait for peers that still read this rank's memory, for at most ``_LEAVE_SECONDS``; not after an error."""
+        if self._pending.first_error.error is not None:
+            return
         deadline = time.monotonic() + _LEAVE_SECONDS
         attempt = 0
         try:
             for work, _ in list(self._read):
                 while work.stage is Stage.FINISHED and not self._is_read(work) and time.monotonic() < deadline:
                     if not self._pending.advance():
-                        self._board.check(())
-                        self._board.pause(self._board.ticket(), attempt)
+                        self._group.check(())
+                        self._group.pause(self._group.ticket(), attempt)
                         attempt += 1
         except CommError:
             return
@@ -229,10 +298,11 @@ class DirectCommunicator:
         what: torch.Tensor,
         source: torch.Tensor,
         result: torch.Tensor,
-        first: Callable[[list[torch.Tensor]], None],
+        first: Callable[[list[torch.Tensor]], None] | None,
         second: Callable[[list[torch.Tensor]], None] | None = None,
         root: int = -1,
     ) -> DirectWork:
+        """Post a call. Without ``first`` this rank has nothing to do but keep the source, and the work is finished."""
         if self._is_closed:
             raise CommError(
                 f"{op} {label!r} on axis {self.axis!r}: the communicator is closed",
@@ -241,73 +311,85 @@ class DirectCommunicator:
         number = self._next
         self._next += 1
         call = Call(op, label, what.numel(), what.dtype, root)
-        source = self._board.readable(source.detach())
+        source = self._group.readable(source.detach())
         work = DirectWork(self, number, call, result, first, second)
         self._forget_read()
-        if len(self._read) >= self._board.capacity:
+        if len(self._read) >= self._group.capacity:
             self._free_slot()
-        self._board.post(number, call, source)
+        self._group.post(number, call, source)
         self._read.append((work, source))
-        self._pending.works[work] = None
+        if first is None:
+            work.stage = Stage.FINISHED
+            self._group.mark(number, Mark.DONE)
+        else:
+            self._pending.works[work] = None
         return work
 
+    def _channel(self, source: int, target: int) -> DirectCommunicator:
+        found = self._channels.get((source, target))
+        if found is None:
+            group = self._group.channel(source, target)
+            found = DirectCommunicator(self.axis, group, self._pending, (source, target))
+            self._channels[source, target] = found
+        return found
+
     def advance(self, work: DirectWork) -> bool:
-        """Do the next step of ``work`` if the peers are ready for it. Returns: was there one?"""
-        board = self._board
+        """Do the next step of ``work`` if its peers are ready for it. Returns: was there one?"""
+        group = self._group
         number = work.number
         if work.stage is Stage.POSTED:
             while work.seen < self.size:
-                if not board.has_posted(work.seen, number):
+                if not group.has_posted(work.seen, number):
                     return False
                 work.seen += 1
             self._compare(work)
             assert work.first is not None
             with torch.no_grad():
-                work.first([board.source(peer, number, work.call.dtype) for peer in range(self.size)])
+                work.first([group.source(peer, number, work.call.dtype) for peer in range(self.size)])
             work.first = None
             work.seen = 0
             if work.second is not None:
                 work.stage = Stage.REDUCED
-                board.mark(number, Mark.REDUCED)
+                group.mark(number, Mark.REDUCED)
                 return True
         else:
             while work.seen < self.size:
-                if not board.has_marked(work.seen, number, Mark.REDUCED):
+                if not group.has_marked(work.seen, number, Mark.REDUCED):
                     return False
                 work.seen += 1
             assert work.second is not None
             with torch.no_grad():
-                work.second([board.source(peer, number, work.call.dtype) for peer in range(self.size)])
+                work.second([group.source(peer, number, work.call.dtype) for peer in range(self.size)])
             work.second = None
         work.stage = Stage.FINISHED
         del self._pending.works[work]
-        board.mark(number, Mark.DONE)
+        group.mark(number, Mark.DONE)
         return True
 
     def finish(self, work: DirectWork) -> None:
-        """Carry on until ``work`` is finished."""
-        self._carry_on(
+        """Advance works until ``work`` is finished."""
+        self._advance_until(
             work,
             lambda: work.stage is Stage.FINISHED,
             lambda: [
                 peer
                 for peer in range(self.size)
                 if not (
-                    self._board.has_posted(peer, work.number)
+                    self._group.has_posted(peer, work.number)
                     if work.stage is Stage.POSTED
-                    else self._board.has_marked(peer, work.number, Mark.REDUCED)
+                    else self._group.has_marked(peer, work.number, Mark.REDUCED)
                 )
             ],
         )
 
     def await_readers(self, work: DirectWork) -> None:
-        """Carry on until no peer reads ``work``'s source any more."""
-        self._carry_on(work, lambda: self._is_read(work), list)
+        """Advance works until no peer reads ``work``'s source any more."""
+        self._advance_until(work, lambda: self._is_read(work), list)
         self._forget_read()
 
     def _is_read(self, work: DirectWork) -> bool:
         return all(
-            self._board.has_marked(peer, work.number, Mark.DONE) or self._board.has_left(peer)
+            self._group.has_marked(peer, work.number, Mark.DONE) or self._group.has_left(peer)
             for peer in range(self.size)
         )
 
@@ -317,23 +399,33 @@ class DirectCommunicator:
 
     def _is_read_by_marks(self, work: DirectWork) -> bool:
         return work.stage is Stage.FINISHED and all(
-            self._board.has_marked(peer, work.number, Mark.DONE) for peer in range(self.size)
+            self._group.has_marked(peer, work.number, Mark.DONE) for peer in range(self.size)
         )
 
     def _free_slot(self) -> None:
-        """The board is full: carry on until the oldest call on it is done everywhere."""
+        """Every slot is in use: advance works until the oldest call is done on all ranks."""
         oldest, _ = self._read[0]
         self.finish(oldest)
         self.await_readers(oldest)
         while self._read and self._read[0][0].number <= oldest.number:
             self._read.popleft()
 
-    def _carry_on(self, work: DirectWork, is_done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        board = self._board
+    def _advance_until(self, work: DirectWork, is_done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        if is_done():
+            return
+        self._pending.first_error.check()
+        try:
+            self._advance(work, is_done, missing)
+        except CommError as error:
+            self._pending.first_error.keep(error)
+            raise
+
+    def _advance(self, work: DirectWork, is_done: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        group = self._group
         attempt = 0
         deadline = 0.0
         while True:
-            ticket = board.ticket()
+            ticket = group.ticket()
             if is_done():
                 return
             if self._pending.advance(work):
@@ -342,32 +434,37 @@ class DirectCommunicator:
             if is_done():
                 return
             if attempt == 0:
-                deadline = time.monotonic() + board.timeout
+                deadline = time.monotonic() + group.timeout
             elif attempt % 16 == 0 and time.monotonic() > deadline:
                 raise self._timeout(work, missing())
-            board.check(missing() if attempt % 16 == 8 else ())
-            board.pause(ticket, attempt)
+            group.check(missing() if attempt % 16 == 8 else ())
+            group.pause(ticket, attempt)
             attempt += 1
 
     def _compare(self, work: DirectWork) -> None:
         for peer in range(self.size):
-            theirs = None if peer == self.rank else self._board.mismatch(peer, work.number, work.call)
+            theirs = None if peer == self.rank else self._group.mismatch(peer, work.number, work.call)
             if theirs is not None:
                 raise CommError(
-                    f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank {self.rank} on the axis "
-                    f"issued {work.call}, rank {peer} issued {theirs}",
+                    f"the ranks of axis {self.axis!r} disagree about call {work.number}: rank "
+                    f"{self._own_coordinate} on the axis issued {work.call}, rank {self._coordinates[peer]} issued "
+                    f"{theirs}",
                     do="make every rank issue the same collectives in the same order; look for a branch that depends "
                     "on the rank or on the data.",
                     code="comm-mismatch",
                 )
 
+    @property
+    def _own_coordinate(self) -> int:
+        return self._coordinates[self.rank]
+
     def _timeout(self, work: DirectWork, missing: list[int]) -> CommError:
-        lines = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(self._board.last_calls()))
-        waited_for = (
-            f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}" if missing else "its peers to read it"
-        )
+        calls = zip(self._coordinates, self._group.last_calls(), strict=True)
+        lines = "; ".join(f"rank {rank}: {text}" for rank, text in calls)
+        ranks = [self._coordinates[peer] for peer in missing]
+        waited_for = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}" if ranks else "its peers to read it"
         return CommError(
-            f"rank {self.rank} on axis {self.axis!r} waited {self._board.timeout:g} s in {work.call} "
+            f"rank {self._own_coordinate} on axis {self.axis!r} waited {self._group.timeout:g} s in {work.call} "
             f"(call {work.number}) for {waited_for}. Last issued on this axis: {lines}",
             do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
             code="comm-timeout",

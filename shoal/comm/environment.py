@@ -1,4 +1,4 @@
-"""Who am I among the ranks: read from the environment, here and nowhere else in ``comm``.
+"""Rank, world size and local rank as a launcher sets them in the environment, read here and nowhere else in ``comm``.
 
 launcher               rank                  world size             local rank
 torchrun, shoal run    RANK                  WORLD_SIZE             LOCAL_RANK
@@ -19,16 +19,17 @@ from shoal.errors import ConfigError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher told this process.
+    """What a launcher set for this process.
 
     Args:
+        local_rank: among the ranks of this machine; None: the launcher does not set it.
         address: host of the store; None: the launcher names none.
         port: of the store; None likewise.
     """
 
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int | None
     address: str | None
     port: int | None
     launcher: str
@@ -43,12 +44,11 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
     """
     values = os.environ if environment is None else environment
     address = values.get("MASTER_ADDR")
-    port = _number(values, "MASTER_PORT") if "MASTER_PORT" in values else None
+    port = _optional_number(values, "MASTER_PORT")
     if "RANK" in values and "WORLD_SIZE" in values:
         rank = _number(values, "RANK")
-        local_rank = _number(values, "LOCAL_RANK") if "LOCAL_RANK" in values else None
         launch = Launch(
-            rank, _number(values, "WORLD_SIZE"), 0 if local_rank is None else local_rank, address, port, "env"
+            rank, _number(values, "WORLD_SIZE"), _optional_number(values, "LOCAL_RANK"), address, port, "env"
         )
     elif mpi_and_slurm and "OMPI_COMM_WORLD_SIZE" in values:
         launch = _of_mpi(values, _OPEN_MPI, address, port)
@@ -57,7 +57,7 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
         launch = Launch(
             _number(values, "SLURM_PROCID"),
             _number(values, "SLURM_STEP_NUM_TASKS"),
-            _number(values, "SLURM_LOCALID"),
+            _optional_number(values, "SLURM_LOCALID"),
             address or first_node(nodes) or None,
             port,
             "slurm",
@@ -90,11 +90,15 @@ def _of_mpi(
     return Launch(
         _number(values, rank),
         _number(values, size),
-        _number(values, local_rank),
+        _optional_number(values, local_rank),
         address or ("127.0.0.1" if is_here else None),
         port,
         "mpi",
     )
+
+
+def _optional_number(values: Mapping[str, str], name: str) -> int | None:
+    return _number(values, name) if name in values else None
 
 
 def _number(values: Mapping[str, str], name: str) -> int:

@@ -1,18 +1,21 @@
-"""One rank's failure, told to all: the first traceback goes to the store, where every rank that stumbles finds it.
+"""One rank's failure, reported to all: the first traceback goes to the store, where every other rank looks for it.
 
-1  failing rank    its exception reaches ``World.report_failure`` (the engine, or the excepthook below)
-2  failing rank    puts rank and traceback into the store (the first one stays) and on the board in shared memory,
-                   and closes its Gloo connections
-3  other ranks     that wait on a board see the flag within a millisecond; over Gloo they get a closed connection
-4  other ranks     look the traceback up, raise RankFailedError with it, and pass it on
+1  failing rank    its exception reaches ``World.report_failure`` (from the engine, or the excepthook below)
+2  failing rank    writes rank and traceback to the store (the first report stays) and to shared memory, and closes its
+                   Gloo connections
+3  other ranks     over shared memory: a wait sees the flag within a millisecond; over Gloo: the connection is closed;
+                   over NCCL: a thread polls the store and aborts the groups
+4  other ranks     look the traceback up, raise RankFailedError with it, and report it in turn
 5  rank 0          whose process holds the store, stays until all have looked, or for two seconds
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -21,7 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.errors import CommError, RankFailedError
 
-LOOK_UP_SECONDS = 5.0  # what a failing rank gets to report after its connections broke
+LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
 MAX_TRACEBACK_CHARACTERS = 16_000
 
 _LINGER_SECONDS = 2.0
@@ -29,20 +32,49 @@ _KEY = "failure"
 _SEEN = "seen"
 
 
+class FirstError:
+    """The error after which a rank's communicators are unusable: every further wait raises it at once.
+
+    So a hang is reported after one time-out, however many works are under way.
+    """
+
+    def __init__(self) -> None:
+        self.error: CommError | None = None
+
+    def keep(self, error: CommError) -> None:
+        """Keep ``error`` if it is the first."""
+        if self.error is None:
+            self.error = _copy(error)
+
+    def check(self) -> None:
+        """Raises: CommError: the first error, if there was one."""
+        if self.error is not None:
+            raise _copy(self.error)
+
+
+def _copy(error: CommError) -> CommError:
+    """The same error without its traceback, whose frames would keep tensors alive."""
+    copied = error.__class__.__new__(error.__class__)
+    copied.args = error.args
+    copied.__dict__.update(error.__dict__)
+    return copied
+
+
 class FailureReports:
-    """The store's one place for the first failure of a world."""
+    """The one key of the store that holds the first failure of a world."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
+        self._is_acknowledged = False
 
     def report(self, rank: int, text: str) -> None:
-        """Put ``rank``'s traceback there, unless another rank was first. Never raises."""
+        """Write ``rank``'s traceback, unless another rank was first. Never raises."""
         value = json.dumps({"rank": rank, "traceback": clip(text)})
         try:
             self._store.compare_set(_KEY, "", value)
         except Exception:
-            return  # the store's host may be the rank that died; the peers find out by themselves
+            return  # the store's host may be the rank that died; the peers notice without it
 
     def find(self, seconds: float = 0.0) -> RankFailedError | None:
         """The first failure, looked for during ``seconds``."""
@@ -53,41 +85,85 @@ class FailureReports:
                     found = json.loads(self._store.get(_KEY))
                     return RankFailedError(found["rank"], found["traceback"])
             except Exception:
-                return None  # no store any more
+                return None  # the store has ended
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
 
+    def acknowledge(self) -> int:
+        """Record once that this rank knows of the failure. Returns: how many know."""
+        seen = self._store.add(_SEEN, 0 if self._is_acknowledged else 1)
+        self._is_acknowledged = True
+        return int(seen)
+
     def linger(self, size: int) -> None:
-        """Say that this rank knows; on rank 0, wait for the others to know. Never raises."""
+        """Record that this rank knows; on rank 0, wait until all know. Never raises."""
         deadline = time.monotonic() + _LINGER_SECONDS
         try:
-            seen = self._store.add(_SEEN, 1)
-            while self._rank == 0 and seen < size and time.monotonic() < deadline:
+            while self.acknowledge() < size and self._rank == 0 and time.monotonic() < deadline:
                 time.sleep(0.02)
-                seen = self._store.add(_SEEN, 0)
         except Exception:
             return
 
     def explain(self, error: BaseException, what: str) -> CommError:
-        """What to raise when torch.distributed raised ``error`` in ``what``."""
+        """The error to raise when torch.distributed raised ``error`` in ``what``."""
+        text = str(error).strip()
+        if "timed out" in text.lower():
+            return self.find() or CommError(
+                f"{what} timed out: {text}",
+                where=f"rank {self._rank}",
+                do="see what the ranks that are behind were doing; if they were slow, give init_distributed more time.",
+                code="comm-timeout",
+            )
         return self.find(LOOK_UP_SECONDS) or CommError(
-            f"{what} failed: {str(error).strip()}",
+            f"{what} failed: {text}",
             where=f"rank {self._rank}",
-            do="look at the other ranks' output: one of them was killed, lost its network, or is stuck.",
+            do="look at the other ranks' output: one of them was killed, lost its network, or hangs.",
             code="comm-connection",
         )
 
 
+class FailureWatch:
+    """A thread that polls for the first failure of the world, and then calls ``on_failure`` once.
+
+    For ranks that block where no exception reaches them, such as in ``.item()`` behind a collective on a GPU.
+    """
+
+    def __init__(
+        self, failures: FailureReports, on_failure: Callable[[RankFailedError], None], interval_seconds: float
+    ) -> None:
+        self._failures = failures
+        self._on_failure = on_failure
+        self._interval_seconds = interval_seconds
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shoal-failure-watch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_stopped.wait(self._interval_seconds):
+            found = self._failures.find()
+            if found is not None:
+                self._on_failure(found)
+                with contextlib.suppress(Exception):  # the store has ended
+                    self._failures.acknowledge()
+                return
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        self._is_stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_LINGER_SECONDS)
+
+
 def clip(text: str) -> str:
-    """The end of a long traceback, which says most."""
+    """The end of a long traceback."""
     if len(text) <= MAX_TRACEBACK_CHARACTERS:
         return text
     return "... (cut)\n" + text[-MAX_TRACEBACK_CHARACTERS:]
 
 
 class ExceptHook:
-    """Reports what a process dies of, before the hook that was there prints it."""
+    """Reports an uncaught exception, then calls the excepthook that was there."""
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report
@@ -97,12 +173,12 @@ class ExceptHook:
         sys.excepthook = self._hook
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._pid == os.getpid():  # not in a fork, whose failure is its parent's to judge
+        if self._pid == os.getpid():  # not in a forked child, whose parent handles its failure
             self._report(error)
         self._previous(kind, error, trace)
 
     def remove(self) -> None:
-        """Give the old hook back, unless someone has put another on top since."""
+        """Restore the old hook, unless another was installed since."""
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous
         self._report = _report_nothing

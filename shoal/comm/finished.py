@@ -1,14 +1,14 @@
-"""What all communicators share: a work that is done already, the range that a rank owns, and JSON as bytes."""
+"""What all communicators share: a finished work, several works as one, ranges and parts of tensors, JSON as bytes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from shoal.errors import UsageError
+from shoal.errors import CommError, UsageError
 
 
 class FinishedWork:
@@ -40,6 +40,53 @@ def check_divides(op: str, full: torch.Tensor, shard: torch.Tensor | None, size:
             f"{'none' if shard is None else shard.numel()}, over {size} ranks",
             do="pad the full tensor to a multiple of the ranks, and give a shard of full numel / ranks.",
         )
+
+
+def split_parts(
+    tensor: torch.Tensor, split_sizes: Sequence[int] | None, size: int, *, label: str
+) -> tuple[torch.Tensor, ...]:
+    """``tensor`` as one part a rank: ``size`` equal parts, or parts of ``split_sizes`` elements.
+
+    Raises: UsageError: the parts do not add up to the tensor.
+    """
+    if split_sizes is None:
+        check_divides("all_to_all", tensor, None, size, label=label)
+        split_sizes = [tensor.numel() // size] * size
+    if len(split_sizes) != size or sum(split_sizes) != tensor.numel() or min(split_sizes) < 0:
+        raise UsageError(
+            f"all_to_all {label!r}: split sizes {list(split_sizes)} for a tensor of {tensor.numel()} elements and "
+            f"{size} ranks",
+            do="give one split size a rank; they add up to the tensor's elements.",
+        )
+    return tuple(tensor.detach().split(list(split_sizes)))
+
+
+def check_both_splits(out: object, source: object, *, label: str) -> None:
+    """Raises: UsageError: only one of the two has split sizes."""
+    if (out is None) != (source is None):
+        raise UsageError(
+            f"all_to_all {label!r}: only one of out_splits and source_splits is given",
+            do="give both, or neither for equal parts.",
+        )
+
+
+def check_peer(op: str, peer: int, rank: int, size: int, *, label: str) -> None:
+    """Raises: UsageError: ``peer`` is this rank, or not on the axis."""
+    if peer == rank or not 0 <= peer < size:
+        raise UsageError(
+            f"{op} {label!r}: rank {rank} of {size} names peer {peer}",
+            do="name the coordinate of another rank on the axis.",
+        )
+
+
+def split_mismatch(axis: str, label: str, rank: int, peer: int, sent: int, expected: int) -> CommError:
+    """The error of two ranks whose split sizes of one all_to_all differ."""
+    return CommError(
+        f"all_to_all {label!r} on axis {axis!r}: rank {peer} sends {sent} elements to rank {rank}, which expects "
+        f"{expected}",
+        do="make out_splits[peer] of each rank equal to source_splits[rank] of each peer.",
+        code="comm-mismatch",
+    )
 
 
 def gather_json(value: Any, exchange: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> list[Any]:

@@ -1,17 +1,24 @@
-"""Collectives over Gloo's sends and receives: every rank sends each peer its piece and sums what it gets in rank order.
+"""Collectives over Gloo's sends and receives: every rank sends each peer its range and sums in rank order.
 
-Gloo's own reduce_scatter and all_gather are several times slower than this exchange, and its sums depend on the route.
+Gloo's own reduce_scatter and all_gather are several times slower than this exchange, and the order of their sums
+depends on the algorithm.
 
-Every message has a header, so that ranks that issue different calls are told both. all_reduce has two rounds, and the
-second is sent from ``wait()``. A rank that waits for a later call therefore does the first rounds of all earlier ones,
-on every axis, before it blocks: so no two ranks wait for each other.
+Every message has a header, so that ranks that issue different calls get an error that names both. all_reduce has two
+rounds, and the second is sent from ``wait()``. So a rank that waits for a later call does the first rounds of all
+earlier ones, on every axis, before it blocks: no two ranks wait for each other.
+
+    tag (30 bits)                          of
+    4 * number                             the header of a collective
+    4 * checksum(number, call) + 1 or 2    its data, first and second round
+    8 * number + 3                         the header of a send
+    8 * checksum(number, call) + 7         its data
 """
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,25 +26,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.failure import FailureReports
-from shoal.comm.finished import check_divides, gather_json, own_range
+from shoal.comm.failure import FailureReports, FirstError
+from shoal.comm.finished import (
+    check_both_splits,
+    check_divides,
+    check_peer,
+    gather_json,
+    own_range,
+    split_mismatch,
+    split_parts,
+)
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
 
-_TAG_MASK = (1 << 28) - 1  # with two bits more for the part, tags stay positive 32-bit numbers
-_FAREWELL = timedelta(seconds=5)  # for a peer to take what is on its way, at the end
+_TAG_MASK = (1 << 28) - 1  # with two more bits, tags stay positive 32-bit numbers
+_FAREWELL = timedelta(seconds=5)  # for which close() waits until peers have received the last sends
 _OPEN_SENDS = 64  # finished works whose sends may still be under way before the oldest is waited for
 _TEXT_BYTES = 160
-_INLINE_BYTES = 352  # of a small vector, which travels in the header
+_INLINE_BYTES = 352  # of a small vector, which is sent in the header
 _HEADER_BYTES = _TEXT_BYTES + _INLINE_BYTES
 
 
 class GlooPending:
     """The works of one rank that have a second round to send, over all axes, in the order of issue."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_error: FirstError) -> None:
         self.works: dict[GlooWork, None] = {}
+        self.first_error = first_error
 
     def send_until(self, waited: GlooWork) -> None:
         """Do the first round of every work up to ``waited``."""
@@ -49,23 +65,37 @@ class GlooPending:
 
 
 class GlooWork:
-    """One call: its receives and sends under way, and what to do when they are there."""
+    """One call: its receives and sends under way, and what to do when they have arrived."""
 
-    __slots__ = ("_comm", "_first", "_is_finished", "_last", "_received", "_result", "headers", "sends", "tag", "what")
+    __slots__ = (
+        "_check_header", "_comm", "_first", "_is_finished", "_last", "_received", "_result", "data_tag", "header_tag",
+        "headers", "sends", "what",
+    )  # fmt: skip
 
-    def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor) -> None:
+    def __init__(self, comm: GlooCommunicator, what: str, number: int, result: torch.Tensor, is_send: bool) -> None:
         self._comm = comm
         self.what = what
         # Gloo ends the process when a message is longer than its receive. So the tag of data is made of the whole call,
-        # and data of calls that differ never meet; the headers, whose tag is the number alone, then tell why.
-        self.tag = zlib.crc32(f"{number} {what}".encode()) & _TAG_MASK
+        # and data of calls that differ never meet; the headers, whose tag is the number alone, then show both calls.
+        checksum = zlib.crc32(f"{number} {what}".encode())
+        if is_send:
+            self.header_tag = 8 * (number & (_TAG_MASK >> 1)) + 3
+            self.data_tag = 8 * (checksum & (_TAG_MASK >> 1)) + 6
+        else:
+            self.header_tag = 4 * (number & _TAG_MASK)
+            self.data_tag = 4 * (checksum & _TAG_MASK)
         self._result = result
         self._first: tuple[list[Any], Callable[[], None]] | None = None
         self._received: list[Any] = []
         self._last: Callable[[], None] | None = None
         self._is_finished = False
-        self.headers: list[tuple[int, Any, torch.Tensor]] = []  # peer, receive, what it asked for
+        self._check_header: Callable[[int, torch.Tensor], None] | None = None
+        self.headers: list[tuple[int, Any, torch.Tensor]] = []  # peer, receive, the call that it issued
         self.sends: list[tuple[Any, torch.Tensor]] = []
+
+    def check_headers_by(self, check: Callable[[int, torch.Tensor], None]) -> None:
+        """Call ``check(peer, the inline bytes of its header)`` before the data is waited for."""
+        self._check_header = check
 
     def first_then(self, receives: list[Any], then: Callable[[], None]) -> None:
         """Do ``then`` once ``receives`` are there, before the rest."""
@@ -86,30 +116,39 @@ class GlooWork:
 
     def wait(self) -> torch.Tensor:
         if not self._is_finished:
-            if self._first is not None:
-                self._comm.pending.send_until(self)
-            else:
-                self._compare()
-            self._comm.await_all(self._received, self)
-            if self._last is not None:
-                self._last()
-            self._received = []
-            self._last = None
+            self._comm.first_error.check()
+            try:
+                self._finish()
+            except CommError as error:
+                self._comm.first_error.keep(error)
+                raise
             self._is_finished = True
         return self._result
 
     def drain(self) -> None:
         self.wait()
         if self.sends:
+            self._comm.first_error.check()
             self._comm.await_all([send for send, _ in self.sends], self)
             self.sends = []
+
+    def _finish(self) -> None:
+        if self._first is not None:
+            self._comm.pending.send_until(self)
+        else:
+            self._compare()
+        self._comm.await_all(self._received, self)
+        if self._last is not None:
+            self._last()
+        self._received = []
+        self._last = None
 
     @property
     def is_finished(self) -> bool:
         return self._is_finished
 
     def _compare(self) -> None:
-        """The headers come before the data: compare what the peers ask for with what this rank does."""
+        """Compare the calls in the peers' headers, which arrive before the data, with this one."""
         for peer, receive, header in self.headers:
             self._comm.await_all([receive], self)
             theirs = header[:_TEXT_BYTES].numpy().tobytes().rstrip(b"\0").decode(errors="replace")
@@ -121,6 +160,8 @@ class GlooWork:
                     "on the rank or on the data.",
                     code="comm-mismatch",
                 )
+            if self._check_header is not None:
+                self._check_header(peer, header[_TEXT_BYTES:])
         self.headers = []
 
 
@@ -138,11 +179,13 @@ class GlooCommunicator:
         self.rank = group.rank()
         self.size = group.size()
         self.pending = pending
+        self.first_error = pending.first_error
         self._group: Any = group
         self._failures = failures
         self._peers = [peer for peer in range(self.size) if peer != self.rank]
         self._sum = RankOrderedSum()
         self._number = 0
+        self._num_sends: Counter[tuple[int, bool]] = Counter()  # by peer and whether this rank is the sender
         self._sending: list[GlooWork] = []
         self._landing: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
 
@@ -201,6 +244,47 @@ class GlooCommunicator:
         self.pending.works[work] = None
         return work
 
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        check_both_splits(out_splits, source_splits, label=label)
+        parts = split_parts(out, out_splits, self.size, label=label)
+        sources = split_parts(source, source_splits, self.size, label=label)
+        counts = torch.tensor([part.numel() for part in sources], dtype=torch.int64).view(self.size, 1)
+        what = out if out_splits is None else out[:0]
+        work = self._issue("all_to_all", label, what, out, inline=lambda peer: counts[peer].view(torch.uint8))
+
+        def check(peer: int, header: torch.Tensor) -> None:
+            sent = int(header[:8].view(torch.int64))
+            if sent != parts[peer].numel():
+                raise split_mismatch(self.axis, label, self.rank, peer, sent, parts[peer].numel())
+
+        work.check_headers_by(check)
+        # The tag has the number of elements too: parts of different sizes must not meet.
+        receives = [self._receive_tagged(parts[peer], peer, _tag_with_numel(work, parts[peer])) for peer in self._peers]
+        for peer in self._peers:
+            self._send_tagged(work, sources[peer], peer, _tag_with_numel(work, sources[peer]))
+        work.finally_do(receives, lambda: _copy(sources[self.rank], parts[self.rank]))
+        return work
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("send", peer, self.rank, self.size, label=label)
+        work = self._issue("send", label, tensor, tensor, to=peer)
+        self._send(work, tensor, peer, 1)
+        return work
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        check_peer("recv", peer, self.rank, self.size, label=label)
+        work = self._issue("send", label, tensor, tensor, source=peer)
+        work.finally_do([self._receive(work, tensor, peer, 1)], None)
+        return work
+
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         work = self._issue(f"broadcast from {source}", label, tensor, tensor)
         if self.rank == source:
@@ -214,7 +298,9 @@ class GlooCommunicator:
         result = torch.empty(self.size, vector.numel(), dtype=vector.dtype)
         result[self.rank].copy_(vector.detach())
         if vector.nbytes <= _INLINE_BYTES:
-            work = self._issue("exchange", label, vector, result, inline=result[self.rank].view(torch.uint8))
+            work = self._issue(
+                "exchange", label, vector, result, inline=lambda peer: result[self.rank].view(torch.uint8)
+            )
             headers = list(work.headers)
 
             def unpack() -> None:
@@ -243,10 +329,11 @@ class GlooCommunicator:
         self._sending = [work for work in self._sending if work.sends]
 
     def close(self) -> None:
-        # A peer may still be receiving what this rank has sent in a collective that is over here.
-        with contextlib.suppress(RuntimeError):  # it is gone: it has said why, or nobody can
-            for send in [send for work in self._sending if work.is_finished for send, _ in work.sends]:
-                send.wait(_FAREWELL)
+        # A peer may still be receiving what this rank sent in a collective that is finished here.
+        with contextlib.suppress(RuntimeError):  # the peer has ended
+            if self.first_error.error is None:
+                for send in [send for work in self._sending if work.is_finished for send, _ in work.sends]:
+                    send.wait(_FAREWELL)
         for work in [work for work in self.pending.works if work._comm is self]:
             del self.pending.works[work]
         self._sending = []
@@ -254,48 +341,77 @@ class GlooCommunicator:
         self._group = None
 
     def abandon(self) -> None:
-        """Close the connections, whatever is under way. Never raises."""
+        """Close the connections, although works are under way. Never raises."""
         group, self._group = self._group, None
         if group is not None:
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
     def await_all(self, requests: list[Any], work: GlooWork) -> None:
-        """Raises: RankFailedError: a peer failed; CommError: the connection is lost and nobody said why."""
+        """Raises: RankFailedError: a peer failed; CommError: a time-out, or a lost connection without a report."""
         try:
             for request in requests:
                 if request is not None:
                     request.wait()
         except RuntimeError as error:
-            raise self._failures.explain(
+            found = self._failures.explain(
                 error, f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
-            ) from error
+            )
+            self.first_error.keep(found)
+            raise found from error
 
     def _issue(
-        self, op: str, label: str, what: torch.Tensor, result: torch.Tensor, inline: torch.Tensor | None = None
+        self,
+        op: str,
+        label: str,
+        what: torch.Tensor,
+        result: torch.Tensor,
+        *,
+        inline: Callable[[int], torch.Tensor] | None = None,
+        to: int | None = None,
+        source: int | None = None,
     ) -> GlooWork:
+        """Send the header of a call to every peer, and start to receive the peers' headers.
+
+        Args:
+            inline: bytes for a peer, sent in its header.
+            to: the receiver of a send, which alone gets a header.
+            source: the sender of a receive, whose header alone is received.
+        """
         if self._group is None:
+            self.first_error.check()
             raise CommError(
                 f"{op} {label!r} on axis {self.axis!r}: the communicator is closed",
                 do="issue no collective after close().",
             )
-        self._number += 1
+        self.first_error.check()
         if len(self._sending) >= _OPEN_SENDS:
             self._sending = [work for work in self._sending if work.sends]
             for old in self._sending[: _OPEN_SENDS // 2]:
                 if old.is_finished:
                     old.drain()
         text = f"{op} {label!r} of {what.numel()} x {str(what.dtype).removeprefix('torch.')}"
-        work = GlooWork(self, text, self._number, result)
+        peer_of_send = source if to is None else to
+        if peer_of_send is None:
+            self._number += 1
+            work = GlooWork(self, text, self._number, result, is_send=False)
+        else:
+            self._num_sends[peer_of_send, to is not None] += 1
+            work = GlooWork(self, text, self._num_sends[peer_of_send, to is not None], result, is_send=True)
         mine = torch.zeros(_HEADER_BYTES, dtype=torch.uint8)
         encoded = text.encode()[:_TEXT_BYTES]
         mine[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        if inline is not None:
-            mine[_TEXT_BYTES : _TEXT_BYTES + inline.numel()] = inline
         for peer in self._peers:
-            theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
-            work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))
-            self._send(work, mine, peer, 0)
+            if to is None and source in (None, peer):
+                theirs = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+                work.headers.append((peer, self._receive(work, theirs, peer, 0), theirs))
+            if source is None and to in (None, peer):
+                header = mine
+                if inline is not None:
+                    extra = inline(peer)
+                    header = mine.clone()
+                    header[_TEXT_BYTES : _TEXT_BYTES + extra.numel()] = extra
+                self._send(work, header, peer, 0)
         self._sending.append(work)
         return work
 
@@ -320,20 +436,35 @@ class GlooCommunicator:
         self._landing[own.numel(), own.dtype] += [piece for piece in pieces if piece is not own]
 
     def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> None:
+        self._send_tagged(work, tensor, peer, _tag(work, part))
+
+    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> Any:
+        return self._receive_tagged(tensor, peer, _tag(work, part))
+
+    def _send_tagged(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() and self._group is not None:
             tensor = tensor.detach()
             try:
-                work.sends.append((self._group.send([tensor], peer, self._tag(work, part)), tensor))
+                work.sends.append((self._group.send([tensor], peer, tag), tensor))
             except RuntimeError as error:
                 raise self._failures.explain(error, work.what) from error
 
-    def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> Any:
+    def _receive_tagged(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         if tensor.numel() == 0 or self._group is None:
             return None
         try:
-            return self._group.recv([tensor.detach()], peer, self._tag(work, part))
+            return self._group.recv([tensor.detach()], peer, tag)
         except RuntimeError as error:
             raise self._failures.explain(error, f"a receive from rank {peer} on axis {self.axis!r}") from error
 
-    def _tag(self, work: GlooWork, part: int) -> int:
-        return 4 * (work.tag if part else self._number & _TAG_MASK) + part
+
+def _tag(work: GlooWork, part: int) -> int:
+    return work.data_tag + part if part else work.header_tag
+
+
+def _tag_with_numel(work: GlooWork, tensor: torch.Tensor) -> int:
+    return 4 * (zlib.crc32(f"{work.data_tag} {tensor.numel()}".encode()) & _TAG_MASK) + 1
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)

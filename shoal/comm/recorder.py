@@ -16,13 +16,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.encoded import all_gather_encoded, reduce_scatter_encoded
+from shoal.comm.protocol import Backend, Work
+from shoal.comm.wire import WireFormat
 
 RING = 1024  # calls: the last few steps of a large model
 
 
 class Entry(NamedTuple):
-    """One collective as this rank issued it."""
+    """One collective, send or receive as this rank issued it."""
 
     seq: int
     axis: str
@@ -93,56 +95,93 @@ class Recorder:
 
 
 class RecordedCommunicator:
-    """A communicator whose every call is noted before it is issued."""
+    """The communicator of one axis: records every call, then issues it on the backend.
 
-    def __init__(self, inner: Communicator, recorder: Recorder) -> None:
-        self.axis = inner.axis
-        self.rank = inner.rank
-        self.size = inner.size
+    A call with a wire format is recorded as the collective that it is made of, with the encoded bytes.
+    """
+
+    def __init__(self, backend: Backend, recorder: Recorder) -> None:
+        self.axis = backend.axis
+        self.rank = backend.rank
+        self.size = backend.size
         self.recorder = recorder
-        self._inner = inner
+        self.backend = backend
         self._add = recorder.add
 
     @property
     def scratch_nbytes(self) -> int:
-        return self._inner.scratch_nbytes
+        return self.backend.scratch_nbytes
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self._inner.empty(numel, dtype, device)
+        return self.backend.empty(numel, dtype, device)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+    ) -> Work:
+        if wire is not None and self.size > 1:
+            return all_gather_encoded(self, full, shard, wire, label=label)
         self._add(self.axis, "all_gather", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self._inner.all_gather(full, shard, label=label)
+        return self.backend.all_gather(full, shard, label=label)
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        label: str,
+        wire: WireFormat | None = None,
     ) -> Work:
+        if wire is not None and self.size > 1:
+            return reduce_scatter_encoded(self, full, out, wire, scale=scale, accumulate=accumulate, label=label)
         self._add(self.axis, "reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self._inner.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+        return self.backend.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         self._add(self.axis, "all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self._inner.all_reduce(full, scale=scale, label=label)
+        return self.backend.all_reduce(full, scale=scale, label=label)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        own = out.numel() // self.size if out_splits is None else out_splits[self.rank]
+        self._add(self.axis, "all_to_all", label, (out.numel() - own) * out.itemsize, out.dtype, "data")
+        return self.backend.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        self._add(self.axis, "send", label, 0, tensor.dtype, "data")
+        return self.backend.send(tensor, peer, label=label)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        self._add(self.axis, "recv", label, tensor.nbytes, tensor.dtype, "data")
+        return self.backend.recv(tensor, peer, label=label)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         nbytes = 0 if source == self.rank else tensor.nbytes
         self._add(self.axis, "broadcast", label, nbytes, tensor.dtype, "control")
-        return self._inner.broadcast(tensor, source, label=label)
+        return self.backend.broadcast(tensor, source, label=label)
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
         self._add(self.axis, "exchange", label, vector.nbytes * (self.size - 1), vector.dtype, "control")
-        return self._inner.exchange(vector, label=label)
+        return self.backend.exchange(vector, label=label)
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
         self._add(self.axis, "gather_objects", label, 0, None, "control")
-        return self._inner.gather_objects(value, label=label)
+        return self.backend.gather_objects(value, label=label)
 
     def barrier(self, *, label: str) -> None:
         self._add(self.axis, "barrier", label, 0, None, "control")
-        self._inner.barrier(label=label)
+        self.backend.barrier(label=label)
 
     def drain(self) -> None:
-        self._inner.drain()
+        self.backend.drain()
 
     def close(self) -> None:
-        self._inner.close()
+        self.backend.close()

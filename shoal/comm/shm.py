@@ -1,12 +1,12 @@
-"""Ranks as processes of one host: the board, and the memory behind it, are mapped by all.
+"""Ranks as processes of one host, which map each other's memory.
 
 Every rank writes its own words and reads the others'. On x86-64 stores become visible in the order they were made, so a
-number that is written last tells that all before it is there; other machines reorder and do not use this board.
+number that is written last tells that all before it is there; other machines reorder stores and use Gloo instead.
 
-    a rank's words for one axis
+    a rank's words for one axis: one area for collectives, then two for each peer p (sends to p, receives from p)
         header   0 secret   1 calls posted   2 closed
-        slot     0 reduced  1 done  2 signature  3 segment  4 fd  5 its bytes  6 offset  7 numel  8 text bytes  9 text
-                 call n is in slot n % 256; "reduced" and "done" hold n + 1
+        slot     0 reduced  1 done  2 signature  3 file  4 fd  5 its bytes  6 offset  7 numel  8 text bytes  9 text
+                 call n is in slot n % slots; "reduced" and "done" hold n + 1
     a rank's words for all axes
         header   0 secret   1 failed   2 text bytes   3.. the traceback
 """
@@ -27,18 +27,20 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from shoal.comm.arena import Arena, make_file, map_file
-from shoal.comm.board import Call, Mark
+from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
+from shoal.comm.memory_group import Call, Mark
 from shoal.errors import CommError, RankFailedError
 from shoal.process import started
 
-_CAPACITY = 256
+_SLOTS = 256
+_CHANNEL_SLOTS = 64
 _HEADER_WORDS = 64
 _SLOT_WORDS = 32
 _TEXT_WORD = 9
 _TEXT_BYTES = 8 * (_SLOT_WORDS - _TEXT_WORD)
-_BOARD_BYTES = 8 * (_HEADER_WORDS + _CAPACITY * _SLOT_WORDS)
+_AREA_WORDS = _HEADER_WORDS + _SLOTS * _SLOT_WORDS
+_CHANNEL_WORDS = _HEADER_WORDS + _CHANNEL_SLOTS * _SLOT_WORDS
 _PROCESS_BYTES = 8 * 3 + 4 * MAX_TRACEBACK_CHARACTERS + 64
 _SPINS = 50
 _FIRST_SLEEP_SECONDS = 20e-6
@@ -47,8 +49,8 @@ _LIVENESS_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
-class Card:
-    """How peers find a file of this process."""
+class FileHandle:
+    """By which peers map a file of this process."""
 
     pid: int
     started: int  # clock ticks after boot: tells a reused pid
@@ -57,38 +59,38 @@ class Card:
     secret: int  # word 0 of the file: tells a process of another pid namespace or host with the same pid
 
 
-class Neighbours:
-    """What the ranks of one host share over all axes: the arena, maps of the peers' arenas, failures, signs of life.
+class LocalPeers:
+    """The other ranks of this host, for all axes: the allocator, maps of the peers' memory, failures, liveness.
 
     Args:
-        store: this world's; ranks find each other's files there.
+        store: this world's; ranks publish their file handles there.
     """
 
     def __init__(self, store: Store, rank: int, failures: FailureReports) -> None:
         self.rank = rank
-        self.arena = Arena()
+        self.allocator = SharedAllocator()
         self._store = store
         self._failures = failures
         fd, self._map = make_file("shoal-process", _PROCESS_BYTES)
         self._words = memoryview(self._map).cast("q")
         self._words[0] = secrets.randbits(62)
-        self._card = Card(os.getpid(), started(os.getpid()) or 0, fd, _PROCESS_BYTES, self._words[0])
-        self._store.set(f"process/{rank}", json.dumps(asdict(self._card)))
-        self._cards: dict[int, Card] = {rank: self._card}
+        self._handle = FileHandle(os.getpid(), started(os.getpid()) or 0, fd, _PROCESS_BYTES, self._words[0])
+        self._store.set(f"process/{rank}", json.dumps(asdict(self._handle)))
+        self._handles: dict[int, FileHandle] = {rank: self._handle}
         self._processes: dict[int, memoryview] = {}  # rank -> its words
-        self._segments: dict[tuple[int, int], mmap.mmap] = {}
+        self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._dead: set[int] = set()
         self._looked: dict[int, float] = {}
         self._is_closed = False
 
     def meet(self, rank: int, timeout: float) -> bool:
-        """Map ``rank``'s words. Returns: could it be done?"""
+        """Map ``rank``'s words. Returns: False if this process cannot."""
         if rank not in self._processes and rank != self.rank:
-            card = Card(**json.loads(self.read_store(f"process/{rank}", timeout)))
-            mapped = open_words(card)
+            handle = FileHandle(**json.loads(self.read_store(f"process/{rank}", timeout)))
+            mapped = open_words(handle)
             if mapped is None:
                 return False
-            self._cards[rank] = card
+            self._handles[rank] = handle
             self._processes[rank] = mapped
         return True
 
@@ -112,18 +114,18 @@ class Neighbours:
                 )
         return self._store.get(key).decode()
 
-    def segment(self, rank: int, serial: int, fd: int, nbytes: int) -> mmap.mmap:
-        """The map of a segment of ``rank``'s arena."""
-        found = self._segments.get((rank, serial))
+    def file(self, rank: int, serial: int, fd: int, nbytes: int) -> mmap.mmap:
+        """The map of a file of ``rank``'s allocator."""
+        found = self._maps.get((rank, serial))
         if found is None:
             try:
-                found = map_file(self._cards[rank].pid, fd, nbytes)
+                found = map_file(self._handles[rank].pid, fd, nbytes)
             except OSError as error:
                 self.raise_failure()
                 raise RankFailedError(
-                    rank, f"its process {self._cards[rank].pid} has ended and took its memory with it ({error})"
+                    rank, f"its process {self._handles[rank].pid} has ended and took its memory with it ({error})"
                 ) from error
-            self._segments[rank, serial] = found
+            self._maps[rank, serial] = found
         return found
 
     def raise_failure(self) -> None:
@@ -135,13 +137,13 @@ class Neighbours:
                 raise RankFailedError(int(failed), traceback)
 
     def is_dead(self, rank: int) -> bool:
-        """Has the process of ``rank`` ended, in whatever way? Looked up every quarter of a second."""
+        """Has the process of ``rank`` ended? Looked up at most every quarter of a second."""
         now = time.monotonic()
         if rank in self._dead:
             return True
         if now - self._looked.get(rank, 0.0) > _LIVENESS_SECONDS:
             self._looked[rank] = now
-            if started(self._cards[rank].pid) != self._cards[rank].started:
+            if started(self._handles[rank].pid) != self._handles[rank].started:
                 self._dead.add(rank)
         return rank in self._dead
 
@@ -154,33 +156,44 @@ class Neighbours:
             self._words[1] = 1
 
     def pid(self, rank: int) -> int:
-        return self._cards[rank].pid
+        return self._handles[rank].pid
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            os.close(self._card.fd)
-            self.arena.close()
+            os.close(self._handle.fd)
+            self.allocator.close()
             self._processes.clear()
-            self._segments.clear()
+            self._maps.clear()
 
 
-class SharedBoard:
-    """One rank's view of the words of its group."""
+class SharedMemoryGroup:
+    """One rank's view of the words of its group.
 
-    capacity = _CAPACITY
+    Args:
+        words: by rank of the group: one area of its file.
+        files: by rank of the group: its whole file, with the areas of its channels; None for a channel.
+    """
+
     must_drain_to_close = True  # a peer may not have mapped this rank's memory yet
 
     def __init__(
-        self, neighbours: Neighbours, ranks: tuple[int, ...], words: Sequence[memoryview], timeout: float
+        self,
+        local_peers: LocalPeers,
+        ranks: tuple[int, ...],
+        words: Sequence[memoryview],
+        timeout: float,
+        files: Sequence[memoryview] | None = None,
     ) -> None:
-        self.rank = ranks.index(neighbours.rank)
+        self.rank = ranks.index(local_peers.rank)
         self.size = len(ranks)
+        self.capacity = (len(words[0]) - _HEADER_WORDS) // _SLOT_WORDS
         self.timeout = timeout
-        self._neighbours = neighbours
-        self._arena = neighbours.arena
+        self._local_peers = local_peers
+        self._allocator = local_peers.allocator
         self._ranks = ranks
         self._words = words
+        self._files = files
         self._own = words[self.rank]
         self._own_bytes = self._own.cast("B")
         self._sources: dict[int, torch.Tensor] = {}
@@ -188,25 +201,31 @@ class SharedBoard:
         self._texts: dict[Call, tuple[int, bytes]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._arena.empty(numel, dtype)
+        return self._allocator.empty(numel, dtype)
 
     def readable(self, source: torch.Tensor) -> torch.Tensor:
-        if source.numel() == 0 or self._arena.locate(source) is not None:
+        if source.numel() == 0 or self._allocator.locate(source) is not None:
             return source
         with torch.no_grad():
-            return self._arena.empty(source.numel(), source.dtype).copy_(source)
+            return self._allocator.empty(source.numel(), source.dtype).copy_(source)
+
+    def channel(self, source: int, target: int) -> SharedMemoryGroup:
+        assert self._files is not None
+        words = [self._files[source][_sends_to(target)], self._files[target][_receives_from(source)]]
+        ranks = self._ranks[source], self._ranks[target]
+        return SharedMemoryGroup(self._local_peers, ranks, words, self.timeout)
 
     def post(self, number: int, call: Call, source: torch.Tensor) -> None:
-        at = _slot(number)
+        at = self._slot(number)
         own = self._own
         signature, text = self._describe(call)
         numel = source.numel()
-        place = self._arena.locate(source) if numel else None
+        place = self._allocator.locate(source) if numel else None
         if place is not None:
-            segment, offset = place
-            own[at + 3] = segment.serial
-            own[at + 4] = segment.fd
-            own[at + 5] = segment.nbytes
+            file, offset = place
+            own[at + 3] = file.serial
+            own[at + 4] = file.fd
+            own[at + 5] = file.nbytes
             own[at + 6] = offset
         own[at + 2] = signature
         own[at + 7] = numel
@@ -214,7 +233,7 @@ class SharedBoard:
         start = 8 * (at + _TEXT_WORD)
         self._own_bytes[start : start + len(text)] = text
         self._sources[number] = source
-        self._sources.pop(number - _CAPACITY, None)
+        self._sources.pop(number - self.capacity, None)
         own[1] = number + 1
 
     def has_posted(self, peer: int, number: int) -> bool:
@@ -222,28 +241,28 @@ class SharedBoard:
 
     def mismatch(self, peer: int, number: int, call: Call) -> str | None:
         words = self._words[peer]
-        if words[_slot(number) + 2] == self._describe(call)[0]:
+        if words[self._slot(number) + 2] == self._describe(call)[0]:
             return None
         return self._text(peer, number)
 
     def source(self, peer: int, number: int, dtype: torch.dtype) -> torch.Tensor:
         if peer == self.rank:
             return self._sources[number]
-        at = _slot(number)
+        at = self._slot(number)
         words = self._words[peer]
         numel = words[at + 7]
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        segment = self._neighbours.segment(self._ranks[peer], words[at + 3], words[at + 4], words[at + 5])
-        return torch.frombuffer(segment, dtype=dtype, count=numel, offset=words[at + 6])
+        file = self._local_peers.file(self._ranks[peer], words[at + 3], words[at + 4], words[at + 5])
+        return torch.frombuffer(file, dtype=dtype, count=numel, offset=words[at + 6])
 
     def mark(self, number: int, mark: Mark) -> None:
-        self._own[_slot(number) + mark.value] = number + 1
+        self._own[self._slot(number) + mark.value] = number + 1
         if mark is Mark.DONE:
             self._sources.pop(number, None)  # kept by the communicator until the peers are done
 
     def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
-        return bool(self._words[peer][_slot(number) + mark.value] > number)
+        return bool(self._words[peer][self._slot(number) + mark.value] > number)
 
     def ticket(self) -> int:
         return 0
@@ -259,20 +278,20 @@ class SharedBoard:
             time.sleep(min(_LAST_SLEEP_SECONDS, max(_FIRST_SLEEP_SECONDS, (now - self._asleep_since) / 16)))
 
     def check(self, missing: Sequence[int]) -> None:
-        self._neighbours.raise_failure()
+        self._local_peers.raise_failure()
         for peer in missing:
             rank = self._ranks[peer]
-            if self._words[peer][2] or self._neighbours.is_dead(rank):
-                self._neighbours.raise_failure()  # it may have spoken between the two looks
+            if self._words[peer][2] or self._local_peers.is_dead(rank):
+                self._local_peers.raise_failure()  # it may have spoken between the two looks
                 how = "left the world" if self._words[peer][2] else "has ended without a word: killed, or out of memory"
                 raise RankFailedError(
                     rank,
-                    f"its process {self._neighbours.pid(rank)} {how}. Last issued by it on this axis: "
+                    f"its process {self._local_peers.pid(rank)} {how}. Last issued by it on this axis: "
                     f"{self.last_calls()[peer]}",
                 )
 
     def has_left(self, peer: int) -> bool:
-        return bool(self._words[peer][2]) or self._neighbours.is_dead(self._ranks[peer])
+        return bool(self._words[peer][2]) or self._local_peers.is_dead(self._ranks[peer])
 
     def last_calls(self) -> list[str]:
         texts = []
@@ -283,6 +302,10 @@ class SharedBoard:
 
     def close(self) -> None:
         self._own[2] = 1
+        if self._files is not None:  # channels that only the peer has opened, too
+            for peer in range(self.size):
+                for area in (_sends_to(peer), _receives_from(peer)):
+                    self._files[self.rank][area][2] = 1
         self._sources.clear()
 
     def _describe(self, call: Call) -> tuple[int, bytes]:
@@ -294,44 +317,61 @@ class SharedBoard:
             found = self._texts[call] = (zlib.crc32(text), text[:_TEXT_BYTES])
         return found
 
+    def _slot(self, number: int) -> int:
+        return _HEADER_WORDS + (number % self.capacity) * _SLOT_WORDS
+
     def _text(self, peer: int, number: int) -> str:
-        at = _slot(number)
+        at = self._slot(number)
         start = 8 * (at + _TEXT_WORD)
         return self._words[peer].cast("B")[start : start + self._words[peer][at + 8]].tobytes().decode(errors="replace")
 
 
-def make_board(
-    neighbours: Neighbours, store: Store, name: str, ranks: tuple[int, ...], num_ranks: int, timeout: float
-) -> SharedBoard | None:
-    """The board of this rank's group; None if some rank of the axis cannot map some peer of its group.
+def join_group(
+    local_peers: LocalPeers, store: Store, name: str, ranks: tuple[int, ...], num_ranks: int, timeout: float
+) -> SharedMemoryGroup | None:
+    """This rank's group over shared memory; None if some rank of the axis cannot map some peer of its group.
 
-    All ``num_ranks`` ranks that open the axis agree on which of the two it is.
+    All ``num_ranks`` ranks that open the axis come to the same decision.
 
     Communicates: through ``store`` only, 3 values a rank.
     """
-    fd, own_map = make_file("shoal-board", _BOARD_BYTES)
+    nbytes = 8 * (_AREA_WORDS + 2 * len(ranks) * _CHANNEL_WORDS)
+    fd, own_map = make_file("shoal-group", nbytes)
     own = memoryview(own_map).cast("q")
     own[0] = secrets.randbits(62)
-    card = Card(os.getpid(), 0, fd, _BOARD_BYTES, own[0])
-    store.set(f"board/{name}/{neighbours.rank}", json.dumps(asdict(card)))
-    words: list[memoryview] = []
+    handle = FileHandle(os.getpid(), 0, fd, nbytes, own[0])
+    store.set(f"group/{name}/{local_peers.rank}", json.dumps(asdict(handle)))
+    files: list[memoryview] = []
     for rank in ranks:
-        if rank == neighbours.rank:
-            words.append(own)
+        if rank == local_peers.rank:
+            files.append(own)
             continue
-        theirs = Card(**json.loads(neighbours.read_store(f"board/{name}/{rank}", timeout)))
-        mapped = open_words(theirs) if neighbours.meet(rank, timeout) else None
+        theirs = FileHandle(**json.loads(local_peers.read_store(f"group/{name}/{rank}", timeout)))
+        mapped = open_words(theirs) if local_peers.meet(rank, timeout) else None
         if mapped is None:
             break
-        words.append(mapped)
-    vote(store, name, num_ranks, is_fit=len(words) == len(ranks))
-    verdict = neighbours.read_store(f"verdict/{_opening(name)}", timeout)
+        files.append(mapped)
+    vote(store, name, num_ranks, is_fit=len(files) == len(ranks))
+    verdict = local_peers.read_store(f"verdict/{_opening(name)}", timeout)
     os.close(fd)  # every peer that will ever map it has done so
-    return SharedBoard(neighbours, ranks, words, timeout) if verdict == "shm" else None
+    if verdict != "shm":
+        return None
+    return SharedMemoryGroup(local_peers, ranks, [file[:_AREA_WORDS] for file in files], timeout, files)
+
+
+def _sends_to(peer: int) -> slice:
+    """The area, in a rank's file, of its sends to ``peer``."""
+    start = _AREA_WORDS + 2 * peer * _CHANNEL_WORDS
+    return slice(start, start + _CHANNEL_WORDS)
+
+
+def _receives_from(peer: int) -> slice:
+    start = _sends_to(peer).stop
+    return slice(start, start + _CHANNEL_WORDS)
 
 
 def vote(store: Store, name: str, num_ranks: int, *, is_fit: bool) -> None:
-    """Say whether this rank can use a board; the last of ``num_ranks`` writes the verdict."""
+    """Say whether this rank can use shared memory; the last of ``num_ranks`` writes the verdict."""
     opening = _opening(name)
     if not is_fit:
         store.add(f"unfit/{opening}", 1)
@@ -340,23 +380,19 @@ def vote(store: Store, name: str, num_ranks: int, *, is_fit: bool) -> None:
 
 
 def is_supported() -> bool:
-    """Does this machine keep stores in order, and have anonymous files?"""
+    """Does this machine keep stores in order, and does it have anonymous files?"""
     return platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 
-def open_words(card: Card) -> memoryview | None:
+def open_words(handle: FileHandle) -> memoryview | None:
     """The words of another process's file, or None where it cannot be reached."""
     try:
-        words = memoryview(map_file(card.pid, card.fd, card.nbytes)).cast("q")
+        words = memoryview(map_file(handle.pid, handle.fd, handle.nbytes)).cast("q")
     except (OSError, ValueError):
         return None
-    return words if words[0] == card.secret else None
+    return words if words[0] == handle.secret else None
 
 
 def _opening(name: str) -> str:
-    """The part of a board's name that all groups of the axis share."""
+    """The part of a group's name that all groups of the axis share."""
     return name.partition("/")[0]
-
-
-def _slot(number: int) -> int:
-    return _HEADER_WORDS + (number % _CAPACITY) * _SLOT_WORDS

@@ -2,8 +2,8 @@
 
     results = run_ranks(4, train, "arguments")  # train("arguments") on four threads, each with its own current_world()
 
-Sums and copies are those of the other boards, to the bit. The ranks share the process: torch's random generators are
-one, and a rank's Python runs only while the others wait.
+Sums and copies are those of ranks in processes, to the bit. The ranks share the process: they have one set of random
+generators, and Python runs one of them at a time.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from shoal.comm.board import Call, Mark
 from shoal.comm.direct import DirectCommunicator, Pending
-from shoal.comm.protocol import Communicator
+from shoal.comm.failure import FirstError
+from shoal.comm.memory_group import Call, Mark
+from shoal.comm.protocol import Backend
 from shoal.comm.world import World, use_world
 from shoal.errors import CommError, RankFailedError, UsageError
 
 T = TypeVar("T")
 
 
-class _Round:
-    """One call of a group: what each rank posted, and how far each is."""
+class _CallRecord:
+    """One call of a group: what each rank posted, and how far each rank is."""
 
     __slots__ = ("calls", "marks", "num_done", "sources")
 
@@ -37,17 +38,17 @@ class _Round:
         self.num_done = 0
 
 
-class _Group:
-    """The boards' common memory for the ranks of one axis."""
+class _SharedGroup:
+    """What the ranks of one axis share."""
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
-        self.rounds: dict[int, _Round] = {}
+        self.rounds: dict[int, _CallRecord] = {}
         self.last: list[Call | None] = [None] * len(ranks)
         self.num_issued = [0] * len(ranks)
 
 
-class Team:
+class ThreadWorld:
     """What the ranks of one ``run_ranks`` share."""
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -58,11 +59,11 @@ class Team:
         self.failure: tuple[int, str] | None = None  # rank, traceback
         self.error: BaseException | None = None
         self.left: set[int] = set()  # ranks whose function has returned
-        self.groups: dict[tuple[str, tuple[int, ...], int], _Group] = {}
+        self.groups: dict[tuple[str, tuple[int, ...], str], _SharedGroup] = {}
 
-    def group(self, axis: str, ranks: tuple[int, ...], generation: int) -> _Group:
+    def group(self, axis: str, ranks: tuple[int, ...], name: str) -> _SharedGroup:
         with self.changed:
-            return self.groups.setdefault((axis, ranks, generation), _Group(ranks))
+            return self.groups.setdefault((axis, ranks, name), _SharedGroup(ranks))
 
     def notify(self) -> None:
         with self.changed:
@@ -88,18 +89,25 @@ class Team:
         return "; ".join(texts) or "nothing"
 
 
-class ThreadBoard:
-    """One rank's view of its group."""
+class ThreadGroup:
+    """One rank's view of its group.
+
+    Args:
+        name: tells this group from others of the same axis and ranks.
+    """
 
     capacity = 1 << 30
     must_drain_to_close = False  # a tensor lives as long as any rank holds it
 
-    def __init__(self, team: Team, group: _Group, rank: int) -> None:
+    def __init__(self, world: ThreadWorld, axis: str, ranks: tuple[int, ...], name: str, rank: int) -> None:
+        group = world.group(axis, ranks, name)
         self.rank = group.ranks.index(rank)
         self.size = len(group.ranks)
-        self.timeout = team.timeout
-        self._team = team
+        self.timeout = world.timeout
+        self._world = world
         self._group = group
+        self._axis = axis
+        self._name = name
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype)
@@ -107,18 +115,23 @@ class ThreadBoard:
     def readable(self, source: torch.Tensor) -> torch.Tensor:
         return source
 
+    def channel(self, source: int, target: int) -> ThreadGroup:
+        ranks = self._group.ranks
+        pair = ranks[source], ranks[target]
+        return ThreadGroup(self._world, self._axis, pair, f"{self._name} channel", ranks[self.rank])
+
     def post(self, number: int, call: Call, source: torch.Tensor) -> None:
         group = self._group
-        with self._team.changed:
+        with self._world.changed:
             calls = group.rounds.get(number)
             if calls is None:
-                calls = group.rounds[number] = _Round(self.size)
+                calls = group.rounds[number] = _CallRecord(self.size)
             calls.sources[self.rank] = source
             calls.calls[self.rank] = call
             group.last[self.rank] = call
             group.num_issued[self.rank] = number + 1
-            self._team.generation += 1
-            self._team.changed.notify_all()
+            self._world.generation += 1
+            self._world.changed.notify_all()
 
     def has_posted(self, peer: int, number: int) -> bool:
         calls = self._group.rounds.get(number)
@@ -134,43 +147,43 @@ class ThreadBoard:
         return source
 
     def mark(self, number: int, mark: Mark) -> None:
-        with self._team.changed:
+        with self._world.changed:
             calls = self._group.rounds[number]
             calls.marks[mark.value][self.rank] = 1
             if mark is Mark.DONE:
                 calls.num_done += 1
                 if calls.num_done == self.size:
                     del self._group.rounds[number]
-            self._team.generation += 1
-            self._team.changed.notify_all()
+            self._world.generation += 1
+            self._world.changed.notify_all()
 
     def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
         calls = self._group.rounds.get(number)
         return calls is None or calls.marks[mark.value][peer] == 1  # a round is forgotten once all ranks are done
 
     def ticket(self) -> int:
-        return self._team.generation
+        return self._world.generation
 
     def pause(self, ticket: int, attempt: int) -> None:
-        with self._team.changed:
-            if self._team.generation == ticket:
-                self._team.changed.wait(0.02)
+        with self._world.changed:
+            if self._world.generation == ticket:
+                self._world.changed.wait(0.02)
 
     def check(self, missing: Sequence[int]) -> None:
-        if self._team.failure is not None:
-            raise RankFailedError(*self._team.failure)
+        if self._world.failure is not None:
+            raise RankFailedError(*self._world.failure)
         for peer in missing:
             rank = self._group.ranks[peer]
-            if rank in self._team.left:
+            if rank in self._world.left:
                 raise CommError(
                     f"rank {rank} has returned from its function, and this rank still waits for it in a collective. "
-                    f"Last issued by rank {rank}: {self._team.last_calls(rank)}",
+                    f"Last issued by rank {rank}: {self._world.last_calls(rank)}",
                     do="make every rank issue the same collectives.",
                     code="comm-mismatch",
                 )
 
     def has_left(self, peer: int) -> bool:
-        return self._group.ranks[peer] in self._team.left
+        return self._group.ranks[peer] in self._world.left
 
     def last_calls(self) -> list[str]:
         return [
@@ -183,33 +196,38 @@ class ThreadBoard:
 
 
 class ThreadTransport:
-    """How a rank that is a thread reaches the others."""
+    """Opens communicators for a rank that is a thread."""
 
-    def __init__(self, team: Team, rank: int) -> None:
-        self._team = team
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
         self._rank = rank
-        self._pending = Pending()
+        self._first_error = FirstError()
+        self._pending = Pending(self._first_error)
         self._opened: dict[tuple[str, tuple[int, ...]], int] = {}
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         ranks = next(group for group in groups if self._rank in group)
-        # An axis that was closed and is opened again starts with an empty board.
+        # An axis that was closed and is opened again starts with an empty group.
         generation = self._opened[axis, ranks] = self._opened.get((axis, ranks), -1) + 1
-        group = self._team.group(axis, ranks, generation)
-        return DirectCommunicator(axis, ThreadBoard(self._team, group, self._rank), self._pending)
+        group = ThreadGroup(self._world, axis, ranks, str(generation), self._rank)
+        return DirectCommunicator(axis, group, self._pending)
 
     def report_failure(self, rank: int, text: str, error: BaseException) -> None:
-        self._team.fail(rank, text, error)
+        self._world.fail(rank, text, error)
+        self._first_error.keep(RankFailedError(rank, text))
 
     def close(self) -> None:
         return None
 
 
-def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 60) -> list[T]:
+def run_ranks(
+    size: int, fn: Callable[..., T], *args: Any, timeout: float = 60, wait_timeout: float | None = None
+) -> list[T]:
     """Run ``fn(*args)`` on ``size`` ranks that are threads; each finds its world by ``current_world()``.
 
     Args:
         timeout: seconds for the whole run.
+        wait_timeout: seconds without progress after which a collective raises; None: as ``timeout``.
 
     Returns: what each rank returned, in rank order.
     Raises: what the first rank to fail raised (the others stop at their next collective); CommError: the ranks were not
@@ -217,23 +235,23 @@ def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 60) 
     """
     if size < 1:
         raise UsageError(f"run_ranks was asked for {size} ranks", do="ask for 1 or more.")
-    team = Team(size, timeout)
+    shared = ThreadWorld(size, timeout if wait_timeout is None else wait_timeout)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        world = World(rank, size, rank, torch.device("cpu"), "threads", ThreadTransport(team, rank))
+        world = World(rank, size, rank, torch.device("cpu"), "threads", ThreadTransport(shared, rank))
         try:
             with use_world(world):
                 results[rank] = fn(*args)
             world.close()
         except RankFailedError as error:
-            # A witness, unless nobody is known to have failed.
-            team.fail(rank, traceback.format_exc(), error)
+            # Another rank failed first and is known already; otherwise this is the first failure.
+            shared.fail(rank, traceback.format_exc(), error)
         except BaseException as error:
-            team.fail(rank, traceback.format_exc(), error)
+            shared.fail(rank, traceback.format_exc(), error)
         finally:
-            team.left.add(rank)
-            team.notify()
+            shared.left.add(rank)
+            shared.notify()
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
     deadline = time.monotonic() + timeout
@@ -243,15 +261,15 @@ def run_ranks(size: int, fn: Callable[..., T], *args: Any, timeout: float = 60) 
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):
         late = [rank for rank in range(size) if threads[rank].is_alive()]
-        lines = "".join(f"\n    rank {rank}: {team.last_calls(rank)}" for rank in range(size))
+        lines = "".join(f"\n    rank {rank}: {shared.last_calls(rank)}" for rank in range(size))
         error = CommError(
             f"ranks {late} of {size} were not done after {timeout:g} s. Last issued:{lines}",
             do="look at what the rank that is behind was doing.",
             code="comm-timeout",
         )
-        team.fail(late[0], str(error), error)
+        shared.fail(late[0], str(error), error)
         for thread in threads:
             thread.join(1.0)  # those that wait in a collective end now; one stuck elsewhere cannot be ended
-    if team.error is not None:
-        raise team.error
+    if shared.error is not None:
+        raise shared.error
     return results

@@ -15,16 +15,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.comm.dry import DryTransport
 from shoal.comm.environment import Launch, read_launch
 from shoal.comm.failure import ExceptHook
-from shoal.comm.protocol import Communicator
+from shoal.comm.fake import FakeTransport
+from shoal.comm.local_device import (
+    accelerator,
+    device_of,
+    identity_of,
+    local_rank_by_host,
+    publish_host,
+    register_device,
+)
+from shoal.comm.process_group import CommunicatorGroup, device_mesh
+from shoal.comm.protocol import Backend, Communicator
 from shoal.comm.recorder import RecordedCommunicator, Recorder
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.torch_dist import ProcessTransport
@@ -37,9 +48,9 @@ logger = logging.getLogger("shoal")
 
 
 class Transport(Protocol):
-    """How this rank reaches the others: threads, processes over torch.distributed, or nobody (a dry run)."""
+    """Opens communicators to the other ranks: threads, processes over torch.distributed, or none (a dry run)."""
 
-    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Communicator:
+    def open(self, axis: str, groups: Sequence[tuple[int, ...]]) -> Backend:
         """A communicator of this rank's group. Every rank of the world opens the same axes in the same order."""
         ...
 
@@ -76,6 +87,8 @@ class World:
         self.recorder = Recorder()
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._on_closing: list[Callable[[], None]] = []
         self._on_close = on_close
         self.is_closed = False
 
@@ -96,18 +109,52 @@ class World:
         ranks = mesh.ranks_along(axis, self.rank)
         found = self._communicators.get((axis, ranks))
         if found is None:
-            if len(ranks) == 1 or self._transport is None:
-                found = SingleCommunicator(axis)
-            else:
-                found = self._transport.open(axis, mesh.groups(axis))
-            found = self._communicators[axis, ranks] = RecordedCommunicator(found, self.recorder)
+            backend: Backend
+            if mesh.size(axis) == 1 or self._transport is None:
+                backend = SingleCommunicator(axis)
+            else:  # also where this rank alone is on no group of the axis: all ranks open it together
+                backend = self._transport.open(axis, mesh.groups(axis))
+            found = self._communicators[axis, ranks] = RecordedCommunicator(backend, self.recorder)
         return found
 
-    def report_failure(self, error: BaseException) -> None:
-        """Tell all ranks that this one fails: whoever waits in a collective stops with this rank's traceback.
+    def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
+        """torch's process group of the ranks along ``axis``; the same object for the same ranks.
 
-        A RankFailedError is passed on with the rank and traceback that it carries, to ranks that the first one does not
-        talk to. No collective works after this. Never raises.
+        Where ranks are processes, one of torch's own, which knows nothing of Shoal's failure reports; else one whose
+        operations are this world's (see ``process_group``).
+
+        Communicates: the first time, start-up messages: every rank calls it in the same order.
+        """
+        ranks = mesh.ranks_along(axis, self.rank)
+        found = self._process_groups.get(ranks)
+        if found is None:
+            comm = self.communicator(axis, mesh)
+            if self.backend in ("threads", "none"):
+                name = f"shoal-{id(self)}-{len(self._process_groups)}"
+                group = CommunicatorGroup(comm, ranks, name)
+                self._on_closing.append(group.unregister)
+                found = group
+            elif len(ranks) == self.size:
+                found = _default_group()
+            else:
+                found = dist.new_group(list(ranks), use_local_synchronization=True)
+                self._on_closing.append(partial(_destroy, found))
+            self._process_groups[ranks] = found
+        return found
+
+    def device_mesh(self, mesh: Mesh, axes: Sequence[str]) -> DeviceMesh:
+        """torch's DeviceMesh over ``axes`` of ``mesh``, slowest first, in the groups of :meth:`process_group`.
+
+        It holds the ranks that differ from this one on ``axes`` only.
+        """
+        groups = [self.process_group(axis, mesh) for axis in axes]
+        return device_mesh(mesh, axes, self.rank, self.device.type, groups)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report to all ranks that this one failed: every rank that waits in a collective raises its traceback.
+
+        A RankFailedError is reported with the rank and traceback that it carries, for ranks that share no axis with the
+        one that failed. No collective works after this. Never raises.
         """
         if self._transport is None:
             return
@@ -117,10 +164,13 @@ class World:
             self._transport.report_failure(self.rank, "".join(traceback.format_exception(error)), error)
 
     def close(self) -> None:
-        """Close every communicator and what lies below. Idempotent."""
+        """Close every group, every communicator and the transport. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True
+        for close in self._on_closing:
+            close()
+        self._process_groups.clear()
         for communicator in self._communicators.values():
             communicator.close()
         self._communicators.clear()
@@ -185,11 +235,14 @@ def current_world() -> World:
     if not _is_initialized():
         if read_launch() is not None:
             return init_distributed(verbose=False)
-        if _process.world is None or _process.world.is_closed or _process.group is not None:
+        device = device_of(None, None)  # the current one: the script may have set another since
+        world = _process.world
+        if world is None or world.is_closed or _process.group is not None:
             _process.close()
-            _process.group = None
-            _process.world = World(0, 1, 0, _device(0, None), "none", None)
-        return _process.world
+            world = None
+        if world is None or world.device != device:  # an engine keeps the world of the device that it was made on
+            world = _process.world = World(0, 1, 0, device, "none", None)
+        return world
     return _adopt(TIMEOUT)
 
 
@@ -241,15 +294,12 @@ def init_distributed(
                 do="give both, with a rank from 0 to world_size - 1.",
                 code="launch-environment",
             )
-        local_rank = launch.local_rank if launch is not None else 0
+        local_rank = launch.local_rank if launch is not None else None
         address, port = (launch.address, launch.port) if launch is not None else (None, None)
         launch = Launch(rank, world_size, local_rank, address, port, "arguments")
     if launch is None:
         launch = Launch(0, 1, 0, None, None, "none")
-    device = _device(launch.local_rank, dist_backend)
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    if device.type == "cuda":
-        torch.accelerator.set_device_index(device.index)
+    backend = dist_backend or ("cpu:gloo,cuda:nccl" if accelerator(None) is not None else "gloo")
     arguments: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size, "timeout": timeout}
     if init_method is not None:
         arguments["init_method"] = init_method
@@ -288,7 +338,7 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
     owns_group = not _is_initialized()
     if owns_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    world = World(rank, size, rank, device or torch.device("cpu"), "fake", DryTransport(rank))
+    world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
     try:
         with use_world(world):
             yield world
@@ -302,15 +352,24 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _device(local_rank: int, backend: str | None) -> torch.device:
-    """This rank's GPU, or the CPU where there is none or the backend cannot reach it."""
-    if backend not in (None, "nccl") and "cuda" not in str(backend):
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None or accelerator.type != "cuda":
-        return torch.device("cpu")
-    # A launcher that shows each rank only its own GPU makes that one number 0.
-    return torch.device("cuda", local_rank % torch.accelerator.device_count())
+def _local_rank(store: Store, rank: int, size: int) -> int:
+    """This rank's number among the ranks of its machine: the launcher's, or counted by host names."""
+    publish_host(store, rank)  # also where this rank's is set, since another rank's may not be
+    launch = read_launch()
+    if launch is not None and launch.world_size == size and launch.local_rank is not None:
+        return launch.local_rank
+    return local_rank_by_host(store, rank)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    if _is_initialized():
+        dist.destroy_process_group(group)
 
 
 def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
@@ -320,22 +379,31 @@ def _adopt(timeout: timedelta, owns_group: bool = False) -> World:
         return _process.world
     _process.close()
     rank, size = dist.get_rank(), dist.get_world_size()
-    launch = read_launch()
-    if launch is not None and launch.world_size == size:
-        local_rank = launch.local_rank
-    else:  # nobody says; the user has chosen the device, if there is one
-        local_rank = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
     backend = dist.get_backend()
-    device = _device(local_rank, None if "nccl" in str(group and dist.get_backend_config(group)) else backend)
+    reached = None if "nccl" in str(group and dist.get_backend_config(group)) else backend
+    bound = getattr(group, "bound_device_id", None)
     transport: Transport | None = None
     if backend == "fake":
-        transport = DryTransport(rank)
-    elif size > 1:
+        local_rank, device = rank, device_of(None, reached, bound)
+        transport = FakeTransport(rank)
+    elif size == 1:
+        local_rank, device = 0, device_of(None, reached, bound)
+    else:
         store = dist.distributed_c10d._get_default_store()
+        local_rank = _local_rank(store, rank, size)
+        device = device_of(local_rank, reached, bound)
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
         generation = store.add(f"shoal/worlds/{rank}", 1)  # the same on every rank: worlds are made and closed together
-        transport = ProcessTransport(
-            PrefixStore(f"shoal/{generation}", store), rank, size, device, timeout.total_seconds()
-        )
+        store = PrefixStore(f"shoal/{generation}", store)
+        transport = ProcessTransport(store, rank, size, device, timeout.total_seconds())
+        if device.type != "cpu":
+            try:
+                register_device(store, rank, identity_of(device))
+            except ConfigError as error:
+                transport.report_failure(rank, str(error), error)
+                transport.close()
+                raise
     world = World(
         rank, size, local_rank, device, backend, transport, dist.destroy_process_group if owns_group else None
     )

@@ -1,19 +1,14 @@
-"""Modules of DeepSpeed's that have no counterpart here, with what to use instead. They are made when they are imported.
+"""Names of DeepSpeed that Shoal does not have, by module, with what to use instead.
 
     name below ``deepspeed``     what is in it
     inference.engine             InferenceEngine: importing it is no error, making one is
 
-A module below one of these packages that is not listed cannot be imported; the error says the same. So with ``NAMED``.
+``shoal.compat.table_finder`` makes the modules. A module below one of these that is not listed cannot be imported; the
+error says what to do. The same holds for the modules in ``NAMED``.
 """
 
 from __future__ import annotations
 
-import sys
-from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-
-from shoal.compat.absent import absent_class, absent_function
 from shoal.errors import NotBuiltError
 
 _SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
@@ -33,8 +28,15 @@ _STAGES = "pipeline parallelism is not built yet: train the same layers as one n
 _EXPERTS = (
     "expert parallelism is not built yet: hold all experts on each rank as plain modules, sharded by ZeRO stage 3."
 )
-_SEQUENCE = "sequence parallelism is not built yet: shorten the sequence, or recompute activations."
+_SEQUENCE = (
+    "sequence parallelism is not built yet: use activation checkpointing for long sequences, or a smaller micro-batch."
+)
 _BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
+_HYBRID = "train with deepspeed.initialize(), and generate inside deepspeed.zero.unwrap_model_for_generation(engine)."
+_ELASTIC = (
+    "start the job by `shoal deepspeed --elastic_training`: TorchElastic's agent starts the ranks anew, and a"
+    " checkpoint loads on any number of them."
+)
 _LAUNCHER = "start ranks by `shoal deepspeed`, `shoal run` or torchrun."
 _SWAPPING = "set zero_optimization.offload_param or offload_optimizer in the config: Shoal moves state by itself."
 _CHECKPOINTS = "load it as it is: engine.load_checkpoint() and `shoal convert` read DeepSpeed's own, in any layout."
@@ -183,6 +185,41 @@ ABSENT: dict[str, tuple[str, str]] = {
         "vocab_parallel_logprobs vocab_parallel_entropy vocab_parallel_kl_div",
     ),
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
+    "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
+    "linear": (_LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora"),
+    "moe.experts": (_EXPERTS, "Experts"),
+    "moe.layer": (_EXPERTS, "MoE"),
+    "moe.mappings": (_EXPERTS, "gather_tokens drop_tokens"),
+    "moe.sharded_moe": (_EXPERTS, "TopKGate MOELayer top1gating top2gating topkgating"),
+    "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce"),
+    "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
+    "runtime.pipe.engine": (_STAGES, "PipelineEngine"),
+    "runtime.pipe.module": (_STAGES, "PipelineModule LayerSpec TiedLayerSpec PipelineError"),
+    "runtime.pipe.schedule": (
+        _STAGES,
+        "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep"
+        " ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation"
+        " RecvActivation SendGrad RecvGrad",
+    ),
+    "runtime.pipe.topology": (
+        _STAGES,
+        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
+    ),
+    "runtime.sequence_parallel.parallel_state_sp": (
+        _SEQUENCE,
+        "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size"
+        " get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size"
+        " get_sequence_data_parallel_rank",
+    ),
+    "runtime.sequence_parallel.ulysses_sp": (
+        _SEQUENCE,
+        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
+        " sequence_tiled_compute",
+    ),
+    "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
+    "sequence.cross_entropy": (_SEQUENCE, "vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy"),
+    "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss"),
+    "sequence.layer": (_SEQUENCE, "DistributedAttention single_all_to_all"),
 }
 
 # Modules that cannot be imported, by what to do instead: nothing can stand in for what is in them.
@@ -227,45 +264,7 @@ class AbsentModuleError(NotBuiltError, ModuleNotFoundError):
     code = "deepspeed-part"
 
 
-def absent_spec(lent_name: str) -> ModuleSpec | None:
-    """The specification of a module that is listed, or lies below a listed one; None for any other."""
-    name = lent_name.partition(".")[2]
-    if name in ABSENT:
-        return ModuleSpec(lent_name, _AbsentLoader(name), is_package=True)
-    if name in _NAMED:
-        return ModuleSpec(lent_name, _NoLoader(lent_name, _NAMED[name]))
+def what_to_do(name: str) -> str | None:
+    """What to do instead of importing a module that cannot be imported; None for a module that is in no table."""
     above = next((package for package in ABSENT if name.startswith(package + ".")), None)
-    return None if above is None else ModuleSpec(lent_name, _NoLoader(lent_name, ABSENT[above][0]))
-
-
-class _AbsentLoader(Loader):
-    """Makes a module of stand-ins."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        do, names = ABSENT[self.name]
-        module.__doc__ = f"``deepspeed.{self.name}``: not a part of Shoal. Instead: {do}"
-        made = {
-            each: (absent_class if each[0].isupper() else absent_function)(f"deepspeed.{self.name}.{each}", do)
-            for each in names.split()
-        }
-        vars(module).update(made)
-        vars(module)["__all__"] = sorted(made)
-
-
-class _NoLoader(Loader):
-    """Refuses the import."""
-
-    def __init__(self, name: str, do: str) -> None:
-        self.name, self.do = name, do
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        sys.modules.pop(self.name, None)
-        raise AbsentModuleError(f"{self.name} is not a part of Shoal.", do=self.do)
-
-    def exec_module(self, module: ModuleType) -> None: ...
+    return _NAMED.get(name) if name in _NAMED or above is None else ABSENT[above][0]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from shoal.compat.absent import not_built
-from shoal.engine.engine import Engine
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 
 
 class _Kind(type):
@@ -32,13 +31,13 @@ def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
 
 def stage_of(optimizer: ShardedOptimizer) -> int:
     """The ZeRO stage of the engine that it belongs to; 0 where that engine is gone."""
-    owner = OWNERS.get(optimizer.sharded_step.states[0].bucket.parameters[0])
-    return owner.zero_optimization_stage() if isinstance(owner, Engine) else 0
+    owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
+    return 0 if owner is None else owner.stage
 
 
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
     """Does it update parameters of that format?"""
-    return any(state.bucket.dtype == dtype for state in optimizer.sharded_step.states)
+    return any(group.buffer.dtype == dtype for group in optimizer.sharded_step.groups)
 
 
 def take_class(optimizer: ShardedOptimizer) -> None:
@@ -48,3 +47,26 @@ def take_class(optimizer: ShardedOptimizer) -> None:
     """
     wrapped = type(optimizer.optimizer)
     optimizer.__class__ = type(f"Sharded{wrapped.__name__}", (ShardedOptimizer, wrapped), {})
+
+
+DeepSpeedZeroOptimizer = kind(
+    "DeepSpeedZeroOptimizer", "An optimizer at stage 1 or 2.", lambda optimizer: stage_of(optimizer) in (1, 2)
+)
+DeepSpeedZeroOptimizer_Stage3 = kind(
+    "DeepSpeedZeroOptimizer_Stage3", "An optimizer at stage 3.", lambda optimizer: stage_of(optimizer) == 3
+)
+BF16_Optimizer = kind(
+    "BF16_Optimizer",
+    "An optimizer of bf16 parameters below stage 2.",
+    lambda optimizer: has_dtype(optimizer, torch.bfloat16) and stage_of(optimizer) < 2,
+)
+FP16_Optimizer = kind(
+    "FP16_Optimizer",
+    "An optimizer of fp16 parameters at stage 0.",
+    lambda optimizer: has_dtype(optimizer, torch.float16) and stage_of(optimizer) == 0,
+)
+FP16_UnfusedOptimizer = kind(
+    "FP16_UnfusedOptimizer",
+    "An optimizer of fp16 or bf16 parameters at stage 0.",
+    lambda optimizer: optimizer.low_precision_dtype is not None and stage_of(optimizer) == 0,
+)

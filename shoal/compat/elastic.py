@@ -55,7 +55,7 @@ class ElasticityConfig:
 
 def section_of(given: Mapping[str, Any]) -> Elasticity:
     """The section, checked. Raises: ElasticityConfigError: everything that is wrong with it."""
-    seen = examine({"elasticity": dict(given)}, check_built=False)
+    seen = examine({"elasticity": dict(given)}, check_supported=False)
     if seen.problems or seen.config is None:
         raise ElasticityConfigError("; ".join(str(problem) for problem in seen.problems), do="mend the section.")
     return seen.config.elasticity

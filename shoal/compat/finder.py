@@ -45,14 +45,16 @@ class AliasLoader:
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(self.real)
         self._spec = module.__spec__
+        # A submodule that has the name of a function of its package gets its second name before the package does: an
+        # import of it later would put the module over the function.
+        for name, value in list(vars(module).items()):
+            submodule = sys.modules.get(f"{self.real}.{name}")
+            if submodule is not None and submodule is not value:
+                sys.modules[f"{spec.name}.{name}"] = submodule
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import machinery has put the alias's in its place
-        # What came along gets its other name now: an import of it later would put the module over a function of the
-        # same name in its package.
-        for name in [name for name in sys.modules if name.startswith(OURS + ".")]:
-            sys.modules.setdefault(LENT + name.removeprefix(OURS), sys.modules[name])
         if self.real == OURS:
             _lend_attributes()
             _announce()
@@ -91,9 +93,7 @@ class Finder:
         real = OURS + fullname.removeprefix(LENT)
         found = _ours(real)
         if found is None:
-            from shoal.compat.absent_modules import absent_spec
-
-            return absent_spec(fullname)
+            return None
         spec = ModuleSpec(fullname, cast("Loader", AliasLoader(real)), origin=found.origin)
         spec.submodule_search_locations = found.submodule_search_locations
         spec.has_location = found.has_location
@@ -159,7 +159,7 @@ def uninstall() -> None:
             from shoal.compat.parameters import take_back
 
             take_back()
-        for name in [name for name in sys.modules if name == LENT or name.startswith(LENT + ".")]:
+        for name in [name for name in list(sys.modules) if name == LENT or name.startswith(LENT + ".")]:
             del sys.modules[name]
     restore(_lending.environment)
     _lending.environment = {}

@@ -25,10 +25,11 @@ from pathlib import Path
 
 from shoal.compat import machines
 from shoal.compat.absent import not_built
-from shoal.compat.environment import for_children, showing, visible_devices
+from shoal.compat.environment import file_of_variables, for_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
 
+DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
 DEFAULT_HOSTFILE = "/job/hostfile"
 HERE = ("localhost", "127.0.0.1")
 

@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
-from shoal.engine.engine import Engine
 from shoal.errors import UsageError
-from shoal.zero.early import EARLY, EarlyShard, EarlyShards
 from shoal.zero.gathered import GatheredParameters
-from shoal.zero.registry import OWNERS
-from shoal.zero.unit import Unit, UnitState
+from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
+from shoal.zero.sharded_at_init import ShardedAtInit
 
 
 class ZeroParamStatus(Enum):
@@ -35,98 +33,45 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-_STATUS = {UnitState.FULL: ZeroParamStatus.AVAILABLE, UnitState.GATHERING: ZeroParamStatus.INFLIGHT}
+_STATUS: dict[ParameterState, ZeroParamStatus] = {
+    "gathered": ZeroParamStatus.AVAILABLE,
+    "gathering": ZeroParamStatus.INFLIGHT,
+    "sharded": ZeroParamStatus.NOT_AVAILABLE,
+}
 
 
 def is_zero_parameter(parameter: Any) -> bool:
     """Is it one that ``zero.Init`` or a stage-3 engine holds?"""
-    return isinstance(parameter, torch.Tensor) and (_early(parameter) is not None or _engine(parameter) is not None)
+    return isinstance(parameter, torch.Tensor) and _zero_owner(parameter) is not None
 
 
-def _early(parameter: torch.Tensor) -> EarlyShard | None:
-    return EARLY.get(parameter)
-
-
-def _engine(parameter: torch.Tensor) -> Engine | None:
+def _zero_owner(parameter: torch.Tensor) -> ParameterOwner | None:
     owner = OWNERS.get(parameter)
-    return owner if isinstance(owner, Engine) and owner.zero_optimization_stage() == 3 else None
+    return owner if owner is not None and owner.stage == 3 else None
 
 
-def _held(parameter: torch.Tensor, name: str) -> EarlyShard | tuple[Engine, Unit]:
-    early = _early(parameter)
-    if early is not None:
-        return early
-    engine = _engine(parameter)
-    if engine is None:
+def _owner(parameter: torch.Tensor, name: str) -> ParameterOwner:
+    owner = _zero_owner(parameter)
+    if owner is None:
         raise AttributeError(f"{type(parameter).__name__!r} object has no attribute {name!r}")
-    return engine, engine.sharded.unit_of[id(parameter)]
-
-
-def _id(parameter: torch.Tensor) -> int:
-    held = _held(parameter, "ds_id")
-    return held.number if isinstance(held, EarlyShard) else held[0].sharded.number_of[id(parameter)]
-
-
-def _shape(parameter: torch.Tensor) -> torch.Size:
-    _held(parameter, "ds_shape")
-    return parameter.shape
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    _held(parameter, "ds_numel")
-    return parameter.numel()
-
-
-def _status(parameter: torch.Tensor) -> ZeroParamStatus:
-    held = _held(parameter, "ds_status")
-    if isinstance(held, EarlyShard):
-        is_whole = bool(held.holders) or held.is_touched
-        return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
-    unit = held[1]
-    if not unit.is_sharded:
-        return ZeroParamStatus.AVAILABLE
-    return _STATUS.get(unit.state, ZeroParamStatus.NOT_AVAILABLE)
+    return owner
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter that ``zero.Init`` or a stage-3 engine holds, 1-D; not a copy."""
-    held = _held(parameter, "ds_tensor")
-    if isinstance(held, EarlyShard):
-        return held.shard
-    for bucket in held[1].buckets:
-        for slot, member in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            if member is parameter:
-                low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-                own = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
-                return own[low - bucket.begin : max(low, high) - bucket.begin]
-    raise AttributeError("ds_tensor")
+    return _owner(parameter, "ds_tensor").shard_of(parameter)
 
 
-def _persist(parameter: torch.Tensor) -> bool:
-    held = _held(parameter, "ds_persist")
-    return not isinstance(held, EarlyShard) and not held[1].is_sharded
-
-
-def _group(parameter: torch.Tensor) -> Any:
-    _held(parameter, "ds_process_group")
-    return process_group()
-
-
-def _modules(parameter: torch.Tensor) -> set[Any]:
-    """The modules under way that use it: Shoal keeps no such record."""
-    _held(parameter, "ds_active_sub_modules")
-    return set()
-
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "ds_id": _id,
-    "ds_shape": _shape,
-    "ds_numel": _numel,
-    "ds_status": _status,
-    "ds_tensor": part_of,
-    "ds_persist": _persist,
-    "ds_process_group": _group,
-    "ds_active_sub_modules": _modules,
+# What an attribute is, given a parameter and its owner.
+_READ: dict[str, Callable[[Any, ParameterOwner], Any]] = {
+    "ds_id": lambda parameter, owner: owner.number_of(parameter),
+    "ds_shape": lambda parameter, owner: parameter.shape,
+    "ds_numel": lambda parameter, owner: parameter.numel(),
+    "ds_status": lambda parameter, owner: _STATUS[owner.state_of(parameter)],
+    "ds_tensor": lambda parameter, owner: owner.shard_of(parameter),
+    "ds_persist": lambda parameter, owner: not owner.is_sharded(parameter),
+    "ds_process_group": lambda parameter, owner: process_group(),
+    "ds_active_sub_modules": lambda parameter, owner: set(),  # Shoal keeps no record of the modules that run
 }
 
 
@@ -167,17 +112,12 @@ class _Lent:
 _lent = _Lent()
 
 
-def _of(value: Callable[[Any], Any], name: str) -> Any:
-    """A method that only a ZeRO parameter has: of another, the attribute is not there."""
-
-    def read(parameter: torch.Tensor) -> Any:
-        _held(parameter, name)
-        return value(parameter)
-
-    return property(read)
+def _property(read: Callable[[Any, ParameterOwner], Any], name: str) -> property:
+    """An attribute that only a ZeRO parameter has."""
+    return property(lambda parameter: read(parameter, _owner(parameter, name)))
 
 
-def _all_gather(parameter: torch.Tensor) -> Callable[..., None]:
+def _all_gather(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., None]:
     def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
         """Make the parameter whole, or those of the list, until ``partition()``. Every rank calls."""
         for each in [parameter] if param_list is None else list(param_list):
@@ -192,7 +132,7 @@ class _Gathered:
     def wait(self, handle_dependency: bool = True) -> None: ...
 
 
-def _all_gather_coalesced(parameter: torch.Tensor) -> Callable[..., _Gathered]:
+def _all_gather_coalesced(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., _Gathered]:
     def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
         """Make the parameters of the list whole until ``partition()``. Every rank calls."""
         for each in params:
@@ -202,7 +142,7 @@ def _all_gather_coalesced(parameter: torch.Tensor) -> Callable[..., _Gathered]:
     return all_gather_coalesced
 
 
-def _partition(parameter: torch.Tensor) -> Callable[..., None]:
+def _partition(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., None]:
     def partition(param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False) -> None:
         """End what ``all_gather()`` began. ``has_been_updated``: rank 0's changes are given to all."""
         for each in [parameter] if param_list is None else list(param_list):
@@ -211,32 +151,28 @@ def _partition(parameter: torch.Tensor) -> Callable[..., None]:
     return partition
 
 
-def _convert(parameter: torch.Tensor) -> Callable[[Iterable[nn.Parameter]], None]:
-    held = _held(parameter, "convert_to_zero_parameters")
-
+def _convert(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[Iterable[nn.Parameter]], None]:
     def convert_to_zero_parameters(param_list: Iterable[nn.Parameter]) -> None:
         """Shard parameters that were made after ``zero.Init``, each in its own format. Every rank calls.
 
         Communicates: one broadcast of each (rank 0's values count).
         Raises: UsageError: an engine holds this one, and so the model, already.
         """
-        if not isinstance(held, EarlyShard):
+        if not isinstance(owner, ShardedAtInit):
             raise UsageError(
                 "convert_to_zero_parameters(): the model's engine is made already.",
                 do="add the parameters to the model before initialize().",
                 code="zero-init-late",
             )
-        shards = EarlyShards(held.comm, held.device, home=held.home)
+        at_init = ShardedAtInit(owner.transfer, shard_device=owner.shard_device)
         for each in param_list:
-            shards.shard(each)
+            at_init.shard(each)
 
     return convert_to_zero_parameters
 
 
-def _partition_numel(parameter: torch.Tensor) -> Callable[[], int]:
-    held = _held(parameter, "partition_numel")
-    size = held._comm.size if isinstance(held, EarlyShard) else held[0].axes.inner.size
-    return lambda: -(-parameter.numel() // size)
+def _partition_numel(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[], int]:
+    return lambda: -(-parameter.numel() // owner.num_shards(parameter))
 
 
 def _item(parameter: torch.Tensor) -> Any:
@@ -252,7 +188,7 @@ def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]
     return iter(())
 
 
-_METHODS: dict[str, Callable[[Any], Any]] = {
+_METHODS: dict[str, Callable[[Any, ParameterOwner], Any]] = {
     "all_gather": _all_gather,
     "all_gather_coalesced": _all_gather_coalesced,
     "partition": _partition,
@@ -265,10 +201,8 @@ def lend() -> None:
     """Put the names on torch's classes. Idempotent."""
     if _lent.names:
         return
-    for name, read in _READ.items():
-        _lent.put(nn.Parameter, name, property(read))
-    for name, method in _METHODS.items():
-        _lent.put(nn.Parameter, name, _of(method, name))
+    for name, read in (_READ | _METHODS).items():
+        _lent.put(nn.Parameter, name, _property(read, name))
     _lent.put(nn.Parameter, "item", _item)
     _lent.put(nn.Module, "ds_external_parameters", _external_parameters)
 

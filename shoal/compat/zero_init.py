@@ -1,4 +1,4 @@
-"""``deepspeed.zero.Init``: Shoal's, with the dtype that the config says, for parameters and for what is made beside."""
+"""``deepspeed.zero.Init``: Shoal's, with the config's dtype also for other tensors that are made in the context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import nn
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.environment import launched_ranks
 from shoal.compat.tensor_constructors import ConstructorMode, zero_wrapper_for_fp_tensor_constructor
-from shoal.config import Config, load
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
 from shoal.zero.buffer_formats import widen
@@ -26,8 +25,8 @@ class Init(ShardingInit):
     """Shards parameters as modules are built. DeepSpeed's signature and meaning.
 
     Args:
-        config_dict_or_path, config: its ``fp16`` and ``bf16`` say the dtype, its ``enable_sanity_checks`` is obeyed;
-            ``"auto"`` may be left in it.
+        config_dict_or_path, config: its ``fp16`` and ``bf16`` give the dtype of parameters and of tensors made in the
+            context, fp32 without them; its ``enable_sanity_checks`` is obeyed; ``"auto"`` may be left in it.
         dtype: in place of the config's.
 
     Buffers that the model or ``data_types.keep_in_fp32_modules`` names stay in fp32.
@@ -35,19 +34,16 @@ class Init(ShardingInit):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        is_enabled = kwargs.get("enabled", True)
-        if is_enabled and current_world().backend == "none":
-            init_distributed(verbose=False)  # scripts ask torch.distributed for their rank, were there one alone
-        config = kwargs.get("config_dict_or_path") or kwargs.get("config")
-        settings = load(config, check_built=False) if is_enabled and config is not None else None
-        self._wide_buffers = None if settings is None else wide_buffers_of(settings)
-        if is_enabled:
+        if kwargs.get("enabled", True):
+            if current_world().backend == "none":
+                # Scripts ask torch.distributed for their rank, even for a single one.
+                init_distributed(verbose=False)
             _check_group()
-        if settings is not None:
-            self._is_watched = bool(settings.zero_optimization.enable_sanity_checks)
-            kwargs["dtype"] = kwargs.get("dtype") or dtype_of(settings)
         self._constructors: ConstructorMode | None = None
         super().__init__(*args, **kwargs)
+
+    def _dtype_of_config(self) -> torch.dtype | None:
+        return super()._dtype_of_config() or (None if self._settings is None else torch.float32)
 
     def __enter__(self) -> Init:
         super().__enter__()
@@ -66,7 +62,7 @@ class Init(ShardingInit):
 
     def _shard(self, module: nn.Module) -> None:
         super()._shard(module)
-        widen(module, self._dtype, self._wide_buffers)
+        widen(module, self._dtype, None if self._settings is None else wide_buffers_of(self._settings))
 
     def suspend(self) -> None:
         super().suspend()
@@ -77,13 +73,6 @@ class Init(ShardingInit):
         super().resume()
         if self._constructors is not None:
             self._constructors.is_on = True
-
-
-def dtype_of(settings: Config) -> torch.dtype:
-    """The dtype that a config has a model built in."""
-    if settings.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if settings.bf16.enabled else torch.float32
 
 
 def _check_group() -> None:

@@ -11,7 +11,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -68,13 +68,26 @@ class _Weights:
 
 def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _Weights:
     try:
-        source = open_source(checkpoint_dir, tag)
+        source = open_source(checkpoint_dir, tag, _format_of_checkpoint(checkpoint_dir, tag))
     except CheckpointError as error:
         if error.code != "checkpoint-unnamed":
             raise
         # Stage 0 of DeepSpeed's, whose master weights cannot be told apart: the model's own are what there is.
         source = DeepSpeedSource(checkpoint_dir, tag, names=())
     return _Weights(source, exclude_frozen=exclude_frozen)
+
+
+def _format_of_checkpoint(checkpoint_dir: Place, tag: str | None) -> Literal["shoal", "deepspeed"] | None:
+    """The format of the checkpoint that a tag names, or ``latest``; None: no such checkpoint is in the folder.
+
+    Exported weights may lie beside it. They are rounded, and a tied weight has one name there.
+    """
+    folder = Path(checkpoint_dir)
+    latest = folder / "latest"
+    named = tag if tag is not None else latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    if not named or not (folder / named).is_dir():
+        return None
+    return "shoal" if (folder / named / "manifest.json").is_file() else "deepspeed"
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -6,7 +6,7 @@ from shoal.config.arguments import add_config_arguments
 from shoal.config.config import Config, Examined, examine, load, schema_paths
 from shoal.config.problems import ConfigProblems, ConfigWarning, Problem
 from shoal.config.reference import json_schema, reference
-from shoal.config.verdicts import Verdict, verdict_of
+from shoal.config.support import Support, support_of
 
 __all__ = [
     "Config",
@@ -14,12 +14,12 @@ __all__ = [
     "ConfigWarning",
     "Examined",
     "Problem",
-    "Verdict",
+    "Support",
     "add_config_arguments",
     "examine",
     "json_schema",
     "load",
     "reference",
     "schema_paths",
-    "verdict_of",
+    "support_of",
 ]

@@ -17,7 +17,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A JSON object whose further keys belong to somebody else and are kept as they are."""
+    """A JSON object whose further keys belong to another library and are kept as they are."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", strict=True, protected_namespaces=())
 

@@ -12,12 +12,14 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 class BatchMismatch(Exception):
-    """Sizes that do not fit; the message says why, and ``do`` what would."""
+    """The sizes do not fit: ``what`` says why, ``do`` which would, ``path`` at which key."""
 
     def __init__(self, what: str, do: str, path: str = TRAIN) -> None:
-        super().__init__(what)
-        self.do = do
-        self.path = path
+        super().__init__(what, do, path)
+        self.what, self.do, self.path = what, do, path
+
+    def __str__(self) -> str:
+        return self.what
 
 
 @dataclass(frozen=True)

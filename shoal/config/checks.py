@@ -1,25 +1,29 @@
-"""What single keys cannot say: keys that exclude or need each other."""
+"""Checks of several keys together: keys that exclude or need each other, and degrees that must divide the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from shoal.config.batch import MICRO, STEPS, TRAIN
-from shoal.config.clean import Cleaned
 from shoal.config.curriculum import schedule_problems
 from shoal.config.elastic import elastic_problems
-from shoal.config.problems import Problem
+from shoal.config.normalise import Normalised
+from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
 
+MAX_SCALE_POWER = 127
 
-def check_together(config: Schema, found: Cleaned) -> list[Problem]:
+
+def check_together(config: Schema, found: Normalised) -> list[Problem]:
     """Problems between keys."""
     problems: list[Problem] = []
 
-    def problem(path: str, what: str, do: str) -> None:
-        problems.append(Problem(path, what, do, found.line(path)))
+    def problem(path: str, what: str, do: str, code: str = "") -> None:
+        problems.append(Problem(path, what, do, code=code))
 
     zero, fp16, bf16 = config.zero_optimization, config.fp16, config.bf16
     if fp16.enabled and bf16.enabled:
-        problem("bf16.enabled", "true, and so is fp16.enabled.", "enable one of them.")
+        problem("bf16.enabled", "true, and so is fp16.enabled.", "enable one of them.", "precision-conflict")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problem(
             "bf16.bf16_optimizer_states",
@@ -38,7 +42,7 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
         if zero.stage == 0:
             problem(
                 "offload",
-                '"auto" at zero_optimization.stage 0: every rank holds everything, so nothing can rest elsewhere.',
+                '"auto" at zero_optimization.stage 0: every rank holds all state, so nothing can be offloaded.',
                 "set zero_optimization.stage to 1, 2 or 3.",
             )
         for name, section in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
@@ -82,3 +86,46 @@ def check_together(config: Schema, found: Cleaned) -> list[Problem]:
             "change one of the three, or leave one out.",
         )
     return problems
+
+
+def engine_problems(config: Schema) -> Iterator[Problem]:
+    """What the keys allow, and the engine does not."""
+    zero, fp16 = config.zero_optimization, config.fp16
+    if fp16.enabled and fp16.initial_scale_power > MAX_SCALE_POWER:
+        what = f"{fp16.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
+        yield Problem("fp16.initial_scale_power", what, f"write at most {MAX_SCALE_POWER}.", code="loss-scale")
+    if fp16.enabled and fp16.hysteresis < 1:
+        what = "0, but the overflow that halves the scale is counted from 1."
+        yield Problem("fp16.hysteresis", what, "write 1.", code="loss-scale")
+    if zero.offload_optimizer.device != "none" and zero.stage == 0:
+        what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank holds all optimizer state."
+        do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."
+        yield Problem("zero_optimization.offload_optimizer.device", what, do, code="offload-stage")
+
+
+def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
+    """Sizes of shard groups that do not fit the number of data-parallel ranks, or each other."""
+    hpz = config.zero_optimization.zero_hpz_partition_size or 1
+    mics, asked = config.zero_optimization.mics_shard_size, config.parallel
+    sizes = {
+        "zero_optimization.mics_shard_size": mics if mics > 0 else "auto",
+        "parallel.dp_shard": asked.dp_shard,
+        "parallel.dp_replicate": asked.dp_replicate if asked.dp_replicate != 1 else "auto",
+        "zero_optimization.zero_hpz_partition_size": hpz,
+    }
+    divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
+    groups: dict[str, int] = {}  # the ranks of a shard group, by the key that asks for it
+    for path, size in sizes.items():
+        if size == "auto":
+            continue
+        if num_ranks % size:
+            what = f"{size} does not divide {num_ranks} data-parallel ranks."
+            yield Problem(path, what, f"write one of {divisors}.", code="mesh")
+        elif path != "zero_optimization.zero_hpz_partition_size":
+            groups[path] = num_ranks // size if path.endswith("dp_replicate") else size
+    if len(set(groups.values())) > 1:
+        what = f"the keys ask for different shard groups: {', '.join(f'{p} for {n} ranks' for p, n in groups.items())}."
+        yield Problem(next(iter(groups)), what, "set one of them.", code="mesh")
+    if groups and hpz > 1:
+        what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
+        yield Problem("zero_optimization.zero_hpz_partition_size", what, "set one of them.", code="mesh")

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from pydantic import PrivateAttr
 
 from shoal.config.base import Section
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
-from shoal.config.built import Judged, judge, unmet
-from shoal.config.checks import check_together
-from shoal.config.clean import Cleaned, Origin, clean
+from shoal.config.checks import check_together, engine_problems, rank_problems
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
-from shoal.config.idle import why_idle
+from shoal.config.normalise import Normalised, Origin, normalise
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
-from shoal.config.resolve import put_old_defaults, resolve_types, wrong_values
+from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
+from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
 from shoal.config.tree import Key, keys_of, walk
+from shoal.config.unused import unused_reasons
 from shoal.errors import ConfigError
+from shoal.processor import Format
 
 
 class Config(Schema):
@@ -32,7 +34,7 @@ class Config(Schema):
 
     _raw: dict[str, Any] = PrivateAttr(default_factory=dict)
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)
-    _judged: tuple[Judged, ...] = PrivateAttr(default=())
+    _keys: tuple[KeySupport, ...] = PrivateAttr(default=())
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _unresolved: tuple[str, ...] = PrivateAttr(default=())
     _name: str = PrivateAttr(default="")
@@ -66,16 +68,16 @@ class Config(Schema):
 
     def notes(self) -> list[str]:
         """Lines for start-up: what the file sets without effect, and what was filled in for it."""
+        reasons = unused_reasons(self)
         lines = [
-            f"{each.path} = {shown(each.value)}: accepted, no effect: {each.verdict.reason}."
-            for each in self._judged
-            if each.verdict.kind == "no effect"
-            and ".params." not in each.path  # the optimizer's builder tells of these
+            f"{each.path} = {shown(each.value)}: accepted, no effect: {each.support.reason}."
+            for each in self._keys
+            if each.support.kind == "no effect" and ".params." not in each.path  # the notes on the optimizer have these
         ]
         lines += [
             f"{each.path} = {shown(each.value)}: no effect here: {why}."
-            for each in self._judged
-            if (why := self._idle(each))
+            for each in self._keys
+            if (why := self._why_unused(each, reasons))
         ]
         zero = self.zero_optimization
         if zero.offload_param.device != "none" and zero.stage != 3:
@@ -104,14 +106,24 @@ class Config(Schema):
         except ElasticityError:
             return None
 
-    def _idle(self, key: Judged) -> str:
+    def _why_unused(self, key: KeySupport, reasons: Mapping[str, str]) -> str:
         """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
-        if key.verdict.kind != "obeyed" or not key.schema_path:
+        if key.support.kind != "obeyed" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
         if is_on:
-            return why_idle(self, key.schema_path)
+            return reasons.get(key.schema_path, "")
         return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
+
+    @property
+    def low_precision_formats(self) -> tuple[Format, ...]:
+        """The 16-bit formats in which forward and backward compute."""
+        cast_to = self.torch_autocast.dtype or "bf16"
+        asked: tuple[tuple[Format, bool], ...] = (
+            ("fp16", self.fp16.enabled or (self.torch_autocast.enabled and cast_to == "fp16")),
+            ("bf16", self.bf16.enabled or (self.torch_autocast.enabled and cast_to == "bf16")),
+        )
+        return tuple(name for name, is_asked in asked if is_asked)
 
     def params_of(self, section: str) -> dict[str, Any]:
         """The arguments of ``optimizer`` or ``scheduler``, ready for the constructor.
@@ -176,8 +188,8 @@ class Examined:
     """A configuration looked at without raising: what `shoal doctor` shows."""
 
     name: str
-    found: Cleaned
-    judged: list[Judged]
+    found: Normalised
+    keys: list[KeySupport]
     problems: list[Problem]
     config: Config | None
 
@@ -188,7 +200,8 @@ def load(
     args: object = None,
     world_size: int | None = None,
     world_size_reason: str | None = None,
-    check_built: bool = True,
+    check_supported: bool = True,
+    replaced: Collection[str] = (),
 ) -> Config:
     """Read and check a configuration.
 
@@ -197,11 +210,20 @@ def load(
         args: an argparse namespace with ``deepspeed_config``.
         world_size: data-parallel ranks, to fill in the batch sizes; None leaves them open.
         world_size_reason: how that number came about, for error messages.
-        check_built: whether asking for a part that is not built yet is an error.
+        check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
+        replaced: of ``optimizer`` and ``scheduler``, those in whose place the caller has an object; their types are
+            not checked.
 
     Raises: ConfigError: everything that is wrong, at once.
     """
-    seen = examine(source, args=args, world_size=world_size, reason=world_size_reason, check_built=check_built)
+    seen = examine(
+        source,
+        args=args,
+        world_size=world_size,
+        reason=world_size_reason,
+        check_supported=check_supported,
+        replaced=replaced,
+    )
     if seen.problems or seen.config is None:
         raise problems_error(ConfigProblems(seen.problems, seen.name))
     for text in seen.found.warnings:
@@ -215,35 +237,42 @@ def examine(
     args: object = None,
     world_size: int | None = None,
     reason: str | None = None,
-    check_built: bool = True,
+    check_supported: bool = True,
+    replaced: Collection[str] = (),
 ) -> Examined:
     """Read and check, and give back what was found instead of raising.
 
     Raises: ConfigError: there is nothing to look at: no such file, or not JSON.
     """
     document, name = open_source(source, args)
-    found = clean(document.value, document.lines)
+    found = normalise(document.value, document.lines)
     put_old_defaults(found)
     unresolved = resolve_types(found)
-    judged = judge(found)
+    if check_supported:
+        check_types(found, replaced)
+    keys = keys_with_support(found)
     problems = list(found.problems)
-    problems += unmet(judged, found, ("refused", "not built") if check_built else ("refused",))
-    wrong = wrong_values(Config, found.values, "", found)
-    problems += wrong
-    config = None
-    if not wrong:  # unknown keys are out of the values by now, so the rest can be checked together
-        config = Config.model_validate(found.values)
-        config._raw, config._origins, config._judged = document.value, found.origins, tuple(judged)
-        config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
-        problems += check_together(config, found)
-        if world_size is not None:
-            try:
-                config = config.with_world_size(world_size, reason)
-            except ConfigProblems as error:
-                problems += [Problem(each.path, each.what, each.do, found.line(each.path)) for each in error.problems]
+    problems += unsupported_problems(keys, found, ("refused", "not built") if check_supported else ("refused",))
+    config = Config.model_validate(found.values)
+    config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
+    config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
+    together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
+    if world_size is not None:
+        together += rank_problems(config, world_size) if check_supported else ()
+        try:
+            config = config.with_world_size(world_size, reason)
+        except ConfigProblems as error:
+            together += error.problems
+    # A wrong key has its default in ``config``: what follows from that is no problem of the file's.
+    doubtful = {name for path in found.wrong for name in path.split(".")}
+    problems += [
+        replace(each, line=found.line(each.path))
+        for each in together
+        if not doubtful.intersection(re.findall(r"\w+", f"{each.path} {each.what} {each.do}"))
+    ]
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))
-    return Examined(name, found, judged, problems, config)
+    return Examined(name, found, keys, problems, None if found.wrong else config)
 
 
 def _as_json(value: Any, keys: Mapping[str, Key] | None = None) -> Any:

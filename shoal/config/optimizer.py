@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from shoal.config.base import Section, key
 
-Betas = tuple[float, float]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
+WarmupType = Literal["log", "linear"]
 
 
 class TypeAndParams(Section):
@@ -24,7 +26,7 @@ class TypeAndParams(Section):
 
 
 class Optimizer(TypeAndParams):
-    """The optimizer to make, where none is handed in."""
+    """The optimizer to build, if none is passed to ``initialize``."""
 
     type: str | None = key(None, "Adam, AdamW, SGD, Adagrad, Lion, Lamb, Muon, or any name of torch.optim; in any case")
     params: dict[str, Any] = key({}, "arguments of the optimizer's constructor")
@@ -32,7 +34,7 @@ class Optimizer(TypeAndParams):
 
 
 class Scheduler(TypeAndParams):
-    """The learning-rate schedule to make, where none is handed in."""
+    """The learning-rate schedule to build, if none is passed to ``initialize``."""
 
     type: str | None = key(
         None, "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any name of torch.optim.lr_scheduler"
@@ -108,11 +110,11 @@ class MuonParams(CommonParams):
 
     momentum: float = key(0.95, "momentum of the matrices' update", ge=0)
     nesterov: bool = key(True, "Nesterov's momentum")
-    muon_lr: float | None = key(None, "learning rate of the matrices; null is lr")
-    adam_lr: float | None = key(None, "learning rate of the rest; null is lr")
+    muon_lr: float | None = key(None, "learning rate of the matrices; null is lr", ge=0)
+    adam_lr: float | None = key(None, "learning rate of the rest; null is lr", ge=0)
     betas: Betas = key((0.9, 0.999), "Adam's, for the rest")
     eps: float = key(1e-8, "Adam's, for the rest", ge=0)
-    ns_method: str = key("gram", "how the Newton-Schulz iteration is computed")
+    ns_method: Literal["gram", "standard"] = key("gram", "how the Newton-Schulz iteration is computed")
     ns_steps: int = key(5, "iterations of Newton-Schulz", ge=1)
     adam_w_mode: bool = key(True, "decoupled weight decay; always, for the rest")
     torch_adam: bool = key(False, "take torch's own Adam for the rest")
@@ -156,7 +158,7 @@ class WarmupLrParams(Section):
     warmup_min_lr: float | tuple[float, ...] = key(0.0, "learning rate at the start (one, or one for each group)")
     warmup_max_lr: float | tuple[float, ...] | None = key(None, "learning rate after warm-up; null: the optimizer's")
     warmup_num_steps: int = key(1000, "steps of warm-up", ge=0)
-    warmup_type: str = key("log", "log or linear")
+    warmup_type: WarmupType = key("log", "how the rate grows")
     last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
 
 
@@ -174,7 +176,7 @@ class WarmupCosineLrParams(Section):
     warmup_min_ratio: float = key(0.0, "share of the learning rate at the start", ge=0)
     warmup_num_steps: int = key(1000, "steps of warm-up", ge=0)
     cos_min_ratio: float = key(1e-4, "share of the learning rate at the end", ge=0)
-    warmup_type: str = key("log", "log or linear")
+    warmup_type: WarmupType = key("log", "how the rate grows")
     last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
 
 
@@ -195,7 +197,7 @@ class OneCycleParams(Section):
     cycle_max_lr: float | None = key(None, "highest learning rate of the cycle (required)")
     decay_lr_rate: float = key(0.0, "decay of the learning rate after the cycle", ge=0)
     cycle_first_step_size: int = key(2000, "steps of the rise", ge=1)
-    cycle_second_step_size: int | None = key(None, "steps of the fall; null: as many as the rise")
+    cycle_second_step_size: int | None = key(None, "steps of the fall; null: as many as the rise", ge=0)
     cycle_first_stair_count: int = key(0, "stairs of the rise; 0: steady", ge=0)
     cycle_second_stair_count: int | None = key(None, "stairs of the fall; null: as many as the rise's")
     decay_step_size: int = key(0, "steps between two decays after the cycle; 0: none", ge=0)
@@ -227,6 +229,13 @@ SCHEDULERS: dict[str, type[Section]] = {
     "OneCycle": OneCycleParams,
 }
 
+# Arguments without a default.
+REQUIRED = {
+    "WarmupDecayLR": ("total_num_steps",),
+    "WarmupCosineLR": ("total_num_steps",),
+    "OneCycle": ("cycle_min_lr", "cycle_max_lr"),
+}
+
 # What "auto" means in the parameters: the constructor's own default, or the value of another key.
 AUTO_IS_DEFAULT = {"betas", "eps", "weight_decay", "momentum", "warmup_min_lr", "adam_w_mode", "torch_adam"}
 
@@ -237,4 +246,23 @@ def canonical_type(name: str, known: Mapping[str, type[Section]]) -> str:
     >>> canonical_type("onebitadam", OPTIMIZERS)
     'OneBitAdam'
     """
-    return next((kind for kind in known if kind.casefold() == name.casefold()), name)
+    folded = name.casefold().replace("_", "")
+    return next((kind for kind in known if kind.casefold() == folded), name)
+
+
+def argument_problems(kind: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The argument, what is wrong with it and what to do, for values of a type of the schema that its keys allow.
+
+    Args:
+        params: without those that are "auto".
+    """
+    if kind in ("Adam", "AdamW") and params.get("bias_correction") is False:
+        yield "bias_correction", "false, which torch's Adam does not have.", "leave it out."
+    if kind == "Lamb" and params.get("amsgrad"):
+        yield "amsgrad", "true, which Lamb does not have.", "leave it out."
+    if kind == "Muon" and params.get("adam_w_mode") is False:
+        yield "adam_w_mode", "false, but the parameters that are not matrices always get AdamW.", "leave it out."
+    if kind == "SGD" and params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
+        yield "nesterov", "true, which needs a momentum and no dampening.", "set momentum, or leave nesterov out."
+    if params.get("foreach") and params.get("fused"):
+        yield "fused", "true, and so is foreach: torch takes one of them.", "leave one out."

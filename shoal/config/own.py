@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from shoal.config.base import Auto, Section, key
+from shoal.config.unsupported import with_unsupported
 
 Degree = Annotated[int, Field(ge=1)] | Auto
 
@@ -32,20 +33,17 @@ class Units(Section):
 class OffloadActivation(Section):
     """Saved activations on the host."""
 
-    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass rest")
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are kept")
     bytes: int | None = key(None, "most bytes moved in a micro-batch; null: all", ge=0)
 
 
+@with_unsupported("debug")
 class Debug(Section):
     """Checks that cost time."""
 
-    collective_check: bool = key(False, "compare the collectives of all ranks before each runs")
-    verify_every: int = key(0, "steps between two comparisons with an unsharded step; 0 never", ge=0)
-    nan_trace: bool = key(False, "name the first module that makes a NaN")
     disk_sums: bool = key(
         False, "keep a sum of each block that is offloaded to a disk, and compare it whenever the block is read"
     )
-    sync_errors: bool = key(False, "wait for the device after each operation, so that errors show where they arise")
 
 
 class Data(Section):
@@ -53,11 +51,3 @@ class Data(Section):
 
     stateful: bool = key(True, "the loader's place in the data is part of a checkpoint")
     seed: int | None = key(None, "seed of the order of samples; null: the launcher's")
-
-
-class Memory(Section):
-    """Limits for the planner."""
-
-    budget_gpu: int | str | None = key(None, "bytes of device memory that a plan may use (a number or '40GiB')")
-    budget_host: int | str | None = key(None, "bytes of host memory that a plan may use")
-    oom_policy: Literal["fail", "retry"] = key("fail", "what running out of memory does")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from shoal.config.base import Auto, Dtype, OpenSection, Section, key
+from shoal.config.base import Auto, Dtype, Section, key
+from shoal.config.unsupported import with_unsupported
 
 
 class Fp16(Section):
@@ -29,12 +30,6 @@ class Bf16(Section):
     check_grad_overflow: bool = key(True, "look for infinite or NaN gradients before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on bfloat16")
     bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
-
-
-class Amp(OpenSection):
-    """NVIDIA apex's automatic mixed precision; further keys were apex's arguments."""
-
-    enabled: bool = key(False, "apex mixed precision")
 
 
 class TorchAutocast(Section):
@@ -67,12 +62,13 @@ class DataTypes(Section):
     )
 
 
+@with_unsupported("precision")
 class Precision(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
-    reduce_dtype: Dtype | None = key(None, "format in which gradients travel; communication_data_type goes first")
-    master_dtype: Dtype | None = key(None, "format of master weights; null as fp16 and bf16 say")
-    state_dtype: Dtype | None = key(None, "format of optimizer state; null is that of the master weights")
+    reduce_dtype: Dtype | None = key(
+        None, "format in which gradients are reduced; communication_data_type has priority"
+    )
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
         "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and go on; null: by precision",

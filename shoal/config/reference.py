@@ -12,15 +12,15 @@ from shoal.config.base import Section
 from shoal.config.coerce import DTYPES
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
+from shoal.config.support import OBEYED, PARAMS, SUPPORT, TYPES_NOT_BUILT, Support, support_of
 from shoal.config.tree import Key, below, keys_of, members, walk
-from shoal.config.verdicts import OBEYED, PARAMS, TYPES_NOT_BUILT, VERDICTS, Verdict, verdict_of
 
 JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 AUTO = {"const": "auto"}
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON Schema (draft 2020-12) of the whole file: descriptions with verdicts, defaults, other names of keys."""
+    """A JSON Schema (draft 2020-12) of the whole file: keys with description, support, default and other names."""
     schema = _object(Schema, "")
     schema["properties"]["$schema"] = {"type": "string"}
     schema["patternProperties"] = {r"^\w+\.": {"description": "a path written as one key: ignored, with a warning"}}
@@ -63,8 +63,8 @@ def _property(key: Key, path: str) -> dict[str, Any]:
 
 def _described(key: Key, path: str) -> str:
     text = f"{_sentence(key.description)}"
-    if key.kind == "leaf" or path in VERDICTS:
-        text += f" Shoal: {verdict_of(path)}."
+    if key.kind == "leaf" or path in SUPPORT:
+        text += f" Shoal: {support_of(path)}."
     return text
 
 
@@ -96,11 +96,11 @@ def _is_json(value: Any) -> bool:
 
 
 def reference() -> str:
-    """The page ``docs/reference/config.md``, from the schema and the table of verdicts."""
+    """The page ``docs/reference/config.md``, from the schema and the table of support."""
     counts: dict[str, int] = {}
     for path, key in walk(Schema):
         if key.model is None:
-            kind = verdict_of(path).kind
+            kind = support_of(path).kind
             counts[kind] = counts.get(kind, 0) + 1
     total = sum(counts.values())
     lines = [
@@ -118,7 +118,7 @@ def reference() -> str:
         f"error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use instead.",
         "",
         "`auto` is read anywhere: a batch size is derived, another key takes its default. `true` and `false` may be "
-        "strings, whole numbers may be written as `2e8`, and `null` stands for an absent section.",
+        "strings, whole numbers may be written as `2e8`, and `null` means that the key or section is absent.",
         "",
         "## Top level",
         "",
@@ -136,8 +136,8 @@ def _pages(key: Key, path: str, depth: int) -> list[str]:
     inner = below(path, key)
     keys = keys_of(key.model)
     lines = ["", f"{'#' * depth} `{inner}`", "", _sentence(key.description)]
-    if path in VERDICTS:
-        lines[-1] += f" Shoal: {_verdict(verdict_of(path))}."
+    if path in SUPPORT:
+        lines[-1] += f" Shoal: {_shown_support(support_of(path))}."
     if key.deprecated:
         lines[-1] += f" Old name: {', '.join(f'`{name}`' for name in key.deprecated)}."
     leaves = [inner_key for inner_key in keys.values() if inner_key.kind == "leaf"]
@@ -152,23 +152,23 @@ def _pages(key: Key, path: str, depth: int) -> list[str]:
 def _table(keys: list[Key], path: str) -> list[str]:
     rows = ["| key | takes | default | meaning | Shoal |", "| --- | --- | --- | --- | --- |"]
     for key in keys:
-        verdict = verdict_of(f"{path}.{key.name}" if path else key.name)
-        rows.append(_row(key, _verdict(verdict)))
+        support = support_of(f"{path}.{key.name}" if path else key.name)
+        rows.append(_row(key, _shown_support(support)))
     return rows
 
 
-def _row(key: Key, verdict: str) -> str:
+def _row(key: Key, support: str) -> str:
     names = f"`{key.name}`"
     if key.aliases:
         names += f" (also {', '.join(f'`{name}`' for name in key.aliases)})"
     if key.deprecated:
         names += f" (old: {', '.join(f'`{name}`' for name in key.deprecated)})"
-    cells = (names, key.expected, _default(key.default), key.description, verdict)
+    cells = (names, key.expected, _default(key.default), key.description, support)
     return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
-def _verdict(verdict: Verdict) -> str:
-    kind, _, reason = str(verdict).partition(": ")
+def _shown_support(support: Support) -> str:
+    kind, _, reason = str(support).partition(": ")
     return f"**{kind}**" + (f": {reason}" if reason else "")
 
 
@@ -194,5 +194,5 @@ def _params(section: str, types: Mapping[str, type[Section]]) -> list[str]:
         if part is not None:
             lines += [f"Not built yet: {part}.", ""]
         lines += ["| key | takes | default | meaning | Shoal |", "| --- | --- | --- | --- | --- |"]
-        lines += [_row(key, _verdict(PARAMS.get(key.name, OBEYED))) for key in keys_of(model).values()]
+        lines += [_row(key, _shown_support(PARAMS.get(key.name, OBEYED))) for key in keys_of(model).values()]
     return lines

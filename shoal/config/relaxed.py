@@ -1,6 +1,6 @@
 """Reads JSON as people write it: comments, trailing or missing commas, single quotes, bare names of keys.
 
-The standard library's reader is stricter and forgets where a key stood; here every key keeps its line, so that an
+The standard library's reader is stricter and does not say where a key is; here every key keeps its line, so that an
 error can name it, and a key given twice is an error that names both places.
 
     >>> read("{stage: 3, // ZeRO\\n 'bucket': 2e8,}").value
@@ -18,12 +18,10 @@ from shoal.errors import ConfigError
 
 Path = tuple[str | int, ...]
 
-SPACE = re.compile(r"(?:\s+|//[^\n]*|\#[^\n]*|/\*.*?\*/)+", re.DOTALL)
-NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|Infinity|NaN)")
+SPACE = re.compile(r"(?:\s+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
+TEXT = re.compile(r"""'''(.*?)'''|"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'""", re.DOTALL)
 WORD = re.compile(r"[^\s\"',:{}\[\]]+")
-DOUBLE = re.compile(r'"(?:[^"\\\n]|\\.)*"')
-SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
-TRIPLE = re.compile(r"'''(.*?)'''", re.DOTALL)
+NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|Infinity|NaN)")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_DEPTH = 100
@@ -31,7 +29,7 @@ MAX_DEPTH = 100
 
 @dataclass
 class Document:
-    """What a text says, and the line (from 1) on which each key stands."""
+    """The value of a text, and the line (from 1) of each key."""
 
     value: Any
     lines: dict[Path, int] = field(default_factory=dict)
@@ -40,26 +38,19 @@ class Document:
 def read(text: str, name: str = "the configuration") -> Document:
     """Read a text.
 
-    Raises: ConfigError: it is not JSON, even in this wider sense, or a key stands in it twice.
+    Raises: ConfigError: it is not JSON, even in this wider sense, or it has a key twice.
     """
     reader = _Reader(text.removeprefix("\ufeff"), name)
     reader.skip()
     if reader.at >= len(reader.text):
         raise reader.error("the text is empty", "write at least {}.")
-    value = reader.value((), 0)
+    value = reader.value(())
     reader.skip()
     if reader.at < len(reader.text):
         raise reader.error(f"{reader.here()} after the end of the value", "leave one JSON value in the file.")
     if reader.twice:
         raise ConfigError(
-            "; ".join(
-                f"the key {'.'.join(map(str, path))!r} stands on line {first} and again on line {second}"
-                for path, first, second in reader.twice
-            )
-            + ".",
-            where=name,
-            do="keep one of them.",
-            code="config-duplicate-key",
+            f"{'; '.join(reader.twice)}.", where=name, do="keep one of them.", code="config-duplicate-key"
         )
     return Document(value, reader.lines)
 
@@ -70,15 +61,24 @@ class _Reader:
         self.name = name
         self.at = 0
         self.lines: dict[Path, int] = {}
-        self.twice: list[tuple[Path, int, int]] = []
+        self.twice: list[str] = []
 
     def skip(self) -> bool:
-        """Go past space and comments; say whether a line ended in them."""
-        match = SPACE.match(self.text, self.at)
-        if match is None:
-            return False
-        self.at = match.end()
-        return "\n" in match.group()
+        """Go past space and comments. Returns: a line ended in them."""
+        found = self.match(SPACE)
+        return found is not None and "\n" in found.group()
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Go past what matches here."""
+        found = pattern.match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found
+
+    def takes(self, char: str) -> bool:
+        """Go past a character, if it is here."""
+        is_here = self.text.startswith(char, self.at)
+        self.at += is_here
+        return is_here
 
     def line(self) -> int:
         return self.text.count("\n", 0, self.at) + 1
@@ -88,113 +88,80 @@ class _Reader:
         return repr(rest) if rest else "the end of the text" if self.at >= len(self.text) else "the end of the line"
 
     def error(self, what: str, do: str = "") -> ConfigError:
-        column = self.at - (self.text.rfind("\n", 0, self.at) + 1) + 1
-        return ConfigError(
-            f"not JSON: {what}.", where=f"{self.name}, line {self.line()}, column {column}", do=do, code="config-syntax"
-        )
+        column = self.at - self.text.rfind("\n", 0, self.at)
+        where = f"{self.name}, line {self.line()}, column {column}"
+        return ConfigError(f"not JSON: {what}.", where=where, do=do, code="config-syntax")
 
-    def value(self, path: Path, depth: int) -> Any:
-        if depth > MAX_DEPTH:
+    def value(self, path: Path) -> Any:
+        if len(path) > MAX_DEPTH:
             raise self.error(f"objects nested more than {MAX_DEPTH} deep")
-        char = self.text[self.at : self.at + 1]
-        if char == "{":
-            return self.object(path, depth)
-        if char == "[":
-            return self.list(path, depth)
-        if char in ("'", '"'):
+        if self.takes("{"):
+            return dict(self.items(path, "}"))
+        if self.takes("["):
+            return [item for _, item in self.items(path, "]")]
+        if self.text.startswith(("'", '"'), self.at):
             return self.string()
-        number = NUMBER.match(self.text, self.at)
-        word = WORD.match(self.text, self.at)
-        if number is not None and word is not None and number.end() == word.end():
-            self.at = number.end()
-            return _number(number.group())
-        if word is None:
-            raise self.error(f"expected a value, found {self.here()}")
-        if word.group() in WORDS:
-            self.at = word.end()
-            return WORDS[word.group()]
-        if word.group() in PYTHON_WORDS:
-            right = PYTHON_WORDS[word.group()]
-            raise self.error(f"{word.group()} is Python, JSON says {right}", f"write {right}.")
-        raise self.error(f"expected a value, found {word.group()!r}", "put text in double quotes.")
+        start = self.at
+        found = self.match(WORD)
+        word = found.group() if found else ""
+        if NUMBER.fullmatch(word):
+            return int(word) if word.lstrip("+-").isdecimal() else float(word.replace("Infinity", "inf"))
+        if word in WORDS:
+            return WORDS[word]
+        self.at = start
+        if word in PYTHON_WORDS:
+            right = PYTHON_WORDS[word]
+            raise self.error(f"{word} is Python, JSON says {right}", f"write {right}.")
+        do = "put text in double quotes." if word else ""
+        raise self.error(f"expected a value, found {repr(word) if word else self.here()}", do)
 
-    def object(self, path: Path, depth: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        self.at += 1
+    def items(self, path: Path, end: str) -> list[tuple[str | int, Any]]:
+        """The items up to a closing bracket; a comma between two may be missing at the end of a line."""
+        found: list[tuple[str | int, Any]] = []
         is_separated = True
         while True:
             is_separated = self.skip() or is_separated
-            if self.text[self.at : self.at + 1] == "}":
-                self.at += 1
+            if self.takes(end):
                 return found
             if not is_separated:
-                raise self.error(f"expected a comma or '}}', found {self.here()}")
-            line = self.line()
-            name = self.name_of_key()
-            inner = (*path, name)
-            if name in found:
-                self.twice.append((inner, self.lines[inner], line))
-            self.skip()
-            if self.text[self.at : self.at + 1] != ":":
-                raise self.error(f"expected ':' after the key {name!r}, found {self.here()}")
-            self.at += 1
-            self.skip()
-            self.lines[inner] = line
-            found[name] = self.value(inner, depth + 1)
-            is_separated = self.comma()
+                raise self.error(f"expected a comma or '{end}', found {self.here()}")
+            name = len(found) if end == "]" else self.key(path, {name for name, _ in found})
+            found.append((name, self.value((*path, name))))
+            is_separated = self.skip()
+            is_separated = self.takes(",") or is_separated
 
-    def list(self, path: Path, depth: int) -> list[Any]:
-        found: list[Any] = []
-        self.at += 1
-        is_separated = True
-        while True:
-            is_separated = self.skip() or is_separated
-            if self.text[self.at : self.at + 1] == "]":
-                self.at += 1
-                return found
-            if not is_separated:
-                raise self.error(f"expected a comma or ']', found {self.here()}")
-            found.append(self.value((*path, len(found)), depth + 1))
-            is_separated = self.comma()
-
-    def comma(self) -> bool:
-        """Go past a comma; say whether there was one, or the end of a line in its place."""
-        has_ended = self.skip()
-        if self.text[self.at : self.at + 1] == ",":
-            self.at += 1
-            return True
-        return has_ended
-
-    def name_of_key(self) -> str:
-        if self.text[self.at : self.at + 1] in ("'", '"'):
-            return self.string()
-        word = WORD.match(self.text, self.at)
-        if word is None:
+    def key(self, path: Path, names: set[str | int]) -> str:
+        """Go past a key and its colon. ``names``: of the keys before it in its object."""
+        line = self.line()
+        if self.text.startswith(("'", '"'), self.at):
+            name = self.string()
+        elif found := self.match(WORD):
+            name = found.group()
+        else:
             raise self.error(f"expected a key, found {self.here()}")
-        self.at = word.end()
-        return word.group()
+        self.skip()
+        if not self.takes(":"):
+            raise self.error(f"expected ':' after the key {name!r}, found {self.here()}")
+        self.skip()
+        inner = (*path, name)
+        if name in names:
+            dotted = ".".join(map(str, inner))
+            self.twice.append(f"the key {dotted!r} is on line {self.lines[inner]} and again on line {line}")
+        self.lines[inner] = line
+        return name
 
     def string(self) -> str:
-        triple = TRIPLE.match(self.text, self.at)
-        if triple is not None:
-            self.at = triple.end()
-            return triple.group(1)
-        match = (DOUBLE if self.text[self.at] == '"' else SINGLE).match(self.text, self.at)
-        if match is None:
+        start = self.at
+        found = self.match(TEXT)
+        if found is None:
             raise self.error("a text without its closing quote", "close it on the same line.")
-        inner = match.group()[1:-1]
-        if self.text[self.at] == "'":
-            inner = re.sub(r'\\\'|"', lambda found: "'" if found.group() == r"\'" else r"\"", inner)
+        verbatim, double, single = found.groups()
+        if verbatim is not None:
+            return str(verbatim)
+        if single is not None:
+            double = re.sub(r'\\\'|"', lambda quote: "'" if quote.group() == r"\'" else r"\"", single)
         try:
-            text = json.loads(f'"{inner}"', strict=False)
+            return str(json.loads(f'"{double}"', strict=False))
         except ValueError:
-            raise self.error(f"a text with an escape that JSON does not have: {match.group()[:40]}") from None
-        self.at = match.end()
-        return str(text)
-
-
-def _number(text: str) -> int | float:
-    try:
-        return int(text)
-    except ValueError:
-        return float(text.replace("Infinity", "inf"))
+            self.at = start
+            raise self.error(f"a text with an escape that JSON does not have: {found.group()[:40]}") from None

@@ -1,58 +1,30 @@
-"""From values as the file has them to values that count: pydantic's check, an older version's defaults, "auto"."""
+"""From values as the file has them to values that count: an older version's defaults, types by name, "auto"."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from shoal.config.base import Section
-from shoal.config.clean import Cleaned, read_params
-from shoal.config.optimizer import AUTO_IS_DEFAULT, OPTIMIZERS, SCHEDULERS, canonical_type
-from shoal.config.problems import HIDDEN, Problem, shown
-from shoal.config.tree import Key, keys_of
-from shoal.config.verdicts import PARAMS
+from shoal.config.normalise import Normalised, read_params
+from shoal.config.optimizer import (
+    AUTO_IS_DEFAULT,
+    OPTIMIZERS,
+    REQUIRED,
+    SCHEDULERS,
+    argument_problems,
+    canonical_type,
+)
+from shoal.config.problems import shown
+from shoal.config.support import PARAMS, TYPES_NOT_BUILT
+from shoal.config.types import type_problems
 
 # Defaults that an older DeepSpeed had: the newest version to which each set applies.
 OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipping": 0.0}}
 
 
-def wrong_values(model: type[Section], values: Mapping[str, Any], path: str, found: Cleaned) -> list[Problem]:
-    """Pydantic's findings in our words, one for each key."""
-    try:
-        model.model_validate(values)
-    except ValidationError as error:
-        problems: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False, include_context=False):
-            at, key, value = _locate(model, detail["loc"], values)
-            here = f"{path}.{at}" if path else at
-            shown_value = HIDDEN if key is not None and key.is_secret else shown(value)
-            wanted = key.expected if key is not None else detail["msg"]
-            problems.setdefault(here, Problem(here, f"{shown_value} is not {wanted}.", line=found.line(here)))
-        return list(problems.values())
-    return []
-
-
-def _locate(model: type[Section], location: tuple[int | str, ...], values: Any) -> tuple[str, Key | None, Any]:
-    """The path, the key and the value that a location of pydantic's means."""
-    path, key, at, value = "", None, cast("type[Section] | None", model), values
-    for step in location:
-        if at is not None and key is not None and key.kind in ("list", "map") and step not in keys_of(at):
-            path = f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}"
-            value = value[step]
-            continue
-        if at is None or step not in keys_of(at):
-            break
-        key = keys_of(at)[str(step)]
-        path = f"{path}.{step}" if path else str(step)
-        value = value.get(step) if isinstance(value, Mapping) else value
-        at = key.model
-    return path, key, value
-
-
-def put_old_defaults(found: Cleaned) -> None:
+def put_old_defaults(found: Normalised) -> None:
     """Put in the defaults of the DeepSpeed version that ``compat`` names."""
     compat = found.values.get("compat")
     if compat is None:
@@ -67,12 +39,42 @@ def put_old_defaults(found: Cleaned) -> None:
             found.values.update({name: value for name, value in defaults.items() if name not in found.values})
 
 
-def resolve_types(found: Cleaned) -> list[str]:
+def resolve_types(found: Normalised) -> list[str]:
     """Check the arguments of the optimizer and the schedule; give back the paths of those that stay "auto"."""
     return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
 
 
-def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Cleaned) -> list[str]:
+def check_types(found: Normalised, replaced: Collection[str]) -> None:
+    """Check that the optimizer and the schedule can be built: their types, and arguments that go together.
+
+    Args:
+        replaced: of the two sections, those in whose place the caller has an object.
+    """
+    for kind in ("optimizer", "scheduler"):
+        part = found.values.get(kind)
+        name = part.get("type") if isinstance(part, dict) else None
+        if kind in replaced or not isinstance(part, dict) or not isinstance(name, str) or not name:
+            continue
+        if kind == "optimizer" and name.casefold().replace("_", "") in TYPES_NOT_BUILT:
+            continue
+        params = part.get("params")
+        params = params if isinstance(params, Mapping) else {}
+        given = {key: value for key, value in params.items() if not _is_auto(value)}
+        if name not in (OPTIMIZERS if kind == "optimizer" else SCHEDULERS):
+            found.problems += [
+                replace(problem, line=found.line(problem.path)) for problem in type_problems(kind, name, given)
+            ]
+            continue
+        for key, what, do in argument_problems(name, given):
+            found.problem(f"{kind}.params.{key}", what, do)
+        for key in REQUIRED.get(name, ()):
+            if params.get(key) is None:
+                found.problem(f"{kind}.params.{key}", f"missing, and {name} needs it.", "write it.")
+
+
+def _resolve(
+    kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[Section]], found: Normalised
+) -> list[str]:
     part = found.values.get(kind)
     if not isinstance(part, dict):
         return []
@@ -85,11 +87,10 @@ def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[S
     if kind == "optimizer" and "max_grad_norm" in params:
         params = _without_clipping(params, found)
     part["params"] = dict(params)
-    auto = [name for name, value in params.items() if isinstance(value, str) and value.strip().lower() == "auto"]
+    auto = [name for name, value in params.items() if _is_auto(value)]
     model = known.get(part["type"]) if isinstance(part.get("type"), str) else None
     if model is not None:
         read_params(kind, model, found)
-        found.problems += wrong_values(model, part["params"], f"{kind}.params", found)
     else:
         for name in auto:
             del part["params"][name]
@@ -97,7 +98,11 @@ def _resolve(kind: Literal["optimizer", "scheduler"], known: Mapping[str, type[S
     return _fill_in(kind, auto, found)
 
 
-def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, Any]:
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def _without_clipping(params: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
     """The arguments without ``max_grad_norm``, which the optimizer does not take."""
     norm = params["max_grad_norm"]
     if norm not in (None, 0, "auto"):
@@ -109,7 +114,7 @@ def _without_clipping(params: Mapping[str, Any], found: Cleaned) -> dict[str, An
     return {name: value for name, value in params.items() if name != "max_grad_norm"}
 
 
-def _fill_in(kind: str, auto: list[str], found: Cleaned) -> list[str]:
+def _fill_in(kind: str, auto: list[str], found: Normalised) -> list[str]:
     """Give "auto" arguments a value where one follows; the paths of those that stay open."""
     params, unresolved = found.values[kind]["params"], []
     rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from shoal.config.base import OpenSection, Section, key, section
+from shoal.config.base import Section, key
+from shoal.config.unsupported import with_unsupported
 
 
-class ParallelWrite(Section):
-    """Who writes at the same time."""
-
-    pipeline_stage: bool = key(False, "pipeline stages write at the same time")
-
-
-class Writer(Section):
-    """How the bytes reach the disk."""
-
-    type: str = key("FAST", "MOCK, PYTHON or FAST")
-    decoupled: bool = key(False, "write in another process while training goes on")
-    io_buffer_size: int = key(64 * 1024**2, "bytes of the writer's buffer", ge=1)
-    io_buffer_double: bool = key(True, "two such buffers")
-    io_multiplier: int = key(1, "factor on the number of writers", ge=1)
-    data_parallel: str | None = key(None, "spread the writing over REPLICA, SOCKET or MACHINE")
-    show_statistics: bool = key(False, "print the speed of writing")
-
-
+@with_unsupported("checkpoint")
 class Checkpoint(Section):
     """Saving and loading."""
 
@@ -32,10 +16,6 @@ class Checkpoint(Section):
     load_universal: bool = key(
         False, "load_checkpoint without a tag loads what latest_universal names, if that file is there"
     )
-    use_node_local_storage: bool = key(False, "each node writes to a folder of its own")
-    parallel_write: ParallelWrite = section(ParallelWrite, "who writes at the same time")
-    checkpoint_serialization: bool = key(True, "torch.save's zip format")
-    writer: Writer | None = key(None, "how the bytes reach the disk")
     async_save: bool = key(False, "write while training goes on (Shoal's own key)", alias=("async",))
     keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
@@ -46,26 +26,9 @@ class Checkpoint(Section):
         "under DeepSpeed's name, below stage 3: the weights in mp_rank_00_model_states.pt too, for scripts that read"
         " them there (Shoal's own key)",
     )
-    save_on_signal: bool = key(False, "save when the job is told to stop (Shoal's own key)")
 
 
-class Nebula(Section):
-    """Azure's checkpoint service."""
-
-    enabled: bool = key(False, "save through Nebula")
-    enable_nebula_load: bool = key(True, "load through Nebula")
-    nebula_load_path: str | None = key(None, "folder to load from")
-    persistent_storage_path: str | None = key(None, "folder to keep checkpoints in")
-    persistent_time_interval: int = key(100, "seconds between two kept checkpoints")
-    num_of_version_in_retention: int = key(2, "checkpoints kept")
-
-
-class Datastates(OpenSection):
-    """DataStates-LLM's asynchronous checkpoints."""
-
-    host_cache_size: int | None = key(None, "gigabytes of host memory for the cache")
-
-
+@with_unsupported("aio")
 class Aio(Section):
     """How the disk is read and written when state is offloaded to it."""
 
@@ -74,11 +37,9 @@ class Aio(Section):
     intra_op_parallelism: int = key(
         1, "threads that read and write; two at the least, so that both go on at once", alias=("thread_count",), ge=1
     )
-    single_submit: bool = key(False, "submit requests one by one")
-    overlap_events: bool = key(True, "submit new requests while others finish")
-    use_gds: bool = key(False, "move between disk and GPU without the host (GPUDirect Storage)")
 
 
+@with_unsupported("activation_checkpointing")
 class ActivationCheckpointing(Section):
     """Which activations are computed again in the backward pass instead of being kept."""
 
@@ -90,4 +51,3 @@ class ActivationCheckpointing(Section):
     profile: bool = key(False, "time each recomputed function")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
     policy: Any = key(None, "what a recomputed module keeps: block, or single operations (Shoal's own key)")
-    memory_budget: int | str | None = key(None, "bytes of activations allowed (Shoal's own key)")

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from shoal.config.base import Dtype, Section, key, section
-from shoal.config.compiling import Compile
-from shoal.config.compression import CompressionTraining, InitQuantization
-from shoal.config.data_pipeline import CurriculumLearning, DataEfficiency, Eigenvalue, ProgressiveLayerDrop
+from shoal.config.data_pipeline import CurriculumLearning, ProgressiveLayerDrop
 from shoal.config.optimizer import Optimizer, Scheduler
-from shoal.config.others import HybridEngine, SparseAttention
-from shoal.config.own import Data, Debug, Memory, OffloadActivation, Parallel, Units
-from shoal.config.parallelism import ExpertParallel, Pipeline, TensorParallel
-from shoal.config.precision import Amp, Bf16, DataTypes, Fp16, Precision, TorchAutocast
-from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint, Datastates, Nebula
-from shoal.config.tuning import Autotuning, Elasticity
-from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Timers, Wandb
+from shoal.config.own import Data, Debug, OffloadActivation, Parallel, Units
+from shoal.config.precision import Bf16, DataTypes, Fp16, Precision, TorchAutocast
+from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint
+from shoal.config.tuning import Elasticity
+from shoal.config.unsupported import with_unsupported
+from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Wandb
 from shoal.config.zero import ZeroOptimization
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
+@with_unsupported()
 class Schema(Section):
     """Every key. The three batch sizes are None until the data-parallel size is known (`Config.with_world_size`)."""
 
@@ -36,13 +34,10 @@ class Schema(Section):
     wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
     memory_breakdown: bool = key(False, "print memory at each phase")
     dump_state: bool = key(False, "print the engine's state at start-up")
-    disable_python_gc: bool = key(False, "switch Python's cyclic garbage collector off")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")
-    zero_force_ds_cpu_optimizer: bool = key(True, "allow DeepSpeed's CPU Adam only, with offload")
-    communication_data_type: Dtype | None = key(None, "format in which gradients travel; null: theirs")
-    seq_parallel_communication_data_type: Dtype | None = key("fp32", "the same over sequence-parallel ranks")
+    communication_data_type: Dtype | None = key(None, "format in which gradients are reduced; null: their own")
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how gradients of ranks are joined")
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
@@ -52,51 +47,28 @@ class Schema(Section):
     )
     sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
-    disable_allgather: bool = key(False, "read and never used by DeepSpeed")
-    allgather_size: int | None = key(None, "old name of zero_optimization.allgather_bucket_size", ge=1)
-    graph_harvesting: bool = key(False, "run the bf16 optimizer as a CUDA graph")
-    vocabulary_size: int | None = key(None, "size of the vocabulary; warns where it is no multiple of 8")
-    sequence_parallel_size: int | None = key(None, "sequence-parallel ranks", ge=1)
-    data_parallel_size: int | None = key(None, "data-parallel ranks", ge=1)
-    use_data_before_expert_parallelism: bool = key(False, "order of ranks in expert-parallel groups")
 
-    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and where it rests")
-    optimizer: Optimizer | None = key(None, "the optimizer to make, where none is handed in")
-    scheduler: Scheduler | None = key(None, "the learning-rate schedule to make, where none is handed in")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and in which memory it is kept")
+    optimizer: Optimizer | None = key(None, "the optimizer to build, if none is passed to `initialize`")
+    scheduler: Scheduler | None = key(None, "the learning-rate schedule to build, if none is passed to `initialize`")
     fp16: Fp16 = section(Fp16, "half precision with a loss scale")
     bf16: Bf16 = section(Bf16, "bfloat16", deprecated=("bfloat16",))
-    amp: Amp = section(Amp, "NVIDIA apex")
     torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast around the forward pass")
     data_types: DataTypes = section(DataTypes, "formats of single kinds of state")
     aio: Aio = section(Aio, "how the disk is read and written when state is offloaded to it")
-    tensor_parallel: TensorParallel = section(TensorParallel, "layers split over ranks")
-    expert_parallel: ExpertParallel = section(ExpertParallel, "experts spread over ranks")
-    pipeline: Pipeline = section(Pipeline, "layers spread over stages")
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "activations that are computed again instead of being kept"
     )
-    compile: Compile = section(Compile, "compilation of the model")
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard's event files")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
     flops_profiler: FlopsProfiler = section(FlopsProfiler, "operations of one step, by module")
-    timers: Timers = section(Timers, "timers")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
-    nebula: Nebula = section(Nebula, "Azure's checkpoint service")
-    datastates_ckpt: Datastates | None = key(None, "DataStates-LLM's checkpoints")
-    autotuning: Autotuning = section(Autotuning, "the tuner")
     elasticity: Elasticity = section(Elasticity, "a batch size that many world sizes share")
-    data_efficiency: DataEfficiency = section(DataEfficiency, "less data for the same loss")
     curriculum_learning: CurriculumLearning = section(CurriculumLearning, "short sequences first")
     progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "layers skipped at random")
-    eigenvalue: Eigenvalue = section(Eigenvalue, "eigenvalues for quantization")
-    compression_training: CompressionTraining = section(CompressionTraining, "smaller models by training")
-    quantize_training: dict[str, Any] | None = key(None, "an older quantizer (MoQ)")
-    weight_quantization: InitQuantization | None = key(None, "quantized weights from the start, for inference")
-    hybrid_engine: HybridEngine = section(HybridEngine, "one model that trains and generates in turn")
-    sparse_attention: SparseAttention | None = key(None, "attention to some blocks only")
 
     compat: str | None = key(None, "a DeepSpeed version (`ds-0.18`) whose defaults apply; null: the newest")
     strict: bool | Literal["warn"] = key(True, "an unknown key is an error (true), or a warning ('warn')")
@@ -109,4 +81,3 @@ class Schema(Section):
     precision: Precision = section(Precision, "formats of communication and state, and numbers that are not finite")
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the training data's place")
-    memory: Memory = section(Memory, "limits for the planner")

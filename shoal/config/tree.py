@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from functools import cache, cached_property
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from shoal.config.base import Section
 
-Kind = Literal["leaf", "section", "list", "map"]
+KeyKind = Literal["leaf", "section", "list", "map"]
 
 WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -37,7 +38,7 @@ class Key:
 
     name: str
     field: FieldInfo
-    kind: Kind
+    kind: KeyKind
     model: type[Section] | None
 
     @property
@@ -68,25 +69,44 @@ class Key:
     @property
     def bounds(self) -> dict[str, float]:
         """Numeric limits, by pydantic's names."""
-        found = {}
-        for constraint in self.field.metadata:
-            for bound in BOUNDS:
-                limit = getattr(constraint, bound, None)
-                if limit is not None:
-                    found[bound] = limit
-        return found
+        return _bounds(self.field.metadata)
 
     @property
     def expected(self) -> str:
         """What the key takes, in words."""
-        text = in_words(self.annotation)
-        limits = " and ".join(f"{BOUNDS[bound]} {limit:g}" for bound, limit in self.bounds.items())
-        return f"{text}, {limits}" if limits else text
+        return _within(in_words(self.annotation), self.bounds)
+
+    def accepts(self, value: object) -> bool:
+        """Is the value, of a leaf, one that the key takes?"""
+        try:
+            self._adapter.validate_python(value)
+        except ValidationError:
+            return False
+        return True
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        bounded: Any = Annotated[self.annotation, self.field]
+        return TypeAdapter(bounded, config=ConfigDict(strict=True))
 
     def _about(self, what: str) -> tuple[str, ...]:
         extra = self.field.json_schema_extra
         names = extra.get(what) if isinstance(extra, dict) else None
         return tuple(str(name) for name in names) if isinstance(names, list) else ()
+
+
+def _bounds(metadata: Iterable[Any]) -> dict[str, float]:
+    return {
+        bound: limit
+        for constraint in metadata
+        for bound in BOUNDS
+        if (limit := getattr(constraint, bound, None)) is not None
+    }
+
+
+def _within(text: str, bounds: Mapping[str, float]) -> str:
+    limits = " and ".join(f"{BOUNDS[bound]} {limit:g}" for bound, limit in bounds.items())
+    return f"{text}, {limits}" if limits else text
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
@@ -106,12 +126,18 @@ def in_words(annotation: Any) -> str:
             parts += [_shown(choice) for choice in get_args(member)]
         elif get_origin(member) is tuple:
             inner = [arg for arg in get_args(member) if arg is not Ellipsis]
-            parts.append(f"a list of {in_words(inner[0])}" if inner and inner[0] is not Any else "a list")
+            parts.append(_list_in_words(inner) if inner and inner[0] is not Any else "a list")
         else:
             parts.append(WORDS.get(get_origin(member) or member, "an object"))
     if len(parts) == 1:
         return parts[0]
     return f"one of {', '.join(parts)}" if len(parts) > 2 else " or ".join(parts)
+
+
+def _list_in_words(items: list[Any]) -> str:
+    bounds = _bounds(each for field in getattr(items[0], "__metadata__", ()) for each in field.metadata)
+    text = _within(in_words(items[0]), bounds)
+    return f"a list of {len(items)}, each {text}" if len(items) > 1 else f"a list of {text}"
 
 
 def _shown(choice: object) -> str:
@@ -145,7 +171,7 @@ def names_of(model: type[Section]) -> Mapping[str, Key]:
 
 
 def below(path: str, key: Key) -> str:
-    """The path of what a key holds: ``[]`` stands for each item of a list, ``<name>`` for a name of the user's."""
+    """The path of what a key holds: ``[]`` is any item of a list, ``<name>`` any name that the user chose."""
     return path + {"list": "[]", "map": ".<name>"}.get(key.kind, "")
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from shoal.config.base import Section, key, section
+from shoal.config.base import Section, key
 
 
 class Tensorboard(Section):
@@ -65,16 +65,3 @@ class FlopsProfiler(Section):
     detailed: bool = key(True, "print the whole tree")
     output_file: str | None = key(None, "file to print to")
     recompute_fwd_factor: float = key(0.0, "forward passes counted for recomputation", ge=0)
-
-
-class Throughput(Section):
-    """Samples in a second."""
-
-    enabled: bool = key(True, "count samples in a second")
-    synchronized: bool = key(True, "wait for the device before reading the clock")
-
-
-class Timers(Section):
-    """Timers."""
-
-    throughput: Throughput = section(Throughput, "samples in a second")

@@ -1,11 +1,12 @@
-"""``zero_optimization``: what is sharded over the data-parallel ranks, and where it rests."""
+"""``zero_optimization``: what is sharded over the data-parallel ranks, and in which memory it is kept."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any, Literal
 
-from shoal.config.base import Auto, Section, key, section
+from shoal.config.base import Section, key, section
+from shoal.config.unsupported import with_unsupported
 
 Tier = Literal["none", "cpu", "nvme"]
 
@@ -19,7 +20,7 @@ class LeafModule(Section):
 
 
 class OffloadParam(Section):
-    """Where sharded parameters rest between uses (stage 3)."""
+    """Where sharded parameters are kept between uses (stage 3)."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for parameters on a disk")
@@ -32,7 +33,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    """Where master weights and optimizer state rest, and so where the update is computed."""
+    """Where main parameters and optimizer state are kept, and so where the update is computed."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for optimizer state on a disk")
@@ -46,54 +47,21 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 
-class ZenFlow(Section):
-    """Important gradient columns are updated on the device at once, the others on the host, later."""
-
-    topk_ratio: float = key(0.1, "share of the columns that counts as important", gt=0, le=1)
-    select_strategy: str = key("auto", "when the important columns are chosen anew: auto, step or epoch")
-    select_interval: int | Auto = key("auto", "steps (or epochs) between two choices")
-    update_interval: int | Auto = key("auto", "steps between two updates of the unimportant columns")
-    overlap_step: bool = key(False, "run the host's update beside the next steps")
-    offload: bool = key(False, "keep the selected columns' state on the host too")
-    auto_ratio: float = key(0.99, "share of the gradient's weight below which auto mode updates", ge=0, le=1)
-    full_warm_up_rounds: int = key(0, "steps at the start that update everything", ge=0)
-    steps_per_epoch: int | None = key(None, "steps of an epoch; null: counted")
-    pt_reserved_cores_perc: float = key(0.5, "share of the cores left to PyTorch", ge=0, le=1)
-
-
-class LoCo(Section):
-    """Error feedback for quantized gradients."""
-
-    err_beta: float = key(0.8, "how fast the error's running mean follows", ge=0, le=1)
-    reset_T: int = key(1024, "steps between two resets of the error", ge=1)
-
-
+@with_unsupported("zero_optimization")
 class ZeroOptimization(Section):
     """What is sharded over the data-parallel ranks, and how it moves."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
     )
-    contiguous_gradients: bool = key(True, "collect gradients in one flat buffer as they appear")
-    reduce_scatter: bool = key(True, "reduce each gradient to the rank that owns it, not to all ranks")
     reduce_bucket_size: int = key(500_000_000, "most elements reduced in one collective", ge=1)
-    allgather_partitions: bool = key(True, "after the step, all-gather the updated parameters (false: broadcast them)")
-    allgather_bucket_size: int = key(500_000_000, "most elements of one all-gather after the step (stages 1, 2)", ge=1)
     overlap_comm: bool | None = key(
         None, "reduce gradients while the backward pass goes on; null is true at every stage (DeepSpeed: at stage 3)"
     )
-    use_multi_rank_bucket_allreduce: bool = key(True, "merge the buckets of several owner ranks into one all-reduce")
-    load_from_fp32_weights: bool = key(True, "take master weights from the fp32 copy in a checkpoint")
-    elastic_checkpoint: bool = key(False, "old checkpoint format that may be read by another number of ranks")
-    grad_hooks: bool | None = key(None, "documented by DeepSpeed but refused by its code")
-    round_robin_gradients: bool = key(False, "spread the copies of gradients to the host over the ranks in turn")
-    parameter_alignment: bool = key(False, "let each parameter begin at an address that kernels like")
-    compute_grad_norm: bool = key(True, "compute the norm of all gradients in each step")
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )
-    legacy_stage1: bool = key(False, "an implementation of stage 1 that DeepSpeed removed")
-    sub_group_size: int = key(1_000_000_000, "elements updated at a time in the optimizer step", ge=1)
+    sub_group_size: int = key(1_000_000_000, "elements that DeepSpeed updates at a time in the optimizer step", ge=1)
     stage3_prefetch_bucket_size: int = key(
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
     )
@@ -113,41 +81,12 @@ class ZeroOptimization(Section):
         alias=("max_reuse_distance",),
         ge=0,
     )
-    stage3_gather_16bit_weights_on_model_save: bool = key(
-        False,
-        "gather whole 16-bit weights when a model is saved",
-        alias=("gather_16bit_weights_on_model_save",),
-        deprecated=("stage3_gather_fp16_weights_on_model_save",),
-    )
-    stage3_module_granularity_threshold: int = key(
-        0,
-        "modules finer than this (parameters for each descendant) are gathered as one",
-        alias=("module_granularity_threshold",),
-        ge=0,
-    )
-    stage3_use_all_reduce_for_fetch_params: bool = key(
-        False, "gather parameters by an all-reduce", alias=("use_all_reduce_for_fetch_params",)
-    )
-    stage3_allgather_sequential: bool = key(
-        False, "gather parameters one by one, without a copy to a bucket", alias=("allgather_sequential",)
-    )
-    memory_efficient_linear: bool = key(True, "replace PyTorch's linear function at stage 3")
-    override_module_apply: bool = key(True, "let `zero.Init` handle `Module.apply`")
-    pipeline_loading_checkpoint: bool = key(False, "ranks load the checkpoint one after another, to save host memory")
-    log_trace_cache_warnings: bool = key(False, "tell when the recorded order of modules no longer holds")
     enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
     zero_hpz_partition_size: int = key(1, "ranks among which a second sharding of the parameters is kept (hpZ)", ge=0)
-    zero_quantized_weights: bool = key(False, "gather parameters in 8 bits (qwZ)")
-    zero_quantized_nontrainable_weights: bool = key(False, "keep frozen parameters quantized")
-    zero_quantized_gradients: bool = key(False, "reduce gradients in few bits (qgZ)")
-    zeropp_loco_param: LoCo | None = key(None, "error feedback for quantized gradients (LoCo)")
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
-    mics_hierarchical_params_gather: bool = key(False, "gather inside a node first, then over nodes")
-    save_muon_momentum_buffer_in_memory: bool = key(False, "keep Muon's momentum off the disk (stage 3)")
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
-    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters rest")
-    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state rests")
-    zenflow: ZenFlow | None = key(None, "update important gradients at once and the others later")
+    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are kept between uses")
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is kept")
 
 
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:

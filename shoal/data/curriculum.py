@@ -17,7 +17,7 @@ from shoal.errors import AssertedUsageError, UsageError
 
 
 class CurriculumScheduler:
-    """The schedule and where it is, with DeepSpeed's names.
+    """The schedule and its current difficulty, with DeepSpeed's names.
 
     >>> linear = {"total_curriculum_step": 8, "difficulty_step": 2}
     >>> config = {"min_difficulty": 2, "max_difficulty": 10, "schedule_type": "fixed_linear", "schedule_config": linear}
@@ -45,11 +45,11 @@ class CurriculumScheduler:
         self._custom: Callable[[int], int] | None = None
 
     def get_current_difficulty(self) -> int:
-        """Where it is."""
+        """The current difficulty."""
         return int(self.state["current_difficulty"])
 
     def set_current_difficulty(self, difficulty: int) -> None:
-        """Put it elsewhere."""
+        """Set the current difficulty."""
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], int]) -> None:
@@ -61,7 +61,7 @@ class CurriculumScheduler:
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what ``get_state`` gave."""
+        """Load a state of ``get_state``."""
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> int:
@@ -88,11 +88,11 @@ class CurriculumScheduler:
         part = (step / how["total_curriculum_step"]) ** (1.0 / root_degree)
         multiple = how["difficulty_step"]
         grown = math.floor(part * (high - low) + low) // multiple * multiple
-        first = -(-low // multiple) * multiple  # no multiple below ``low`` is as difficult as the beginning has to be
+        first = -(-low // multiple) * multiple  # the least multiple from ``low`` on
         return int(min(max(grown, first), high))
 
     def update_difficulty(self, global_steps: int) -> int:
-        """Go to a step, counted from 1; what has reached ``max_difficulty`` stays there. Returns: the difficulty."""
+        """Go to a step, counted from 1, unless ``max_difficulty`` is reached. Returns: the difficulty."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.get_current_difficulty()

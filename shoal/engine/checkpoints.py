@@ -91,10 +91,10 @@ class Checkpoints:
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)
         except (CheckpointError, UsageError, TypeError, ValueError) as error:
             problem = error
-        agree(engine.axes.all, problem, None, "checkpoint: own state")
+        agree(engine.axes.world, problem, None, "checkpoint: own state")
         try:
             save = Save(
-                engine.axes.all,
+                engine.axes.world,
                 storage,
                 tag,
                 [shard for shard in wanted if shard.numel],
@@ -108,14 +108,14 @@ class Checkpoints:
             return self._report(error)
         finally:
             shards.leave()
-        if self.beside is not None and engine.axes.all.rank == 0:
+        if self.beside is not None and engine.axes.world.rank == 0:
             self._after = self.beside(engine, storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
             self._write_beside()
             self._meet()
         else:
             self._in_flight = save
-            for bucket_state in engine.bucket_states:
+            for bucket_state in engine.trained_groups:
                 bucket_state.before_change = save.wait_taken
             self._say_goodbye()
         return True
@@ -135,7 +135,7 @@ class Checkpoints:
     def _meet(self) -> None:
         """No rank goes on before what rank 0 wrote beside the checkpoint is there."""
         if self.beside is not None:
-            agree(self._engine.axes.all, None, None, "checkpoint: beside")
+            agree(self._engine.axes.world, None, None, "checkpoint: beside")
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -150,7 +150,7 @@ class Checkpoints:
                 do="use letters, digits, '.', '_', '-', '=' and '+'.",
                 code="checkpoint-tag",
             )
-        comm = self._engine.axes.all
+        comm = self._engine.axes.world
         tags = [str(tag)] if comm.size == 1 else list(comm.gather_objects(str(tag), label="checkpoint: tag"))
         if len(set(tags)) > 1:
             validation = self._settings.tag_validation
@@ -180,7 +180,7 @@ class Checkpoints:
             )
         settings = engine._config_object
         buffers = buffers_of(engine.module)
-        tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.all.rank == 0 else {}
+        tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.world.rank == 0 else {}
         optimizer = engine.sharded_optimizer
         groups = []
         if optimizer is not None:
@@ -189,7 +189,7 @@ class Checkpoints:
             step=engine.global_steps,
             parameters=self._parameters(shards),
             versions=versions(),
-            world={"size": engine.axes.all.size, "dp_shard": engine.axes.inner.size, "stage": engine.plan.zero.stage},
+            world={"size": engine.axes.world.size, "dp_shard": engine.axes.shard.size, "stage": engine.plan.zero.stage},
             table=engine.sharded.table.as_dict(),
             config=lambda: _plain(settings.effective()),
             groups=groups,
@@ -296,7 +296,7 @@ class Checkpoints:
         engine = self._engine
         self.finish()
         storage = open_storage(folder)
-        comm = engine.axes.all
+        comm = engine.axes.world
         is_checked = bool(self._settings.verify)
         shards = local_shards_of(self._engine)
         names = names_of(engine.module)[0]
@@ -376,7 +376,7 @@ class Checkpoints:
                 do="load another checkpoint, or the weights alone (load_module_only=True).",
                 code="checkpoint-damaged",
             )
-        agree(self._engine.axes.all, problem, None, "checkpoint: restored")
+        agree(self._engine.axes.world, problem, None, "checkpoint: restored")
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
@@ -391,13 +391,13 @@ class Checkpoints:
                 do="build the run that was saved, or load in part.",
                 code="checkpoint-mismatch",
             )
-        agree(engine.axes.all, problem, None, "checkpoint: fit")
+        agree(engine.axes.world, problem, None, "checkpoint: fit")
         return notes
 
     def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
         """The nested values, whole, before anything is changed."""
         manifest = chosen.manifest
-        rank = self._engine.axes.all.rank
+        rank = self._engine.axes.world.rank
         ranks = manifest.engine.get("ranks", [])
         kind = f"rank/{rank}"
         problem: Exception | None = None
@@ -422,13 +422,13 @@ class Checkpoints:
                     code="checkpoint-damaged",
                 )
             )
-        agree(self._engine.axes.all, problem, None, "checkpoint: state")
+        agree(self._engine.axes.world, problem, None, "checkpoint: state")
         saved = trees["engine"].get("layout")
         own = trees["own"]
         has_open = bool(own and own["gradients"])
-        if any(agree(self._engine.axes.all, None, has_open, "checkpoint: open gradients")):
-            same_size = len(ranks) == self._engine.axes.all.size
-            if not same_size or saved != open_gradients.layout_of(self._engine.bucket_states):
+        if any(agree(self._engine.axes.world, None, has_open, "checkpoint: open gradients")):
+            same_size = len(ranks) == self._engine.axes.world.size
+            if not same_size or saved != open_gradients.layout_of(self._engine.trained_groups):
                 open_gradients.put([], [None], saved)
         return trees
 

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
+from shoal.compiler import refuse_cuda_graphs
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.getters import getter, refuse
 from shoal.engine.settings import dtype_of
 from shoal.engine.sparse_face import SparseFace
-from shoal.errors import AssertedUsageError, NotBuiltError
+from shoal.errors import AssertedUsageError, ModelError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.observe.timers import StepTimers
@@ -169,7 +170,7 @@ class DeepSpeedFace(SparseFace):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number among the data-parallel ones."""
-        return self.axes.all.rank
+        return self.axes.world.rank
 
     def get_model_parallel_rank(self) -> int:
         """0: there is no model parallelism."""
@@ -185,7 +186,7 @@ class DeepSpeedFace(SparseFace):
     @property
     def seq_dp_world_size(self) -> int:
         """Data-parallel times sequence-parallel ranks."""
-        return self.axes.all.size
+        return self.axes.world.size
 
     @property
     def data_parallel_group(self) -> Any:
@@ -285,7 +286,7 @@ class DeepSpeedFace(SparseFace):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Whole values by name on rank 0, None on the others. Every rank calls."""
         self._check_alive()
-        is_first = self.axes.all.rank == 0
+        is_first = self.axes.world.rank == 0
         found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, is_kept=is_first)
         return found if is_first else None
 
@@ -339,6 +340,7 @@ class DeepSpeedFace(SparseFace):
             compile_kwargs: handed on to ``torch.compile``.
 
         Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd.
+            ModelError: CUDA graphs at stage 3.
         """
         self._check_alive()
         if schedule is not None or compiled_autograd_enabled:
@@ -347,6 +349,11 @@ class DeepSpeedFace(SparseFace):
                 do="leave schedule and compiled_autograd_enabled out.",
             )
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        try:
+            refuse_cuda_graphs(self.module, self.zero_optimization_stage(), self.device)
+        except ModelError:
+            self.module._compiled_call_impl = None
+            raise
 
     @property
     def is_compiled(self) -> bool:

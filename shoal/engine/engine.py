@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -34,16 +34,13 @@ from shoal.observe.timers import StepTimers
 from shoal.optim.loss_scale import LossScale
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
-from shoal.zero.access import Access
-from shoal.zero.agree import Agreement, agree, refuse_unused
-from shoal.zero.bucket_state import BucketState
-from shoal.zero.gradient import GradientState
+from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.reducer import UnitGradient
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
+from shoal.zero.step_status import GlobalStatus, refuse_unused, synchronize_status
 
 
 class Engine(EngineFacts):
@@ -57,7 +54,6 @@ class Engine(EngineFacts):
         self,
         module: nn.Module,
         sharded: ShardedModel,
-        states: Sequence[BucketState],
         optimizer_step: ShardedStep | None,
         plan: Plan,
         config: Config,
@@ -74,22 +70,20 @@ class Engine(EngineFacts):
         self.axes = axes
         self._device = device
         self._config_object = config
-        self._states = list(states)
+        self._groups = sharded.trained_groups
         self._optimizer_step = optimizer_step
         self._loss_scale = loss_scale
-        self._guard = ModelGuard(module, sharded, self._states)
-        if optimizer_step is not None and optimizer_step.lane is not None:
-            sharded.reducer.on_reduced = self._on_reduced
+        self._guard = ModelGuard(module, sharded, self._groups)
         self._batch = Batch(
             micro=config.train_micro_batch_size_per_gpu,
             num_micro=config.gradient_accumulation_steps,
-            num_ranks=axes.all.size,
+            num_ranks=axes.batch.size,
         )
         self._boundary = Boundary(self._batch, is_managed=config.managed_gradient_accumulation)
         self._losses = Losses(self._batch, loss_scale, is_managed=config.managed_gradient_accumulation)
         self._has_backward = False
         self._norm: float | None = None
-        self._nonfinite = NonFinite(plan, self._states, axes, loss_scale)
+        self._nonfinite = NonFinite(plan, self._groups, axes, loss_scale)
         self._is_destroyed = False
         self._failure: Exception | None = None  # after which its state is of no use
         self._was_step_applied = False
@@ -126,9 +120,18 @@ class Engine(EngineFacts):
         self.checkpoints = Checkpoints(self)
         self.weights = Weights(self)
         self.moving = Moving(self)
-        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale, self._guard.follow)
+        self.access = EngineParameters(
+            self,
+            sharded,
+            self._groups,
+            optimizer_step,
+            self._losses.unscale,
+            self._guard.follow,
+            stage=plan.zero.stage,
+            checks_changes=bool(config.zero_optimization.enable_sanity_checks),
+        )
         for parameter in module.parameters():
-            OWNERS.put(parameter, self)
+            OWNERS.put(parameter, self.access)
 
     # forward
 
@@ -179,7 +182,7 @@ class Engine(EngineFacts):
     def _after_failure(self) -> None:
         if self._optimizer_step is not None:
             with suppress(Exception):  # the first error counts; an update that failed fails the next step too
-                self._optimizer_step.forget()
+                self._optimizer_step.drop_gradients()
         self.sharded.recover()
         self._forget_losses()
 
@@ -236,16 +239,13 @@ class Engine(EngineFacts):
         self.moving.require("backward()")
         self._has_backward = True
         self.sharded.reducer.at_step = self._boundary.is_managed and self.is_gradient_accumulation_boundary()
-
-    def _on_reduced(self, entry: UnitGradient) -> None:
-        """A unit's gradient was reduced: what is updated on the host goes there while backward goes on."""
-        if self._optimizer_step is not None:
-            self._optimizer_step.reduced(entry.unit, self._losses.unscale(), at_step=self.sharded.reducer.at_step)
+        if self._optimizer_step is not None and self._optimizer_step.cpu_optimizer is not None:
+            self._optimizer_step.cpu_optimizer.gradient_scale = self._losses.unscale()
 
     def _settle(self) -> None:
         """Have everything as the last step leaves it, also where updates on the host are still under way."""
         if self._optimizer_step is not None:
-            self._optimizer_step.settle()
+            self._optimizer_step.synchronize()
             if self._failure is None:
                 self._guard.follow()
 
@@ -319,28 +319,26 @@ class Engine(EngineFacts):
             )
         self._losses.refuse_mixed(self.sharded.num_plain_passes)
         self._guard.follow()  # before the update overwrites what the script has changed
-        for entry in reversed(self.sharded.reducer.entries):
-            for gradient in entry.gradients:
-                if gradient.state is not GradientState.REDUCED:
-                    gradient.complete()
-                gradient.take_back()
+        self.sharded.reducer.complete_step()
         are_finite = self._losses.are_finite()
-        view = agree(self._states, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite)
+        status = synchronize_status(
+            self._groups, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite
+        )
         unscale = self._losses.unscale()
-        self._norm = view.norm * unscale
+        self._norm = status.norm * unscale
         if not self.plan.ignores_unused:
-            refuse_unused(self._states, view, self.global_steps)
+            refuse_unused(status, self.global_steps)
         is_applied = False
         try:
-            is_applied = self._nonfinite.judge(view, self.global_steps, is_loss_known=bool(self._losses.values))
+            is_applied = self._nonfinite.judge(status, self.global_steps, is_loss_known=bool(self._losses.values))
         finally:
             self._was_step_applied = is_applied
             self.skipped_steps += not is_applied
             if self.sharded_optimizer is not None:
                 self.sharded_optimizer.overflow = not is_applied
         if is_applied:
-            self._update(view, unscale)
-        self._nonfinite.adapt_scale(view, self.global_steps)
+            self._update(status, unscale)
+        self._nonfinite.adapt_scale(status, self.global_steps)
         if self.sharded_optimizer is not None and self._loss_scale is not None:
             self.sharded_optimizer.loss_scale = self._loss_scale.scale
         if is_applied and self.lr_scheduler is not None:
@@ -358,22 +356,20 @@ class Engine(EngineFacts):
         if self.progress is not None:
             self.progress.after_step(self, self._losses.mean)
 
-    def _update(self, view: Agreement, unscale: float) -> None:
+    def _update(self, status: GlobalStatus, unscale: float) -> None:
         step = self._optimizer_step
         assert step is not None and self._norm is not None
-        coefficient = unscale
+        gradient_scale = unscale
         clip = self.plan.clip_norm
         if clip > 0 and math.isfinite(self._norm) and self._norm > clip:
-            coefficient *= clip / (self._norm + 1e-6)
-        if step.lane is not None:
-            step.lane.is_likely = coefficient == unscale
-        # Peers may still be reading the shards that are about to change.
-        self.axes.all.drain()
-        self.axes.inner.drain()
+            gradient_scale *= clip / (self._norm + 1e-6)
+        if step.cpu_optimizer is not None:
+            step.cpu_optimizer.is_likely = gradient_scale == unscale
+        self.axes.drain()  # peers may still be reading the shards that are about to change
         step.begin()
         try:
             with torch.no_grad():
-                works = step.update(self.sharded.units, coefficient, view.touched)
+                works = step.update(self.sharded.units, gradient_scale, status.has_grad)
         except Exception as error:
             self._failure = error  # some units are a step ahead of the others
             raise
@@ -384,9 +380,9 @@ class Engine(EngineFacts):
 
     def _finish_step(self) -> None:
         if self._optimizer_step is not None:
-            self._optimizer_step.forget()
-        for state in self._states:
-            state.gradient.reset()
+            self._optimizer_step.drop_gradients()
+        for group in self._groups:
+            group.gradient.reset()
         self._forget_losses()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -430,8 +426,8 @@ class Engine(EngineFacts):
             self._tear_down()
 
     def _tear_down(self) -> None:
-        if self._optimizer_step is not None and self._optimizer_step.lane is not None:
-            self._optimizer_step.lane.close()
+        if self._optimizer_step is not None and self._optimizer_step.cpu_optimizer is not None:
+            self._optimizer_step.cpu_optimizer.close()
         if self.activations is not None:
             self.activations.remove()
         if self.recomputed is not None:
@@ -450,13 +446,13 @@ class Engine(EngineFacts):
             self.sharded_optimizer.let_go()
         if self._optimizer_step is not None:
             self._optimizer_step.free()
-        for state in self._states:
-            state.gradient.free()
-            state.pieces = []
+        for group in self._groups:
+            group.gradient.free()
+            group.ranges = []
         for parameter in self.module.parameters():
-            OWNERS.pop(parameter)
+            OWNERS.pop(parameter, self.access)
         self._guard.forget()
-        self._states.clear()
+        self._groups.clear()
         self.on_step.clear()
         if not self._device.is_cuda:
             self._device.give_cache_back()

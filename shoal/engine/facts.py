@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.optim.loss_scale import LossScale
     from shoal.parallel.activations import HostActivations
     from shoal.parallel.recompute import Recompute
-    from shoal.zero.bucket_state import BucketState
+    from shoal.sharding.param_group import ParameterGroup
     from shoal.zero.step import ShardedStep
 
 
@@ -31,7 +31,7 @@ class EngineFacts(StoredEngine):
         _norm: float | None
         _has_backward: bool
         _was_step_applied: bool
-        _states: list[BucketState]
+        _groups: list[ParameterGroup]
         _optimizer_step: ShardedStep | None
         recompute: Recompute | None
         activations: HostActivations | None
@@ -59,7 +59,7 @@ class EngineFacts(StoredEngine):
     @property
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
-        return self.axes.all.size
+        return self.axes.batch.size
 
     @property
     def device(self) -> torch.device:
@@ -122,18 +122,13 @@ class EngineFacts(StoredEngine):
         return self._loss_scale.scale if self._loss_scale is not None else 1.0
 
     @property
-    def is_watched(self) -> bool:
-        """Are changes an error that ``GatheredParameters`` would lose?"""
-        return bool(self._config_object.zero_optimization.enable_sanity_checks)
-
-    @property
-    def bucket_states(self) -> list[BucketState]:
-        """Every trainable bucket, in unit order."""
-        return self._states
+    def trained_groups(self) -> list[ParameterGroup]:
+        """Every trained parameter group, in unit order."""
+        return self._groups
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, beside what the allocator says."""
         saved = Counter({} if self.recompute is None else self.recompute.saved_bytes_by_tier())
         saved.update({} if self.activations is None else self.activations.saved_bytes_by_tier())
         moved = self.moving.ledger_kinds
-        return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)
+        return account(self.sharded, self._optimizer_step, self._device, saved, moved)

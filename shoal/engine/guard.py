@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
 
@@ -29,32 +29,33 @@ class ModelGuard:
     """Compares the model with what was sharded, and lets master weights follow parameters that a script changes.
 
     Args:
-        states: the trained buckets.
+        groups: the trained parameter groups.
 
     Each forward counts modules and parameters, looks at some parameters in turn (is each still there, in its bucket's
     memory?), and at the version counters of those whose master weights are apart from them. Now and then all are
     compared. Changes through ``parameter.data`` leave no trace in a version counter.
     """
 
-    def __init__(self, model: nn.Module, sharded: ShardedModel, states: Sequence[BucketState]) -> None:
+    def __init__(self, model: nn.Module, sharded: ShardedModel, groups: Sequence[ParameterGroup]) -> None:
         self._model = model
         self._sharded = sharded
         self._home = {
             id(parameter): (bucket, slot)
             for unit in sharded.units
-            for bucket in unit.buckets
+            for group in unit.groups
+            for bucket in [group.buffer]
             for slot, parameter in enumerate(bucket.parameters)
         }
         self._next = 0
         self._forwards = 0
         self._look()
         self._followed = [
-            (state, slot)
-            for state in states
-            if state.has_own_master and not state.bucket.is_sharded
-            for slot in range(len(state.bucket.parameters))
+            (group, slot)
+            for group in groups
+            if group.has_own_main and not group.buffer.is_sharded
+            for slot in range(len(group.buffer.parameters))
         ]
-        self._followed_parameters = [state.bucket.parameters[slot] for state, slot in self._followed]
+        self._followed_parameters = [group.buffer.parameters[slot] for group, slot in self._followed]
         self._versions = list(map(_version, self._followed_parameters))
         self._before: list[int] | None = None  # versions of all parameters, in a forward that is looked at
         self._has_warned = False
@@ -96,17 +97,17 @@ class ModelGuard:
         bucket, slot = self._home[id(parameter)]
         if _is_same_memory(parameter, bucket.full):
             return
-        if bucket.is_sharded and _is_same_memory(parameter, bucket.stand_ins[slot]):
+        if bucket.is_sharded and _is_same_memory(parameter, bucket.placeholders[slot]):
             return
         self._refuse_moved()
 
     def _refuse_moved(self) -> None:
         moved = []
         for bucket, slot in self._home.values():
-            parameter, at_rest = bucket.parameters[slot], bucket.stand_ins[slot] if bucket.is_sharded else bucket.full
-            if not any(_is_same_memory(parameter, home) for home in (bucket.full, at_rest)):
+            homes = [bucket.full, *bucket.placeholders[slot : slot + 1]]
+            if not any(_is_same_memory(bucket.parameters[slot], home) for home in homes):
                 moved.append((bucket, slot))
-        names = [bucket.layout.slots[slot].name for bucket, slot in moved]
+        names = [bucket.layout.specs[slot].name for bucket, slot in moved]
         dtypes = {bucket.parameters[slot].dtype for bucket, slot in moved} - {bucket.dtype for bucket, _ in moved}
         cast = f" as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}" if dtypes else ""
         raise ModelError(
@@ -126,13 +127,13 @@ class ModelGuard:
         now = list(map(_version, self._followed_parameters))
         if now == self._versions:
             return
-        for index, (state, slot) in enumerate(self._followed):
+        for index, (group, slot) in enumerate(self._followed):
             if now[index] != self._versions[index]:
-                bucket = state.bucket
-                place = bucket.layout.slots[slot]
+                bucket = group.buffer
+                place = bucket.layout.specs[slot]
                 low, high = max(place.offset, bucket.begin), min(place.offset + place.numel, bucket.end)
                 if low < high:
-                    state.follow(low - bucket.begin, high - bucket.begin, bucket.full[low:high])
+                    group.update_main(low - bucket.begin, high - bucket.begin, bucket.full[low:high])
         self._versions = now
 
     def forget(self) -> None:
@@ -151,7 +152,7 @@ class ModelGuard:
             return
         self._has_warned = True
         homes = [self._home[id(parameter)] for parameter in changed]
-        names = ", ".join(dict.fromkeys(bucket.layout.slots[slot].name for bucket, slot in homes))
+        names = ", ".join(dict.fromkeys(bucket.layout.specs[slot].name for bucket, slot in homes))
         fate = "is lost" if any(bucket.is_sharded for bucket, _ in homes) else "differs between ranks until the step"
         logger.warning(
             "rank %d: the forward changes parameters in place (%s), as nn.Embedding does with max_norm. What each rank"

@@ -13,9 +13,9 @@ from shoal.config import Config
 from shoal.errors import NotBuiltError, OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
-from shoal.optim.inner import inner_optimizers, of_sparse_only
+from shoal.optim.elementwise import inner_optimizers, of_sparse_only
 from shoal.optim.schedules import build_schedule
-from shoal.zero.sparse import row_names
+from shoal.sharding.sparse_sum import sparse_names
 
 
 def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> bool:
@@ -51,7 +51,7 @@ class MadeOptimizer:
         """The ``id`` of each parameter whose gradient it sees as a sparse tensor; None: it is not direct."""
         if self.optimizer is None or not self.is_direct:
             return None
-        names, parameters = row_names(model, takes_all=False), dict(model.named_parameters())
+        names, parameters = sparse_names(model, takes_all=False), dict(model.named_parameters())
         return {id(parameters[name]) for name in names} | of_sparse_only(self.optimizer)
 
 

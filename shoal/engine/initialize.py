@@ -15,6 +15,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World, current_world, init_distributed
+from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.device import Device
@@ -29,12 +30,11 @@ from shoal.engine.settings import Plan, loss_scale_of, plan_of
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
-from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.timed import TimedCommunicator
-from shoal.optim.whole import WholeTensorOptimizer
+from shoal.optim.host_rules import host_note
 from shoal.parallel.activations import HostActivations
 from shoal.parallel.recompute import (
     Recompute,
@@ -44,11 +44,14 @@ from shoal.parallel.recompute import (
     is_configured,
     recompute_blocks,
 )
-from shoal.zero.adopted_state import adopt_state
+from shoal.processor import emulation_notes
+from shoal.sharding.placement import Tier
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.import_state import import_state
 from shoal.zero.init import suspended
-from shoal.zero.registry import OWNERS
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
@@ -155,28 +158,31 @@ def _initialize(
             do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
             code="mesh",
         )
-    settings = load(source, args=args, world_size=world.size)
+    handed_in = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    replaced = [section for section, given in handed_in.items() if given is not None]
+    settings = load(source, args=args, world_size=world.size, replaced=replaced)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
+    refuse_cuda_graphs(model, plan.zero.stage, world.device)
     axes = _timed(make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
     client_optimizer, notes = made.optimizer, made.notes
     schedule = make_schedule(lr_scheduler, settings, client_optimizer)
     notes += schedule_notes(lr_scheduler, settings, client_optimizer)
-    wires = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
+    reduce_dtypes = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
     device = Device(world.device)
     if not device.is_cuda and not heap_is_set():
         device.heap = HostHeap.begin()
     engine_box: list[Engine] = []
-    offload = Offload(settings, plan, model, axes.all, device, world.rank)
+    offload = Offload(settings, plan, model, axes.world, device, world.rank)
     with device.use():
-        sharded, states = build(
+        sharded = build(
             model,
             made.groups,
-            plan.zero if not isinstance(client_optimizer, WholeTensorOptimizer) else _without_native(plan),
-            dataclasses.replace(plan.precision, wires=wires),
+            plan.zero,
+            dataclasses.replace(plan.precision, reduce_dtypes=reduce_dtypes),
             axes,
             device.torch_device,
             lambda: engine_box[0]._on_backward(),
@@ -187,30 +193,32 @@ def _initialize(
         try:
             step: ShardedStep | None = None
             if client_optimizer is not None and made.is_direct:
-                step = DirectStep(client_optimizer, states, axes.inner)
-                adopt_state(step)
+                step = DirectStep(client_optimizer, sharded.trained_groups, axes.shard)
+                import_state(step)
             elif client_optimizer is not None:
                 section = settings.zero_optimization.offload_optimizer
                 step = ShardedStep(
                     client_optimizer,
-                    states,
-                    axes.inner,
+                    sharded.trained_groups,
+                    axes.shard,
                     block_numel=device.step_block_numel,
-                    chunk_numel=int(settings.zero_optimization.sub_group_size) or None,
+                    max_range_numel=int(settings.zero_optimization.sub_group_size) or None,
                     device=device,
                     is_ahead=section.super_offload,
                     num_host_threads=_host_threads(section.cpuadam_cores_perc, offload.num_ranks_here),
                     pins_host=plan.zero.pins_state,
                 )
-                adopt_state(step)
+                import_state(step)
                 if sharded.disks.state is not None:
-                    sharded.disks.state.bind(step, [s for s in states if s.unit.row.state_tier is Tier.DISK])
+                    sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
             scale = loss_scale_of(settings) if step else None
-            engine = Engine(model, sharded, states, step, plan, settings, world, axes, device, scale)
+            engine = Engine(model, sharded, step, plan, settings, world, axes, device, scale)
         except BaseException:
             sharded.disks.close()
             raise
     notes += offload.notes()
+    if client_optimizer is not None and any(group.is_state_offloaded for group in sharded.trained_groups):
+        notes += [note for note in [host_note(client_optimizer)] if note is not None]
     if collective_log(world).is_on:
         notes.append(
             "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."
@@ -235,6 +243,8 @@ def _initialize(
         )
     if settings.offload_activation.device == "cpu":
         engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
+    if not device.is_cuda:
+        notes += emulation_notes(settings.low_precision_formats)
     if device.heap is not None:
         notes.append(_HEAP_NOTE)
         engine.on_step.append(device.heap.after_step)
@@ -257,7 +267,7 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
 
 def _check_free(model: nn.Module) -> None:
     """Raises: ModelError: another engine holds a parameter. Each engine would move it into buckets of its own."""
-    held = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
     if held:
         raise ModelError(
             f"{len(held)} parameters of {type(model).__name__} belong to a live engine already: {', '.join(held[:4])}"
@@ -305,22 +315,18 @@ def _timed(axes: Axes, world: World, settings: Config) -> Axes:
             return comm  # nothing is sent
         return made.setdefault(id(comm), TimedCommunicator(comm, log, Device(world.device)))
 
-    outer, secondary = axes.outer, axes.secondary
+    outer, secondary = axes.replicate, axes.hpz
     return Axes(
-        timed(axes.all),
-        timed(axes.inner),
+        timed(axes.world),
+        timed(axes.shard),
         timed(outer) if outer is not None else None,
         timed(secondary) if secondary is not None else None,
     )
 
 
-def _without_native(plan: Plan) -> Any:
-    return dataclasses.replace(plan.zero, can_be_native=False)
-
-
 def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> None:
     """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters."""
-    comm = axes.all
+    comm = axes.world
     if comm.size == 1:
         return
     mine = {

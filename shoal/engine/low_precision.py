@@ -21,7 +21,7 @@ _KEY = "torch_autocast.lower_precision_safe_modules"
 
 
 def lower_precision_parameters(model: nn.Module, config: Config, plan: Plan) -> dict[str, torch.dtype]:
-    """The dtype of gradients on the wire, by the parameter's name, where it is not the parameter's own.
+    """The reduce dtype of gradients, by the parameter's name, where it is not the parameter's own.
 
     Parameters of these very classes, not of those derived from them, as in DeepSpeed. A shared parameter counts where
     all modules that hold it are of these classes.
@@ -29,7 +29,7 @@ def lower_precision_parameters(model: nn.Module, config: Config, plan: Plan) -> 
     Raises: ConfigError: a class of the config that is not there; all of them.
     """
     given = config.torch_autocast.lower_precision_safe_modules
-    if plan.autocast_dtype is None or plan.precision.gradient.wire_dtype is not None or not given:
+    if plan.autocast_dtype is None or plan.precision.gradient.reduce_dtype is not None or not given:
         return {}
     classes = _classes(given)
     low: set[int] = set()

@@ -21,10 +21,10 @@ from shoal.engine.log import say_on_rank_0
 from shoal.errors import UsageError
 from shoal.memory.aligned import aligned_empty, host_too_small
 from shoal.memory.available import host_available_nbytes
-from shoal.memory.bucket import ParameterBucket
-from shoal.memory.placement import Tier
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
-from shoal.zero.bucket_state import BucketState
 
 if TYPE_CHECKING:
     from shoal.engine.engine import Engine
@@ -51,7 +51,7 @@ class Moving:
     def __init__(self, engine: Engine) -> None:
         self._engine: Engine = cast(Any, weakref.proxy(engine))
         self._away: set[str] = set()
-        self._is_apart = engine.plan.zero.is_apart(Tier.HOST, engine.device)
+        self._is_apart = engine.plan.zero.is_offloaded(Tier.HOST, engine.device)
 
     @property
     def ledger_kinds(self) -> frozenset[str]:
@@ -93,7 +93,7 @@ class Moving:
             )
         self.empty_cache(gives_back=False)
         engine = self._engine
-        held = [unit.name for unit in engine.sharded.sharded if not unit.is_at_rest]
+        held = [unit.name for unit in engine.sharded.sharded if not unit.is_released]
         if held:
             raise UsageError(
                 f"offload_states() while {', '.join(held[:4])}{' ...' if len(held) > 4 else ''} are gathered.",
@@ -112,9 +112,7 @@ class Moving:
         needed = sum(tensor.nbytes for name in new for tensor in self._on_device(name))
         if needed > host_available_nbytes():
             raise host_too_small(needed)
-        for comm in (engine.axes.all, engine.axes.inner, engine.axes.outer):
-            if comm is not None:
-                comm.drain()  # peers may still be reading what is about to go
+        engine.axes.drain()  # peers may still be reading what is about to be moved
         done: set[str] = set()
         try:
             for name in new:
@@ -142,22 +140,22 @@ class Moving:
                 bucket.move_to_host(empty)
             self._point_at_parameters()
         elif name == "hp_params":
-            for state in self._states():
-                if state.has_own_master:
-                    state.master = copied(state.master)
-                    _point(state)
+            for group in self._states():
+                if group.has_own_main:
+                    group.main = copied(group.main)
+                    _point(group)
         elif name == "optim_states":
             if engine._optimizer_step is not None:
-                engine._optimizer_step.let_state_go()
+                engine._optimizer_step.release_state()
             for held, key in self._optimizer_tensors():
                 held[key] = copied(held[key])
         elif name == "lp_grads":
-            for state in engine.bucket_states:
-                state.gradient.move_to_host(copied)
+            for group in engine.trained_groups:
+                group.gradient.move_to_host(copied)
         else:
-            engine.sharded.pool.clear()
+            engine.sharded.staging.clear()
             if engine._optimizer_step is not None:
-                engine._optimizer_step.drop_scratch()
+                engine._optimizer_step.free_scratch()
 
     # back
 
@@ -181,22 +179,21 @@ class Moving:
         engine = self._engine
         device = engine.device
         if name == "lp_params":
-            for unit in engine.sharded.units:
-                for bucket in unit.buckets:
-                    if bucket.is_moved:
-                        bucket.move_to_device(device)
+            for group in engine.sharded.groups:
+                if group.buffer.is_moved:
+                    group.buffer.move_to_device(device)
             self._point_at_parameters()
         elif name == "hp_params":
-            for state in self._states():
-                if state.has_own_master:
-                    state.master = _copied_to_device(state.master, device)
-                    _point(state)
+            for group in self._states():
+                if group.has_own_main:
+                    group.main = _copied_to_device(group.main, device)
+                    _point(group)
         elif name == "optim_states":
             for held, key in self._optimizer_tensors():
                 held[key] = _copied_to_device(held[key], device)
         elif name == "lp_grads":
-            for state in engine.bucket_states:
-                state.gradient.move_to_device()
+            for group in engine.trained_groups:
+                group.gradient.move_to_device()
 
     # what is gathered
 
@@ -216,25 +213,25 @@ class Moving:
 
     # what there is
 
-    def _buckets(self) -> Iterator[ParameterBucket]:
+    def _buckets(self) -> Iterator[ParameterBuffer]:
         """Buckets whose parameters rest on the device."""
-        for unit in self._engine.sharded.units:
-            for bucket in unit.buckets:
-                if not bucket.is_shard_apart and not (bucket.is_sharded and unit.row.parameter_tier is not Tier.DEVICE):
-                    yield bucket
+        for group in self._engine.sharded.groups:
+            is_on_device = not group.buffer.is_sharded or group.row.parameter.tier is Tier.DEVICE
+            if is_on_device and not group.buffer.is_shard_offloaded:
+                yield group.buffer
 
-    def _states(self) -> Iterator[BucketState]:
+    def _states(self) -> Iterator[ParameterGroup]:
         """Buckets whose master weights and optimizer state rest on the device, or did."""
-        for state in self._engine.bucket_states:
-            if not state.is_apart and state.shelf is None:
-                yield state
+        for group in self._engine.trained_groups:
+            if not group.is_state_offloaded and group.disk is None:
+                yield group
 
     def _optimizer_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
         step = self._engine._optimizer_step
         if step is None:
             return
-        for state in self._states():
-            for piece in state.pieces:
+        for group in self._states():
+            for piece in group.ranges:
                 held = step.optimizer.state.get(piece.param, {})
                 for key, value in list(held.items()):
                     if isinstance(value, torch.Tensor) and value.dim():
@@ -245,24 +242,24 @@ class Moving:
         if name == "lp_params":
             return [bucket.shard if bucket.is_sharded else bucket.full for bucket in self._buckets()]
         if name == "hp_params":
-            return [state.master for state in self._states() if state.has_own_master]
+            return [group.main for group in self._states() if group.has_own_main]
         if name == "optim_states":
             return [held[key] for held, key in self._optimizer_tensors()]
         if name == "lp_grads":
-            return [tensor for state in self._engine.bucket_states for tensor in state.gradient.open_tensors()]
+            return [tensor for group in self._engine.trained_groups for tensor in group.gradient.open_tensors()]
         return []
 
     def _point_at_parameters(self) -> None:
         """Master weights that are the parameters' own memory are where the parameters are."""
-        for state in self._engine.bucket_states:
-            if not state.has_own_master and state.shelf is None:
-                state.master = state.owned_parameters
-                _point(state)
+        for group in self._engine.trained_groups:
+            if not group.has_own_main and group.disk is None:
+                group.main = group.owned_parameters
+                _point(group)
 
 
-def _point(state: BucketState) -> None:
-    for piece in state.pieces:
-        piece.param.data = state.master[piece.start : piece.stop]
+def _point(group: ParameterGroup) -> None:
+    for piece in group.ranges:
+        piece.param.data = group.main[piece.start : piece.stop]
 
 
 def _host_empty(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:

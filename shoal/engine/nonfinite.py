@@ -11,9 +11,9 @@ from shoal.engine.log import logger
 from shoal.engine.settings import Plan
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
-from shoal.zero.agree import Agreement, first_bad_parameter
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.settings import Axes
+from shoal.zero.step_status import GlobalStatus, first_bad_parameter
 
 # Steps in a row whose loss, before it was scaled, is not finite. A smaller scale mends none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward
@@ -28,28 +28,28 @@ class NonFinite:
     what the scale gives way to; a bad loss is skipped there too, but soon raises. Too many in a row raise in any case.
     """
 
-    def __init__(self, plan: Plan, states: Sequence[BucketState], axes: Axes, loss_scale: LossScale | None) -> None:
+    def __init__(self, plan: Plan, groups: Sequence[ParameterGroup], axes: Axes, loss_scale: LossScale | None) -> None:
         self._plan = plan
-        self._states = states
+        self._groups = groups
         self._axes = axes
         self._loss_scale = loss_scale
         self._num_in_a_row = 0
         self._num_bad_losses = 0  # in a row
 
-    def judge(self, view: Agreement, step: int, *, is_loss_known: bool) -> bool:
+    def judge(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> bool:
         """Shall the step be applied?
 
         Raises: NonFiniteError: on every rank; the parameters are untouched.
         Communicates: a name per rank, when the gradients are not finite.
         """
-        is_loss_bad = bool(view.bad_loss_ranks)
+        is_loss_bad = bool(status.bad_loss_ranks)
         self._num_bad_losses = self._num_bad_losses + 1 if is_loss_bad else 0
-        if view.is_finite:
+        if status.is_finite:
             self._num_in_a_row = 0
             return True
         self._num_in_a_row += 1
         is_applied = self._plan.nonfinite == "warn"
-        what, where = self._describe(view, step, is_loss_known=is_loss_known)
+        what, where = self._describe(status, step, is_loss_known=is_loss_known)
         if self._is_fatal(is_loss_bad=is_loss_bad, is_loss_known=is_loss_known):
             number = self._num_bad_losses if is_loss_bad else self._num_in_a_row
             raise NonFiniteError(
@@ -75,11 +75,11 @@ class NonFinite:
             return is_loss_bad or not is_loss_known
         return self._num_bad_losses >= MAX_SKIPPED_LOSSES
 
-    def adapt_scale(self, view: Agreement, step: int) -> None:
+    def adapt_scale(self, status: GlobalStatus, step: int) -> None:
         """Have the loss scale, if there is one, learn how the step went, and say what an overflow did to it."""
-        if self._loss_scale is None or view.bad_loss_ranks:  # a bad loss is no overflow
+        if self._loss_scale is None or status.bad_loss_ranks:  # a bad loss is no overflow
             return
-        event = self._loss_scale.update(not view.is_finite)
+        event = self._loss_scale.update(not status.is_finite)
         if event is Event.HALVED:
             logger.info("step %d: overflow, loss scale halved to %g", step, self._loss_scale.scale)
         elif event is Event.AT_FLOOR:
@@ -97,14 +97,14 @@ class NonFinite:
             " it, and call backward(), inside `with shoal.zero.GatheredParameters(model.parameters())`."
         )
 
-    def _describe(self, view: Agreement, step: int, *, is_loss_known: bool) -> tuple[str, str]:
-        comm = self._axes.all
-        mine = first_bad_parameter(self._states) if comm.rank in view.bad_gradient_ranks else None
+    def _describe(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> tuple[str, str]:
+        comm = self._axes.world
+        mine = first_bad_parameter(self._groups) if comm.rank in status.bad_gradient_ranks else None
         names = comm.gather_objects(mine, label="first bad parameter") if comm.size > 1 else [mine]
         first = next((name for name in names if name), None)
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
-        if view.bad_loss_ranks:
-            ranks = ", ".join(map(str, view.bad_loss_ranks))
+        if status.bad_loss_ranks:
+            ranks = ", ".join(map(str, status.bad_loss_ranks))
             return f"the loss of rank {ranks} is not finite.", f"rank {ranks}, {where}"
         if is_loss_known:
             return "the gradients are not finite though the loss is.", where

@@ -22,18 +22,19 @@ from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.memory.aligned import host_too_small
 from shoal.memory.available import host_available_nbytes
 from shoal.memory.disk import DiskTier
-from shoal.memory.placement import Tier
-from shoal.memory.shelf import Shelf
+from shoal.memory.disk_store import DiskStore
 from shoal.memory.tier_error import free_nbytes
-from shoal.zero.shelf import Disks, StateShelf
-from shoal.zero.tiers import Filled, Free, Tiers, UnitSize, fill
+from shoal.sharding.memory_model import UnitMemory
+from shoal.sharding.placement import Tier
+from shoal.zero.disk_state import DiskOptimizerState, Disks
+from shoal.zero.offload_policy import FittedTiers, Free, Tiers, fit_to_memory
 
 
-def measure(device: Device, *, is_host_apart: bool, num_ranks_here: int, path: str | None) -> Free:
+def measure(device: Device, *, is_host_separate: bool, num_ranks_here: int, path: str | None) -> Free:
     """What one of ``num_ranks_here`` ranks of this host may take. Device memory is its own where the host is apart."""
     host = host_available_nbytes() // num_ranks_here
     disk = free_nbytes(path) // num_ranks_here if path is not None else None
-    if not is_host_apart:
+    if not is_host_separate:
         return Free(host, 0, disk)
     return Free(device.free_nbytes() if device.is_cuda else host, host, disk)
 
@@ -64,31 +65,31 @@ class Offload:
         self._measure = measure
         hosts = list(comm.gather_objects(socket.gethostname(), label="offload: hosts")) if comm.size > 1 else ["here"]
         self.num_ranks_here = hosts.count(socket.gethostname()) if comm.size > 1 else 1
-        self.filled: Filled | None = None
+        self.fitted: FittedTiers | None = None
 
-    def decide(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
+    def decide(self, sizes: Sequence[UnitMemory]) -> Sequence[Tiers]:
         """The tiers of the units.
 
         Raises: OutOfMemoryError: the host is too small for them, or ``auto`` finds no room; on every rank.
         Communicates: with ``auto`` three numbers, with host memory apart whether it suffices.
         """
         if self._config.offload != "auto":
-            tiers = self._plan.zero.as_asked(sizes)
+            tiers = self._plan.zero.tiers(sizes)
             self._check_host(sizes, tiers)
             return tiers
         free = self._free()
-        self.filled = fill(sizes, free)
-        return self.filled.tiers
+        self.fitted = fit_to_memory(sizes, free)
+        return self.fitted.tiers
 
-    def _check_host(self, sizes: Sequence[UnitSize], tiers: Sequence[Tiers]) -> None:
-        if not self._plan.zero.has_host_apart(self._device.torch_device):
+    def _check_host(self, sizes: Sequence[UnitMemory], tiers: Sequence[Tiers]) -> None:
+        if not self._plan.zero.has_separate_host(self._device.torch_device):
             return  # the device's own memory, whoever asks for it
         copies = 2 if self._config.zero_optimization.offload_optimizer.super_offload else 1
         needed = 0
         for size, on in zip(sizes, tiers, strict=True):
             needed += size.parameter_nbytes * (on.parameter is Tier.HOST)
-            needed += size.state_away_nbytes * copies * (on.state is Tier.HOST)
-            needed += size.travel_nbytes * (on.state is not Tier.DEVICE)
+            needed += size.offloaded_state_nbytes * copies * (on.state is Tier.HOST)
+            needed += size.transfer_nbytes * (on.state is not Tier.DEVICE)
         if any(on != Tiers() for on in tiers):
             needed *= self.num_ranks_here
             _agree(self._comm, host_too_small(needed) if needed > host_available_nbytes() else None)
@@ -97,7 +98,7 @@ class Offload:
         paths = [path for path in self._paths() if path is not None]
         mine = (self._measure or measure)(
             self._device,
-            is_host_apart=self._plan.zero.has_host_apart(self._device.torch_device),
+            is_host_separate=self._plan.zero.has_separate_host(self._device.torch_device),
             num_ranks_here=self.num_ranks_here,
             path=paths[0] if paths else None,
         )
@@ -120,8 +121,8 @@ class Offload:
 
     def notes(self) -> list[str]:
         """Lines for start-up."""
-        if self.filled is not None:
-            return [f"{self.filled}."]
+        if self.fitted is not None:
+            return [f"{self.fitted}."]
         zero = self._config.zero_optimization
         if self._plan.zero.parameter_tier is Tier.DISK and self._plan.zero.max_host_numel:
             return [
@@ -155,10 +156,10 @@ class Offload:
                     tier = tiers.get(str(path)) or tiers.setdefault(str(path), self._tier(str(path)))
                     tier.reserve(nbytes, num_ranks=self.num_ranks_here)
             if parameter_nbytes:
-                found.parameters = self._parameter_shelf(tiers[str(parameter_path)])
+                found.parameters = self._parameter_store(tiers[str(parameter_path)])
             if state_nbytes:
-                found.state = StateShelf(
-                    Shelf(
+                found.state = DiskOptimizerState(
+                    DiskStore(
                         tiers[str(state_path)],
                         "state",
                         device=self._device.torch_device,
@@ -175,11 +176,11 @@ class Offload:
             raise
         return found
 
-    def _parameter_shelf(self, tier: DiskTier) -> Shelf:
+    def _parameter_store(self, tier: DiskTier) -> DiskStore:
         section = self._config.zero_optimization.offload_param
         itemsize = (self._plan.precision.parameter or torch.float32).itemsize
         count = int(section.buffer_count)
-        return Shelf(
+        return DiskStore(
             tier,
             "parameters",
             device=self._device.torch_device,

@@ -41,7 +41,7 @@ def shared(engine: Engine, *, exclude_frozen: bool) -> dict[str, Any]:
         "data": loader.state_dict() if is_stateful else None,
         "by_step": engine.by_step.state(),
         "excludes_frozen": exclude_frozen,
-        "layout": open_gradients.layout_of(engine.bucket_states),
+        "layout": open_gradients.layout_of(engine.trained_groups),
         "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(engine.module).items()},
     }
 
@@ -51,7 +51,7 @@ def own(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
     return {
         "generators": _generators(engine),
         "buffers": _differing(engine, buffers),
-        "gradients": open_gradients.take(engine.bucket_states),
+        "gradients": open_gradients.take(engine.trained_groups),
         "losses": [float(loss) for loss in engine._losses.values],
         "styles": sorted(engine._losses.styles),
     }
@@ -141,11 +141,11 @@ def restore(
     engine._forget_losses()
     engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
     if mine is None:
-        rank = engine.axes.all.rank
+        rank = engine.axes.world.rank
         if num_ranks:
             logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
             torch.manual_seed(int(torch.initial_seed()) + rank)
-        open_gradients.put(engine.bucket_states, [], None)
+        open_gradients.put(engine.trained_groups, [], None)
         return
     _set_generators(engine, mine["generators"])
     buffers = buffers_of(engine.module)
@@ -153,7 +153,7 @@ def restore(
         for buffer, value in mine["buffers"].items():
             if buffer in buffers and not torch.equal(buffers[buffer].cpu(), value):
                 buffers[buffer].copy_(value)
-    open_gradients.put(engine.bucket_states, mine["gradients"], saved.get("layout"))
+    open_gradients.put(engine.trained_groups, mine["gradients"], saved.get("layout"))
     if mine["gradients"]:
         engine._has_backward = True
         engine._losses.values = [torch.tensor(loss, device=engine.device) for loss in mine["losses"]]
@@ -209,7 +209,7 @@ def _set_generators(engine: Engine, saved: Mapping[str, Any]) -> None:
 
 def _differing(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's buffers that are not what rank 0's are (running statistics, say)."""
-    comm = engine.axes.all
+    comm = engine.axes.world
     if comm.size == 1 or not buffers:
         return {}
     sums = {

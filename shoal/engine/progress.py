@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.config import Config
 from shoal.config.watching import Comet
 from shoal.engine.log import logger
-from shoal.observe.monitor import CometWriter, CsvWriter, Monitor, TensorBoardWriter, WandbWriter, Writer
-from shoal.observe.timers import StepTimers, Throughput
+from shoal.observe.monitor import CometWriter, CsvWriter, Monitor, MonitorWriter, TensorBoardWriter, WandbWriter
+from shoal.observe.timers import StepTimers, ThroughputTimer
 from shoal.parallel.segment_times import as_table
 from shoal.text import format_bytes
 
@@ -30,7 +30,7 @@ class Progress:
         self._every = int(every) if every is not None and math.isfinite(every) and every > 0 else None
         self._shows_memory = bool(config.memory_breakdown)
         self._timers = timers
-        self._throughput = Throughput()
+        self._throughput = ThroughputTimer()
         self.monitor = monitor
 
     def after_step(self, engine: Engine, loss: float | None) -> None:
@@ -72,7 +72,7 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
     """The monitor that the config's sections ask for; None where there is none, and on every rank but 0."""
     if rank != 0:
         return None
-    writers: list[Writer] = []
+    writers: list[MonitorWriter] = []
     if config.tensorboard.enabled:
         writers.append(TensorBoardWriter(_folder(config.tensorboard, "tensorboard")))
     if config.csv_monitor.enabled:

@@ -9,10 +9,10 @@ import torch
 
 from shoal.config import Config
 from shoal.errors import ConfigError
-from shoal.memory.placement import Tier
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
-from shoal.zero.gradient import GradientPolicy
-from shoal.zero.partition import UnitRules
+from shoal.sharding.gradient import GradientPolicy
+from shoal.sharding.partition import UnitRules
+from shoal.sharding.placement import Tier
 from shoal.zero.settings import Precision, ZeroSettings
 
 DTYPES: dict[str, torch.dtype] = {
@@ -96,13 +96,13 @@ def plan_of(config: Config, dp_size: int) -> Plan:
         zero=ZeroSettings(
             stage=stage,
             rules=rules,
-            has_secondary=secondary_size is not None,
+            has_hpz=secondary_size is not None,
             max_bucket_numel=int(zero.reduce_bucket_size),
             prefetch_numel=int(zero.stage3_prefetch_bucket_size),
             max_live_numel=int(zero.stage3_max_live_parameters),
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
-            sends_rows=bool(config.sparse_gradients),
+            sparse_gradients=bool(config.sparse_gradients),
             parameter_tier=_tier(zero.offload_param if zero.stage == 3 else None),
             state_tier=_state_tier(config),
             state_ratio=float(zero.offload_optimizer.ratio),
@@ -112,9 +112,9 @@ def plan_of(config: Config, dp_size: int) -> Plan:
         ),
         precision=Precision(
             parameter=compute,
-            master=None if has_no_master else torch.float32,
+            main=None if has_no_master else torch.float32,
             buffer=dtype_of(config.data_types.buffer_dtype, "data_types.buffer_dtype"),
-            wide_buffers=wide_buffers_of(config),
+            fp32_buffers=wide_buffers_of(config),
             gradient=GradientPolicy(accumulate, wire, pre, post),
         ),
         clip_norm=float(config.gradient_clipping),

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from shoal.errors import NotBuiltError
-from shoal.zero.rows import exchange_counts, gather_padded
+from shoal.sharding.sparse_sum import exchange_counts, gather_padded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shoal.engine.settings import Plan
-    from shoal.zero.bucket_state import BucketState
+    from shoal.sharding.param_group import ParameterGroup
     from shoal.zero.runtime import ShardedModel
     from shoal.zero.settings import Axes
 
@@ -42,7 +42,7 @@ class SparseFace(nn.Module):
         axes: Axes
         plan: Plan
         sharded: ShardedModel
-        _states: list[BucketState]
+        _groups: list[ParameterGroup]
 
         @property
         def data_parallel_group(self) -> Any: ...
@@ -59,13 +59,13 @@ class SparseFace(nn.Module):
         self._is_averaging = bool(value)
         plan = self.plan.precision.gradient
         pre, post = (plan.pre_scale, plan.post_scale) if value else (1.0, 1.0)
-        for state in self._states:
-            state.gradient.policy = replace(state.gradient.policy, pre_scale=pre, post_scale=post)
+        for group in self._groups:
+            group.gradient.policy = replace(group.gradient.policy, pre_scale=pre, post_scale=post)
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
         """Names of the weights whose gradients go to the other ranks as rows."""
-        return set(self.sharded.sent_as_rows)
+        return set(self.sharded.sparse_names)
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
         """Every rank's tensor, of one shape and dtype on all. Every rank calls.
@@ -81,11 +81,11 @@ class SparseFace(nn.Module):
         Communicates: 8 bytes for the lengths, and one all_gather of the longest.
         """
         self._size(dp_group)
-        return self._gathered(value, exchange_counts(self.axes.all, len(value), value.device, label=_LABEL))
+        return self._gathered(value, exchange_counts(self.axes.world, len(value), value.device, label=_LABEL))
 
     @torch.no_grad()
     def _gathered(self, value: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        comm, most, shape = self.axes.all, max(lengths), value.shape[1:]
+        comm, most, shape = self.axes.world, max(lengths), value.shape[1:]
         numel = most * shape.numel()
         full = gather_padded(comm, value.reshape(-1), numel, label=_LABEL) if numel else value.new_empty(0)
         rows = full.view(comm.size, most, *shape)
@@ -121,4 +121,4 @@ class SparseFace(nn.Module):
                 f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
                 do="leave dp_group out, or pass engine.data_parallel_group.",
             )
-        return self.axes.all.size
+        return self.axes.world.size

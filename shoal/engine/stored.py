@@ -183,7 +183,7 @@ class StoredEngine(DeepSpeedFace):
         return make_loader(
             dataset,
             batch_size or self._batch.micro,
-            self.axes.all,
+            self.axes.world,
             self._config_object,
             route=route,
             pin_memory=pin_memory,

@@ -29,7 +29,7 @@ _TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 def local_shards_of(engine: Engine) -> LocalShards:
     """What this rank holds of an engine's model and optimizer."""
-    return LocalShards(engine.sharded, engine.bucket_states, engine._optimizer_step, engine.axes)
+    return LocalShards(engine.sharded, engine.trained_groups, engine._optimizer_step, engine.axes)
 
 
 class Weights:
@@ -44,9 +44,9 @@ class Weights:
         with engine.sharded.gathered(engine.sharded.sharded):
             result = use()
             with torch.no_grad():
-                for bucket, state in local_shards_of(engine).buckets():
-                    if state is not None:
-                        state.follow(0, bucket.end - bucket.begin, bucket.full[bucket.begin : bucket.end])
+                for bucket, group in local_shards_of(engine).buckets():
+                    if group is not None:
+                        group.update_main(0, bucket.end - bucket.begin, bucket.full[bucket.begin : bucket.end])
                     bucket.write_back()
         return result
 
@@ -65,7 +65,7 @@ class Weights:
         names = names_of(engine.module)[0]
         for unit in engine.sharded.units:
             with engine.sharded.gathered([unit] if unit.is_sharded else []):
-                for bucket in unit.buckets:
+                for bucket in [group.buffer for group in unit.groups]:
                     if exclude_frozen and not any(p.requires_grad for p in bucket.parameters):
                         continue
                     for parameter in bucket.parameters if is_kept else ():
@@ -120,22 +120,15 @@ class Weights:
                     tensor.copy_(state_dict[name])
 
     def _set_frozen(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        unit = self._engine.sharded.unit_of[id(parameter)]
-        for bucket in unit.buckets:
-            for index, (slot, member) in enumerate(zip(bucket.layout.slots, bucket.parameters, strict=True)):
-                if member is not parameter:
-                    continue
-                bucket.comm.drain()
-                flat = value.reshape(-1).to(bucket.full.device, bucket.dtype)
-                if bucket.is_sharded:
-                    low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-                    if low < high:
-                        with bucket.shard_at_hand():
-                            bucket.shard[low - bucket.begin : high - bucket.begin] = flat[
-                                low - slot.offset : high - slot.offset
-                            ]
-                else:
-                    bucket.views[index].copy_(flat.view(slot.shape))
+        group, slot = self._engine.sharded.home_of[id(parameter)]
+        buffer, part = group.buffer, group.buffer.owned_part(slot)
+        buffer.comm.drain()
+        flat = value.reshape(-1).to(buffer.full.device, buffer.dtype)
+        if not buffer.is_sharded:
+            buffer.views[slot].copy_(flat.view(buffer.layout.specs[slot].shape))
+        elif part is not None:
+            with buffer.resident_shard():
+                buffer.shard[part.start : part.stop] = flat[part.offset : part.offset + part.stop - part.start]
 
     def save(self, folder: str | os.PathLike[str], name: str, *, exclude_frozen: bool) -> bool:
         """Write them, in the parameters' dtype, as one file; rank 0 writes.
@@ -144,7 +137,7 @@ class Weights:
         ``state_dict`` gives. A file of that name is replaced once the new one is whole.
         """
         engine = self._engine
-        comm = engine.axes.all
+        comm = engine.axes.world
         values = self.module_state_dict(exclude_frozen=exclude_frozen)
         problem: Exception | None = None
         if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""How long collectives take: a log of each rank's, by kind and size, that is off until somebody asks for it.
+"""A log of each rank's collectives with their times, by kind and size. It is off until it is enabled.
 
     log = collective_log(world)
     log.is_on = True
@@ -23,7 +23,7 @@ from shoal.text import table as text_table
 
 logger = logging.getLogger("shoal")
 
-TRIMMED = 0.1  # of the values at each end are left out of a mean
+TRIMMED = 0.1  # a mean leaves out this share of the values at each end
 
 # Other names of the kinds, as torch has them.
 _SAME = {
@@ -42,15 +42,15 @@ class CollectiveLog:
     """The collectives of one rank, with their times.
 
     Args:
-        speaks: may it say each one, as rank 0 does?
+        speaks: may it log each collective as a line? Rank 0 does.
 
     Attributes:
-        is_on: note anything at all.
-        takes_all: note every kind; else ``kinds`` only.
+        is_on: record collectives.
+        takes_all: record every kind; else ``kinds`` only.
         kinds: names of kinds, or of labels.
-        is_verbose: say each one.
-        names_callers: keep apart what was called from different places.
-        records: what was noted.
+        is_verbose: log each collective as a line.
+        names_callers: record each caller's collectives under a name of their own.
+        records: the recorded times.
     """
 
     def __init__(self, *, speaks: bool = True) -> None:
@@ -63,19 +63,19 @@ class CollectiveLog:
         self.records: Records = {}
 
     def wants(self, kind: str, label: str = "") -> bool:
-        """Is such a collective noted?"""
+        """Is such a collective recorded?"""
         names = {kind, _SAME.get(kind, kind), label}
         return self.is_on and (self.takes_all or not names.isdisjoint({_SAME.get(n, n) for n in self.kinds}))
 
     def add(
         self, kind: str, nbytes: int, milliseconds: float, *, size: int, name: str | None = None, caller: str = ""
     ) -> None:
-        """Note a collective.
+        """Record a collective.
 
         Args:
-            nbytes: what this rank put in.
+            nbytes: this rank's input.
             size: ranks that took part.
-            name: what it is noted under; None: its kind.
+            name: what it is recorded under; None: its kind.
             caller: where it was called.
         """
         name = name or kind
@@ -93,7 +93,7 @@ class CollectiveLog:
             )  # fmt: skip
 
     def clear(self) -> None:
-        """Forget what was noted."""
+        """Delete the records."""
         self.records.clear()
 
     def summary(self) -> dict[str, dict[int, dict[str, Any]]]:
@@ -130,9 +130,9 @@ def summary_of(sizes: Mapping[int, Sequence[Any]]) -> dict[int, dict[str, Any]]:
 
 
 def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, dict[str, Any]]]:
-    """What of each collective was waiting for late ranks: its time beyond that of the rank that waited least.
+    """How long each collective waited for late ranks: its time minus that of the rank that waited least.
 
-    Of names and sizes that every rank noted equally often; others are left out.
+    Only names and sizes that every rank recorded equally often are included.
 
     Communicates: every rank's times, as JSON. Every rank calls.
     """
@@ -159,7 +159,7 @@ def stragglers(log: CollectiveLog, comm: Communicator) -> dict[str, dict[int, di
 
 
 def straggler_table(found: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
-    """What ``stragglers`` found, as text."""
+    """The result of ``stragglers`` as a table."""
     keys = ("total_comm_lat_ms", "total_straggler_ms", "avg_comm_lat_ms", "avg_straggler_ms")
     rows = [
         [name, each["msg_size_str"], each["count"], *(f"{each[key]:.3f}" for key in keys)]
@@ -226,5 +226,5 @@ def collective_log(world: World) -> CollectiveLog:
 
 
 def current_log() -> CollectiveLog | None:
-    """The log of the world this code runs in, where it was asked for before; else None, and no world is made."""
+    """The log of the current world; None, without creating a world, if no log was created before."""
     return _logs.by_world.get(current_world()) if _logs.by_world else None

@@ -44,7 +44,7 @@ class OperationCount:
     """Counts what this thread runs inside ``with``; may be entered again, and goes on.
 
     A compiled function runs uncompiled meanwhile, since compiled code cannot be counted. What an extension computes in
-    a kernel of its own is not seen, unless ``torch.utils.flop_counter.register_flop_formula`` was told.
+    a custom kernel is not counted unless ``torch.utils.flop_counter.register_flop_formula`` has its formula.
 
     Attributes: ``failed``: operations whose formula did not fit the call, by name.
     """
@@ -75,7 +75,7 @@ class OperationCount:
         for operation in {*flop_registry, *MATRIX, *OTHER}:
             if isinstance(operation, torch._ops.OpOverloadPacket):
                 formulas[operation] = self._formula(operation)
-                if operation in OTHER and operation not in flop_registry:  # is counted as it is, not taken apart
+                if operation in OTHER and operation not in flop_registry:  # counted as it is, not decomposed
                     overloads = (getattr(operation, name) for name in operation.overloads())
                     formulas.update(dict.fromkeys(overloads, formulas[operation]))
         counter: Any = FlopCounterMode(display=False, custom_mapping=formulas)

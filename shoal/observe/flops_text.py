@@ -85,7 +85,7 @@ class StepSeconds:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Elements of all parameters: of whole ones, wherever their parts rest."""
+    """Elements of all parameters, of the full ones where they are sharded."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, MemoryReading
-from shoal.memory.placement import Kind, Tier
+from shoal.sharding.memory_model import GroupMemory
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
 from shoal.text import table as text_table
-from shoal.zero.bucket_state import BucketState
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import ShardedStep
 
@@ -28,7 +29,7 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """Bytes of one kind of one unit on one tier."""
 
     unit: str
@@ -46,7 +47,7 @@ class Ledger:
     too).
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LedgerEntry, ...]
     parameter_numel: int  # the whole model's elements, without padding
     reading: MemoryReading
 
@@ -144,7 +145,6 @@ class Ledger:
 
 def account(
     sharded: ShardedModel,
-    states: Sequence[BucketState],
     step: ShardedStep | None,
     device: Device,
     saved: Mapping[Tier, int] | None = None,
@@ -156,103 +156,92 @@ def account(
         saved: bytes that recomputed segments hold now, by tier.
         moved: kinds that left the device for host memory (``offload_states``).
     """
-    entries: list[Entry] = []
-    numel = 0
-    for unit in sharded.units:
-        row = unit.row
-        tier = _tier(row.parameter_tier, "parameter", moved)
-        for bucket in unit.buckets:
-            numel += bucket.layout.parameter_numel
-            size = _itemsize(bucket.dtype)
-            shards = bucket.layout.num_shards if row.parameter.inner is Kind.SHARD else 1
-            entries.append(
-                Entry(unit.name, "parameter", tier, bucket.nbytes_at_rest, bucket.layout.numel * size // shards)
-            )
-            if bucket.is_sharded and bucket.is_full:
-                whole = bucket.layout.numel * size
-                entries.append(Entry(unit.name, "gathered", Tier.DEVICE.value, whole, whole))
-            if bucket.nbytes_secondary:
-                entries.append(
-                    Entry(unit.name, "gathered", Tier.DEVICE.value, bucket.nbytes_secondary, bucket.nbytes_secondary)
-                )
-    for state in states:
-        row, layout = state.unit.row, state.bucket.layout
-        gradient_shards = layout.num_shards if row.gradient_between.inner is Kind.SHARD else 1
-        formula = layout.numel * _itemsize(state.gradient.dtype) // gradient_shards
-        held = state.gradient.nbytes
-        if state.gradient.keeps_rows:
-            formula = held  # as many as were looked up
-        if "gradient" in moved:
-            held = formula = state.gradient.nbytes_moved
-        gradient_tier = _tier(row.gradient_tier, "gradient", moved)
-        entries.append(Entry(state.unit.name, "gradient", gradient_tier, held, formula))
-        owned = layout.numel // (layout.num_shards if row.state.inner is Kind.SHARD else 1)
-        stepped = _stepped_numel(state)
-        if state.has_own_master:
-            held = state.master.numel() * state.master.element_size()
-            entries.append(
-                Entry(
-                    state.unit.name,
-                    "master",
-                    _tier(row.state_tier, "master", moved),
-                    held,
-                    owned * _itemsize(state.master.dtype),
-                )
-            )
-        if step is not None:
-            held, count, size = _optimizer_bytes(state, step)
-            if held:
-                tier = _tier(row.state_tier, "optimizer state", moved)
-                entries.append(Entry(state.unit.name, "optimizer state", tier, held, stepped * count * size))
-        if state.gradient.nbytes_held:
-            held = state.gradient.nbytes_held
-            entries.append(Entry(state.unit.name, "gradient", row.gradient_tier.value, held, held))
-    in_flight = sharded.pool.nbytes + (step.scratch_nbytes if step is not None else 0)
-    entries.append(Entry("(all)", "buffers in flight", "device", in_flight, in_flight))
-    if sharded.disks.host_nbytes:
-        held = sharded.disks.host_nbytes
-        entries.append(Entry("(all)", "buffers in flight", "host", held, held))
-    if step is not None and step.host_nbytes:
-        entries.append(Entry("(all)", "buffers in flight", "host", step.host_nbytes, step.host_nbytes))
-    sums = sum(comm.scratch_nbytes for comm in _communicators(sharded, states))
-    if sums:
-        entries.append(Entry("(all)", "buffers in flight", "host" if device.is_cuda else "device", sums, sums))
-    for place, nbytes in (saved or {}).items():
-        if nbytes:
-            entries.append(Entry("(all)", "saved activations", place.value, nbytes, nbytes))
+    entries = [entry for group in sharded.groups for entry in _group_entries(group, moved)]
+    others = [
+        ("buffers in flight", Tier.DEVICE, sharded.staging.nbytes + (step.scratch_nbytes if step is not None else 0)),
+        ("buffers in flight", Tier.HOST, sharded.disks.host_nbytes),
+        ("buffers in flight", Tier.HOST, step.host_nbytes if step is not None else 0),
+        (
+            "buffers in flight",
+            Tier.HOST if device.is_cuda else Tier.DEVICE,
+            sum(comm.scratch_nbytes for comm in _communicators(sharded)),
+        ),
+        *(("saved activations", tier, nbytes) for tier, nbytes in (saved or {}).items()),
+    ]
+    entries += [
+        LedgerEntry("(all)", kind, tier.value, nbytes, nbytes)
+        for index, (kind, tier, nbytes) in enumerate(others)
+        if nbytes or index == 0
+    ]
+    numel = sum(group.buffer.layout.parameter_numel for group in sharded.groups)
     return Ledger(tuple(entries), numel, device.memory())
 
 
-def _tier(rests: Tier, kind: str, moved: Collection[str]) -> str:
-    return (Tier.HOST if rests is Tier.DEVICE and kind in moved else rests).value
+def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[LedgerEntry]:
+    """What one parameter group holds, beside what ``memory_model`` says."""
+    row, buffer = group.row, group.buffer
+    gradient_dtype = group.gradient.dtype if group.is_trained else buffer.dtype
+    main_dtype = group.main.dtype if group.is_trained else buffer.dtype
+    model = GroupMemory(
+        buffer.layout,
+        row,
+        buffer.dtype,
+        is_trained=group.is_trained,
+        main_dtype=main_dtype,
+        gradient_dtype=gradient_dtype,
+        has_own_main=group.has_own_main,
+    )
+
+    def entry(kind: str, tier: Tier, nbytes: int, formula: int | None = None) -> LedgerEntry:
+        stored = Tier.HOST if tier is Tier.DEVICE and kind in moved else tier
+        return LedgerEntry(row.unit, kind, stored.value, nbytes, nbytes if formula is None else formula)
+
+    yield entry("parameter", row.parameter.tier, buffer.nbytes_stored, model.parameter)
+    if buffer.is_sharded and buffer.is_full:
+        yield entry("gathered", Tier.DEVICE, model.whole)
+    if buffer.nbytes_hpz:
+        yield entry("gathered", Tier.DEVICE, buffer.nbytes_hpz)
+    if not group.is_trained:
+        return
+    gradient = group.gradient
+    if "gradient" in moved:
+        yield entry("gradient", row.gradient_between.tier, gradient.nbytes_moved)
+    else:  # of a sparse one as many rows as were looked up
+        formula = None if gradient.is_sparse else model.gradient
+        yield entry("gradient", row.gradient_between.tier, gradient.nbytes, formula)
+    if group.has_own_main:
+        yield entry("master", row.state.tier, group.main.nbytes, model.main)
+    held, num_states, itemsize = _optimizer_bytes(group)
+    if held:
+        # An optimizer steps the elements of each of its groups from the first to the last: the rest is padding.
+        padding = group.owned_numel - sum(part.stop - part.start for part in group.ranges)
+        formula = model.state(num_states, itemsize) - padding * num_states * itemsize
+        yield entry("optimizer state", row.state.tier, held, formula)
+    if gradient.nbytes_unsynced:
+        yield LedgerEntry(
+            row.unit, "gradient", row.gradient_between.tier.value, gradient.nbytes_unsynced, gradient.nbytes_unsynced
+        )
 
 
-def _communicators(sharded: ShardedModel, states: Sequence[BucketState]) -> list[Communicator]:
+def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
-    found = [sharded.comm, *(bucket.comm for unit in sharded.units for bucket in unit.buckets)]
-    found += [state.gradient.outer for state in states if state.gradient.outer is not None]
+    found = [sharded.comm, *(group.buffer.comm for group in sharded.groups)]
+    found += [
+        axis
+        for group in sharded.trained_groups
+        for axis in group.gradient.axes.values()
+        if isinstance(axis, Communicator)
+    ]
     return list({id(comm): comm for comm in found}.values())
 
 
-def _stepped_numel(state: BucketState) -> int:
-    """Elements that an optimizer steps: of each group from its first to its last, padding at the ends left out."""
-    bucket, layout = state.bucket, state.bucket.layout
-    if state.gradient.has_own_pieces:  # a piece for each parameter
-        return layout.parameter_numel
-    ranges = [layout.group_range(group, bucket.begin, bucket.end) for group in layout.groups]
-    return sum(stop - start for start, stop in ranges)
-
-
-def _optimizer_bytes(state: BucketState, step: ShardedStep) -> tuple[int, int, int]:
+def _optimizer_bytes(group: ParameterGroup) -> tuple[int, int, int]:
+    """Bytes of state of one element per element, the number of such states, and their item size."""
     held, keys, size = 0, set(), 4
-    for piece in state.pieces:
-        for key, value in step.optimizer.state.get(piece.param, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
-                held += value.numel() * value.element_size()
+    for part in group.ranges:
+        for key, value in group.state_of(part).items():
+            if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel():
+                held += value.nbytes
                 keys.add(key)
                 size = value.element_size()
     return held, len(keys), size
-
-
-def _itemsize(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()

@@ -1,4 +1,4 @@
-"""Named values over steps, written to every place that the user has asked for, by rank 0 alone.
+"""Named values over steps, written by rank 0 to the writers that the config enables.
 
 monitor = Monitor([JsonLinesWriter(folder / "metrics.jsonl"), TensorBoardWriter(folder / "tensorboard")])
 monitor.write_events([("train/loss", 2.5, 10), ("train/learning_rate", 1e-3, 10)])
@@ -22,8 +22,8 @@ from shoal.errors import UsageError
 Event = tuple[str, float, int]  # name, value, step (or samples: any count that grows)
 
 
-class Writer(Protocol):
-    """One place that events go to."""
+class MonitorWriter(Protocol):
+    """Writes events to one destination."""
 
     def write(self, events: Sequence[Event]) -> None: ...
 
@@ -31,20 +31,22 @@ class Writer(Protocol):
 
 
 class Monitor:
-    """Fans events out to writers. Without writers (as on all ranks but 0) it does nothing.
+    """Passes events to its writers. Without writers (on all ranks but 0) it does nothing.
 
     Args:
         writers: where to write; the monitor closes them.
-        every: called with each batch of events too, whatever the writers.
+        every: called with each batch of events, even without writers.
     """
 
-    def __init__(self, writers: Iterable[Writer] = (), every: Callable[[Sequence[Event]], None] | None = None) -> None:
+    def __init__(
+        self, writers: Iterable[MonitorWriter] = (), every: Callable[[Sequence[Event]], None] | None = None
+    ) -> None:
         self._writers = list(writers)
         self._every = every
         self._closing = weakref.finalize(self, _close_all, self._writers)
 
     @property
-    def writers(self) -> Sequence[Writer]:
+    def writers(self) -> Sequence[MonitorWriter]:
         return self._writers
 
     @property
@@ -62,7 +64,7 @@ class Monitor:
             self._every(plain)
 
     def close(self) -> None:
-        """Write out what is held back and close the files; done at the end of the process too. Idempotent."""
+        """Flush and close the writers; also done when the process ends. Idempotent."""
         self._closing()
 
     def __enter__(self) -> Monitor:
@@ -74,7 +76,7 @@ class Monitor:
         self.close()
 
 
-def _close_all(writers: list[Writer]) -> None:
+def _close_all(writers: list[MonitorWriter]) -> None:
     try:
         for writer in writers:
             writer.close()
@@ -86,7 +88,7 @@ class JsonLinesWriter:
     """One JSON object per line and step: ``{"step": 10, "time": ..., "train/loss": 2.5}``.
 
     ``time`` is in seconds since 1970. JSON has no NaN: values that are not finite are the strings "NaN", "Infinity" and
-    "-Infinity", which ``float()`` reads. Every line is flushed, so that a run that dies leaves its log.
+    "-Infinity", which ``float()`` reads. Every line is flushed, so that a killed run leaves its log.
     """
 
     def __init__(self, path: Path) -> None:
@@ -215,7 +217,7 @@ def _needed(module: str, what: str, package: str, install: str) -> Any:
 def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:
     """The series of a ``JsonLinesWriter``'s file: name -> (step, value) in the order of writing.
 
-    A last line that was cut short, as a killed run leaves it, is passed over.
+    An incomplete last line, which a killed run may leave, is ignored.
     """
     series: dict[str, list[tuple[int, float]]] = {}
     lines = path.read_text(encoding="utf-8").splitlines()

@@ -91,7 +91,7 @@ def render(record: RunRecord, series: Series) -> str:
         *(_chart(chart) for chart in _charts(series)),
         _sample(record.prompt, record.sample),
         _ledger(record.ledger, record.allocator),
-        _preformatted("Placement", "where each unit's state rests", record.placement),
+        _preformatted("Placement", "where each unit's state is stored", record.placement),
         _pairs("Model", record.model),
         _pairs("Environment", record.environment),
         _pairs("Config", record.config, is_wide=True),
@@ -193,7 +193,7 @@ def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:
     )
     note = f'<p class="note">{html.escape(allocator)}</p>' if allocator else ""
     return (
-        '<section class="card wide"><div class="head"><h2>Memory ledger <small>what the run holds at rest</small></h2>'
+        '<section class="card wide"><div class="head"><h2>Memory ledger <small>held between steps</small></h2>'
         f'</div><table class="ledger"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</section>'
     )
 

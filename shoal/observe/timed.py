@@ -1,4 +1,4 @@
-"""A communicator whose collectives are timed: each is waited for at once, and noted in the log."""
+"""A communicator that times its collectives: it waits for each at once and records it in the log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.wire import WireFormat
 from shoal.device import Device
 from shoal.observe.collectives import CollectiveLog
 
@@ -16,10 +17,10 @@ _Result = TypeVar("_Result")
 
 
 class TimedCommunicator:
-    """As the communicator inside it, with times.
+    """A communicator around another that times its collectives.
 
-    Order: while the log wants a collective, the host waits for the device before it and for its end after it, so it
-    overlaps with nothing; ranks still issue the same calls in the same order.
+    Order: for a recorded collective the host waits for the device before it and for its end, so it overlaps with
+    nothing; ranks issue the same calls in the same order.
     """
 
     def __init__(self, inner: Communicator, log: CollectiveLog, device: Device) -> None:
@@ -35,15 +36,26 @@ class TimedCommunicator:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self._inner.empty(numel, dtype, device)
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        nbytes = full.nbytes // self.size
-        return self._work("all_gather", label, nbytes, lambda: self._inner.all_gather(full, shard, label=label))
-
-    def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
     ) -> Work:
         def issue() -> Work:
-            return self._inner.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+            return self._inner.all_gather(full, shard, label=label, wire=wire)
+
+        return self._work("all_gather", label, full.nbytes // self.size, issue)
+
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        label: str,
+        wire: WireFormat | None = None,
+    ) -> Work:
+        def issue() -> Work:
+            return self._inner.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
 
         return self._work("reduce_scatter", label, full.nbytes // self.size, issue)
 
@@ -51,6 +63,27 @@ class TimedCommunicator:
         return self._work(
             "all_reduce", label, full.nbytes, lambda: self._inner.all_reduce(full, scale=scale, label=label)
         )
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        out_splits: Sequence[int] | None = None,
+        source_splits: Sequence[int] | None = None,
+        label: str,
+    ) -> Work:
+        def issue() -> Work:
+            return self._inner.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
+
+        return self._work("all_to_all", label, source.nbytes, issue)
+
+    def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        """Not timed: to wait for one receive at a time could block ranks that send to each other in a ring."""
+        return self._inner.send(tensor, peer, label=label)
+
+    def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
+        return self._inner.recv(tensor, peer, label=label)
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         return self._work("broadcast", label, tensor.nbytes, lambda: self._inner.broadcast(tensor, source, label=label))
@@ -89,7 +122,7 @@ class TimedCommunicator:
 
 
 def timed(device: Device, call: Callable[[], _Result], finish: Callable[[_Result], object]) -> tuple[_Result, float]:
-    """What ``call`` returns, and the milliseconds until ``finish`` of that and the device are done."""
+    """The result of ``call``, and the milliseconds until ``finish(result)`` and the device are done."""
     device.synchronize()
     began = time.perf_counter()
     result = call()

@@ -1,4 +1,4 @@
-"""Where a step's time goes: forward, backward, step, in milliseconds. Off unless the config asks for it."""
+"""Milliseconds of a step's phases: forward, backward, step. Off unless the config enables it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _PHASES = {
 class StepTimers:
     """Wall-clock time by phase, since the last ``take()``.
 
-    Order: with ``is_on`` the host waits for the device at both ends of a phase; else nothing is measured and nothing
-    waits.
+    Order: with ``is_on`` the host waits for the device at both ends of a phase; else nothing is measured.
     """
 
     def __init__(self, device: Device, *, is_on: bool) -> None:
@@ -50,7 +49,7 @@ class StepTimers:
         return PhaseTimer(self, _PHASES.get(name, name))
 
     def now(self) -> float:
-        """Seconds, once the device is done."""
+        """Wait for the device. Returns: the time in seconds."""
         self._device.synchronize()
         return time.perf_counter()
 
@@ -59,7 +58,7 @@ class StepTimers:
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def milliseconds(self, name: str) -> tuple[float, int]:
-        """Of a phase so far, and how often it was passed."""
+        """A phase's milliseconds so far, and how often it ran."""
         return self._seconds.get(name, 0.0) * 1e3, self._counts.get(name, 0)
 
     def reset(self, name: str) -> None:
@@ -67,7 +66,7 @@ class StepTimers:
         self._counts.pop(name, None)
 
     def take(self) -> dict[str, float]:
-        """Milliseconds by phase, and start anew."""
+        """Milliseconds by phase; resets them."""
         taken = {name: seconds * 1e3 for name, seconds in self._seconds.items()}
         self._seconds.clear()
         self._counts.clear()
@@ -75,7 +74,7 @@ class StepTimers:
 
 
 class PhaseTimer:
-    """One name of ``StepTimers``, with the methods of DeepSpeed's timers. While those are off it measures nothing."""
+    """One phase of ``StepTimers``, with the methods of DeepSpeed's timers. It measures nothing while those are off."""
 
     def __init__(self, timers: StepTimers, name: str) -> None:
         self._timers = timers
@@ -103,20 +102,20 @@ class PhaseTimer:
         return milliseconds
 
     def mean(self) -> float:
-        """Milliseconds of one passage."""
+        """Mean milliseconds of one run."""
         milliseconds, count = self._timers.milliseconds(self._name)
         return milliseconds / max(1, count)
 
 
-class Throughput:
-    """Samples per second between two looks."""
+class ThroughputTimer:
+    """Samples per second between two calls of ``take``."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
         self._samples = 0
 
     def take(self, samples: int) -> float:
-        """Samples per second since the last call; ``samples``: seen in all."""
+        """Samples per second since the last call. ``samples``: the total so far."""
         now = time.perf_counter()
         rate = (samples - self._samples) / max(now - self._since, 1e-9)
         self._since, self._samples = now, samples

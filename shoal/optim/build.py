@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from shoal.compiler import make_optimizer
+from shoal.config.types import NOT_ELEMENTWISE, torch_optimizers
 from shoal.errors import NotBuiltError, OptimizerError
-from shoal.optim.elementwise import REFUSED, refusal
+from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
-from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, nearest, problems_with
 from shoal.optim.orthogonal import METHODS
 
 BETAS = (0.9, 0.999)
@@ -149,8 +150,8 @@ def _find(name: str) -> tuple[str, Recipe]:
     classes = torch_optimizers()
     for canonical, factory in classes.items():
         if lowered == canonical.lower():
-            if canonical in REFUSED:
-                raise refusal(canonical, REFUSED[canonical])
+            if canonical in NOT_ELEMENTWISE:
+                raise refusal(canonical, NOT_ELEMENTWISE[canonical])
             return canonical, Recipe(factory)
     names = list(dict.fromkeys([*RECIPES, *classes]))
     raise OptimizerError(
@@ -159,15 +160,6 @@ def _find(name: str) -> tuple[str, Recipe]:
         do=f"use one of: {', '.join(names)}.",
         code="optimizer-name",
     )
-
-
-def torch_optimizers() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimizers of the installed torch, by name."""
-    return {
-        name: value
-        for name, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
 
 
 def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:

@@ -1,27 +1,27 @@
 """Is an optimizer elementwise: does an element's update depend on that element alone?
 
 Shoal steps flat ranges of the master weights, unit by unit. That changes nothing for an elementwise optimizer, and is
-wrong for any other. Known classes are judged by name. An unknown one is tried on a small matrix: stepped whole, flat,
-in two parts, and in two parts one after the other (as units are), it must give the same bits.
+wrong for any other. Known classes are accepted by name. An unknown class is tried on a small matrix: stepped whole,
+flat, in two parts, and in two parts one after the other (as units are), it must give the same bits.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
-from shoal.optim.inner import has_own_groups, inner_optimizers, takes_sparse_only
+from shoal.optim.fp32_states import FP32States
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
-from shoal.optim.wide_states import WideStates
 
-Kind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
+OptimizerKind = Literal["elementwise", "whole-tensor", "direct"]  # direct: it steps the model's own parameters
 
 KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.SGD,
@@ -38,24 +38,14 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     Lion,
 )
 
-REFUSED = {  # torch's own, by name, as not every torch has them all
-    "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
-    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not keep",
-    "Adafactor": "it factors a matrix's second moment into rows and columns",
-    "Muon": "it orthogonalises whole matrices",
-}
-INSTEAD = {
-    "SparseAdam": "hand it in with stage 0, alone or in an optimizer that holds it and others.",
-    "Muon": 'use shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.',
-}
 
 PROBE_SHAPE = (96, 128)  # more than 4096 elements: below that, 8-bit optimizers keep full precision
-PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, but of no larger block
+PROBE_CUT = 65 * 64  # both parts are multiples of 64 elements, as Shoal's ranges are, and of no larger block
 PROBE_STEPS = 3
 
 
 class UntestedOptimizerError(OptimizerError, AssertionError):
-    """A class that is not known, where the config refuses such. DeepSpeed asserts it, so an AssertionError too."""
+    """An unknown class where the config refuses such. Also an AssertionError, as DeepSpeed raises."""
 
     code = "optimizer-untested"
 
@@ -67,13 +57,13 @@ def check(
     refuse_untested: bool = False,
     world_size: int | None = None,
     stage: int | None = None,
-) -> Kind:
-    """Judge an optimizer that was handed in.
+) -> OptimizerKind:
+    """Check that a client's optimizer can run on shards.
 
     Args:
-        allow_untested: ``zero_allow_untested_optimizer``: a class that cannot be tried is taken with a warning.
-        refuse_untested: the same key, set to false: a class that is not known is not tried.
-        world_size: ranks that share the optimizer state; None: not known, so more than one.
+        allow_untested: ``zero_allow_untested_optimizer``: accept a class that cannot be tried, with a warning.
+        refuse_untested: the same key, set to false: refuse an unknown class without trying it.
+        world_size: ranks that shard the optimizer state; None: unknown, taken as more than one.
         stage: of ZeRO. At stage 0 an optimizer of sparse gradients, and one that holds others, is stepped directly.
 
     Returns: how it is to be stepped.
@@ -91,7 +81,7 @@ def check(
         )
     if takes_sparse_only(optimizer) and stage == 0:
         return "direct"
-    for name, reason in REFUSED.items():
+    for name, reason in NOT_ELEMENTWISE.items():
         base = getattr(torch.optim, name, None)
         if isinstance(base, type) and isinstance(optimizer, base):
             raise refusal(name, reason)
@@ -138,7 +128,9 @@ def check(
     )
 
 
-def _direct(optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None) -> Kind:
+def _direct(
+    optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None
+) -> OptimizerKind:
     """Raises: OptimizerError: it holds others, which would step parameters that are not whole on any rank."""
     if stage == 0:
         return "direct"
@@ -166,7 +158,7 @@ def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def _is_known(kind: type) -> bool:
-    """A known class, or one derived from it that changes nothing but its constructor and names of its own."""
+    """Is it a known class, or derived from one with a changed constructor and additional names only?"""
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
         return False
@@ -175,9 +167,9 @@ def _is_known(kind: type) -> bool:
             is_constructor = name.startswith(("__", "_patch"))
             if is_constructor or not callable(value) or not hasattr(known, name):
                 continue
-            # torch wraps step() of the class in place, for its profiler. That of WideStates is the known class's,
-            # around which numbers are cast.
-            originals = [inspect.unwrap(getattr(cls, name)) for cls in (known, WideStates) if hasattr(cls, name)]
+            # torch wraps step() of the class in place, for its profiler. That of FP32States is the known class's
+            # with casts around it.
+            originals = [inspect.unwrap(getattr(cls, name)) for cls in (known, FP32States) if hasattr(cls, name)]
             if not any(inspect.unwrap(value) is original for original in originals):
                 return False
     return True
@@ -249,3 +241,56 @@ def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> 
             difference = (whole - result).abs().max().item()
             return f"after {PROBE_STEPS} steps {what} differ by up to {difference:.3g}"
     return None
+
+
+# optimizers that hold other optimizers (an Adam for dense weights, a SparseAdam for tables), or take sparse gradients
+
+
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that are attributes of one, or in a list, tuple or dict that is; theirs after them. Each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            if value is not optimizer and id(value) not in found:
+                found[id(value)] = value
+                search(value)
+        elif isinstance(value, list | tuple):
+            visit_all(value)
+        elif isinstance(value, Mapping):
+            visit_all(value.values())
+
+    def visit_all(values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.optim.Optimizer):
+                visit(value)
+
+    def search(holder: torch.optim.Optimizer) -> None:
+        for name, value in vars(holder).items():
+            if name not in ("state", "param_groups", "defaults"):
+                visit(value)
+
+    search(optimizer)
+    return list(found.values())
+
+
+def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it hold an optimizer whose groups are not its own ones? (A wrapper shares those of what it wraps.)"""
+    own = {id(group) for group in optimizer.param_groups}
+    return any(id(group) not in own for held in inner_optimizers(optimizer) for group in held.param_groups)
+
+
+def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
+    """Does it refuse a gradient that is not a sparse tensor?"""
+    return isinstance(optimizer, torch.optim.SparseAdam)
+
+
+def of_sparse_only(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ``id`` of each parameter that such an optimizer steps, held or holding."""
+    return {
+        id(parameter)
+        for holder in (optimizer, *inner_optimizers(optimizer))
+        if takes_sparse_only(holder)
+        for group in holder.param_groups
+        for parameter in group["params"]
+    }

@@ -1,13 +1,11 @@
-"""The optimizer's step on host memory, in one pass: gradient in, master weights and moments updated, parameter out.
+"""The CPU optimizer: one pass over host memory reads gradients, updates fp32 weights and states, writes parameters.
 
     path        how                                                        threads
     threads     blocks that stay in cache, through torch's fused kernels   Shoal's own, one block each
     blocks      the same                                                   torch's, which share each block
     plain       whole ranges, operation after operation                    torch's
-    compiled    one loop made by torch.compile                             OpenMP's
 
-All four give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``. The compiled loop is tried
-first, and not used where it differs. It takes a compiler and time, so it is used only where it was asked for.
+All three give the same bits: those of the optimizer's own ``step()`` in ``shoal.zero.step``.
 """
 
 from __future__ import annotations
@@ -24,30 +22,28 @@ from typing import Any, Literal
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim import host_compiled
 from shoal.optim.host_blocks import BlockedUpdate, HostThreads
-from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Kind, Rule, kind_of
+from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Rule, RuleName, kind_of
 
-__all__ = ["Choice", "HostStep", "HostWork", "Kind", "Path", "Rule", "choose_path", "kind_of"]
+__all__ = ["Choice", "HostStep", "HostWork", "RuleName", "UpdatePath", "Rule", "choose_path", "kind_of"]
 
-Path = Literal["threads", "blocks", "plain", "compiled"]
+UpdatePath = Literal["threads", "blocks", "plain"]
 
-BLOCK_NUMEL = 256 * 1024  # smaller: Python is felt; larger: scratch and master leave the cache
+BLOCK_NUMEL = 256 * 1024  # smaller: Python's overhead shows; larger: scratch and master leave the cache
 TEAM_BLOCK_NUMEL = 1024 * 1024  # a block that all of torch's threads share
 PLAIN_NUMEL = 16 * 1024 * 1024  # bounds the scratch of the plain path to 64 MiB
 TRIAL_NUMEL = 8 * 1024 * 1024  # far larger than most caches
 TRIAL_ROUNDS = 3
-FALLBACK: Path = "threads"
 
 logger = logging.getLogger("shoal")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which path, and what was measured: milliseconds for ``TRIAL_NUMEL`` elements by path (median)."""
+    """The fastest path, and the median milliseconds of each for ``TRIAL_NUMEL`` elements."""
 
-    path: Path
-    milliseconds: Mapping[Path, float]
+    path: UpdatePath
+    milliseconds: Mapping[UpdatePath, float]
 
 
 class HostWork:
@@ -60,7 +56,7 @@ class HostWork:
         return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
-        """Block until all of it is done. Raises: what a thread raised, after all have ended."""
+        """Block until it is done. Raises: the first error of a thread, after all have ended."""
         problems = [part.exception() for part in self._parts]
         for problem in problems:
             if problem is not None:
@@ -71,9 +67,8 @@ class HostStep:
     """Updates ranges of master weights in host memory.
 
     Args:
-        path: "auto": the fastest of the paths without a compiler, by a measurement of well under a second, once in
-            this process for each rule and dtypes. "compiled": compiled when it is first needed, or by ``prepare``;
-            where that fails, one line says so and "threads" is used.
+        path: "auto": the fastest path, by a measurement of well under a second, once in this process for each rule and
+            dtypes.
         num_threads: None: as many as torch uses. "blocks" and "plain" always run on torch's.
         block_numel: elements of one thread's block.
 
@@ -82,7 +77,7 @@ class HostStep:
 
     def __init__(
         self,
-        path: Path | Literal["auto"] = "auto",
+        path: UpdatePath | Literal["auto"] = "auto",
         *,
         num_threads: int | None = None,
         block_numel: int = BLOCK_NUMEL,
@@ -92,7 +87,6 @@ class HostStep:
         self.block_numel = -(-block_numel // CUT_NUMEL) * CUT_NUMEL
         self._threads: HostThreads | None = None
         self._scratch: list[torch.Tensor] = []
-        self._failed: set[str] = set()
 
     @property
     def scratch_nbytes(self) -> int:
@@ -100,36 +94,9 @@ class HostStep:
         own = 0 if self._threads is None else self._threads.scratch_nbytes
         return own + sum(tensor.nbytes for tensor in self._scratch)
 
-    def prepare(
-        self,
-        kind: Kind,
-        hyper: Mapping[str, Any],
-        gradient: torch.dtype,
-        parameter: torch.dtype | None,
-        *,
-        step: float = 2,
-    ) -> Path:
-        """Do now what the first update would do: measure, or compile. Returns: the path that updates will take."""
-        return self._resolve(Rule.of(kind, hyper, step), gradient, parameter)[0]
-
-    def update(
-        self,
-        kind: Kind,
-        master: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-        gradient: torch.Tensor,
-        parameter: torch.Tensor | None,
-        hyper: Mapping[str, Any],
-        *,
-        step: float,
-        coefficient: float = 1.0,
-    ) -> None:
-        """Update one range, and return when it is done. Arguments as of ``start``."""
-        self.start(kind, master, states, gradient, parameter, hyper, step=step, coefficient=coefficient).wait()
-
     def start(
         self,
-        kind: Kind,
+        kind: RuleName,
         master: torch.Tensor,
         states: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
@@ -137,44 +104,36 @@ class HostStep:
         hyper: Mapping[str, Any],
         *,
         step: float,
-        coefficient: float = 1.0,
+        gradient_scale: float = 1.0,
         undo: Sequence[torch.Tensor] | None = None,
     ) -> HostWork:
         """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
 
         Args:
             master: fp32.
-            states: fp32, by the optimizer's names (``Rule.state_names``); others are not touched.
-            gradient: bf16, fp16 or fp32; left as it is.
-            parameter: takes the rounded master weights, bf16, fp16 or fp32; None: nothing does.
+            states: fp32, by the optimizer's names (``Rule.state_names``); others are ignored.
+            gradient: bf16, fp16 or fp32; not modified.
+            parameter: receives the rounded master weights, bf16, fp16 or fp32; None: no such copy.
             hyper: the optimizer's parameter group.
-            step: the number of this step of this range, from 1. The caller counts; SGD sets its momentum in step 1.
-            coefficient: the gradient is multiplied by it, in fp32 (clipping, loss scale).
-            undo: takes the master weights and the states (in the rule's order) as they were before; None: nothing
-                does. fp32.
+            step: the number of this step of this range, from 1, counted by the caller. SGD sets its momentum in step 1.
+            gradient_scale: factor of the gradient, applied in fp32 (clipping, loss scale).
+            undo: receives the old master weights and states (in the rule's order), fp32; None: no such copy.
 
-        Order: with the path "threads" it returns at once and updates run in the order they were started in, though the
-            end of one may overlap with the start of the next; with the others it returns when it is done.
-        Memory: nothing of the range's size, but for "plain".
-        Raises: OptimizerError: a rule that is not known, or tensors that do not fit.
+        Order: with the path "threads" it returns at once; updates run in the order in which they were started, and the
+            end of one may overlap with the start of the next. With the other paths it returns when the update is done.
+        Memory: none of the range's size, except for "plain".
+        Raises: OptimizerError: an unknown rule, or tensors that do not fit.
         """
         rule = Rule.of(kind, hyper, step)
         held = _check(rule, master, states, gradient, parameter)
         master, gradient = master.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
-        path, loop = self._resolve(rule, gradient.dtype, None if parameter is None else parameter.dtype)
+        path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
         if undo is not None:
             undo = [kept.detach() for kept in undo]
-        if loop is not None:
-            if undo is not None:
-                for kept, value in zip(undo, (master, *held), strict=True):
-                    kept.copy_(value)
-            if host_compiled.run(loop, rule, master, held, gradient, parameter, coefficient=coefficient):
-                return HostWork()
-            path = self._fall_back(rule, "torch.compile did not take these tensors")
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
         update = BlockedUpdate(
-            rule, master, held, gradient, parameter, coefficient=coefficient, block_numel=block, undo=undo
+            rule, master, held, gradient, parameter, gradient_scale=gradient_scale, block_numel=block, undo=undo
         )
         if path == "threads":
             if self._threads is None:
@@ -184,7 +143,7 @@ class HostStep:
         return HostWork()
 
     def close(self) -> None:
-        """End the threads, after what was started; give the scratch back."""
+        """Wait for started updates, end the threads, free the scratch."""
         if self._threads is not None:
             self._threads.close()
         self._threads = None
@@ -196,23 +155,10 @@ class HostStep:
             self._scratch = [torch.empty(numel) for _ in range(count)]
         return self._scratch[0], self._scratch[1] if needs_room else None
 
-    def _resolve(
-        self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None
-    ) -> tuple[Path, host_compiled.Loop | None]:
+    def _path_of(self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None) -> UpdatePath:
         if self.path == "auto":
-            return choose_path(rule.kind, gradient, parameter, self.num_threads).path, None
-        if self.path != "compiled":
-            return self.path, None
-        found = host_compiled.compiled_loop(host_compiled.Shape.of(rule, gradient, parameter, self.num_threads))
-        if not isinstance(found, str):
-            return "compiled", found
-        return self._fall_back(rule, found), None
-
-    def _fall_back(self, rule: Rule, reason: str) -> Path:
-        if reason not in self._failed:
-            self._failed.add(reason)
-            logger.warning("host optimizer: %s is not compiled, %r is used: %s", rule.kind, FALLBACK, reason)
-        return FALLBACK
+            return choose_path(rule.kind, gradient, parameter, self.num_threads).path
+        return self.path
 
 
 def _check(
@@ -250,14 +196,14 @@ def _check(
 
 
 @cache
-def choose_path(kind: Kind, gradient: torch.dtype, parameter: torch.dtype | None, num_threads: int) -> Choice:
-    """Measure the paths that need no compiler, in turn, and say which is fastest. Once in a process per arguments.
+def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | None, num_threads: int) -> Choice:
+    """Measure the paths in turn and say which is fastest. Once in a process per arguments.
 
     All of them give the same bits, so ranks may choose differently.
 
     Memory: ``TRIAL_NUMEL`` elements of everything, 240 MiB for AdamW in bf16, until it returns.
     """
-    paths: list[Path] = ["threads"]
+    paths: list[UpdatePath] = ["threads"]
     if num_threads == torch.get_num_threads():
         paths = ["threads", "blocks", "plain"] if num_threads > 1 else ["blocks", "plain"]
     hyper: dict[str, Any] = dict.fromkeys(NUMBERS[kind], 1e-3) | {"betas": (0.9, 0.99)}
@@ -266,13 +212,13 @@ def choose_path(kind: Kind, gradient: torch.dtype, parameter: torch.dtype | None
     master, states = tensors[0], dict(zip(names, tensors[1:], strict=True))
     grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient)
     params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter)
-    steps: dict[Path, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
-    times: dict[Path, list[float]] = {path: [] for path in paths}
+    steps: dict[UpdatePath, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
+    times: dict[UpdatePath, list[float]] = {path: [] for path in paths}
     try:
         for number in range(1 + TRIAL_ROUNDS):
             for path, step in steps.items():
                 begin = time.perf_counter()
-                step.update(kind, master, states, grads, params, hyper, step=2)
+                step.start(kind, master, states, grads, params, hyper, step=2).wait()
                 if number:
                     times[path].append(1e3 * (time.perf_counter() - begin))
     finally:

@@ -1,12 +1,12 @@
-"""One update cut into blocks that stay in cache: cast the gradient, run torch's kernel, cast the parameter.
+"""One update in blocks that stay in cache: cast the gradient, run torch's kernel, cast the parameter.
 
     memory   gradient (bf16)   master, moments (fp32)   parameter (bf16)
                  | read          | read    ^ written      ^ written
                  v               v         |              |
     cache    scratch (fp32) --> torch's kernel --> master, still in cache
 
-Any number of threads take blocks off one update, each the next one that nobody has: a thread that the machine holds up
-holds up one block.
+Any number of threads share one update; each takes the next block that no other thread has, so a delayed thread delays
+one block.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from shoal.optim.host_rules import Rule
 
 
 class BlockedUpdate:
-    """One update of one range, as blocks to be taken.
+    """One update of one range, as blocks for threads to take.
 
     Args:
         master: fp32. Shape: [numel].
         states: fp32, in the order of ``rule.state_names``. Each [numel].
-        gradient: bf16, fp16 or fp32, left as it is. Shape: [numel].
-        parameter: takes the rounded result; None: nothing does. Shape: [numel].
-        coefficient: the gradient is multiplied by it, in fp32.
+        gradient: bf16, fp16 or fp32, not modified. Shape: [numel].
+        parameter: receives the rounded result; None: no such copy. Shape: [numel].
+        gradient_scale: factor of the gradient, applied in fp32.
         block_numel: of one block; a multiple of ``CUT_NUMEL``.
-        undo: takes what master and states are before, block by block; None: nothing does. As master and states.
+        undo: receives the old master and states, block by block; None: no such copy. As master and states.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BlockedUpdate:
         gradient: torch.Tensor,
         parameter: torch.Tensor | None,
         *,
-        coefficient: float,
+        gradient_scale: float,
         block_numel: int,
         undo: Sequence[torch.Tensor] | None = None,
     ) -> None:
@@ -52,13 +52,13 @@ class BlockedUpdate:
         self._parameters = None if parameter is None else parameter.split(block_numel)
         self._undo = None if undo is None else list(zip(*(kept.split(block_numel) for kept in undo), strict=True))
         self._kernel = rule.kernel()
-        self._coefficient = coefficient
+        self._gradient_scale = gradient_scale
         self._is_cast = gradient.dtype != torch.float32
         self._next = itertools.count()
         self.num_blocks = len(self._masters) if master.numel() else 0
 
     def run(self, scratch: torch.Tensor, room: torch.Tensor | None) -> None:
-        """Take blocks until there are no more.
+        """Update blocks until none is left.
 
         Args:
             scratch, room: fp32, of at least a block each, this thread's own.
@@ -79,18 +79,18 @@ class BlockedUpdate:
                     self._parameters[index].copy_(master)
 
     def _load(self, gradient: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        if not self._is_cast and self._coefficient == 1.0:
+        if not self._is_cast and self._gradient_scale == 1.0:
             return gradient
         if gradient.numel() != scratch.numel():
             scratch = scratch[: gradient.numel()]
         if not self._is_cast:
-            return torch.mul(gradient, self._coefficient, out=scratch)
+            return torch.mul(gradient, self._gradient_scale, out=scratch)
         scratch.copy_(gradient)
-        return scratch if self._coefficient == 1.0 else scratch.mul_(self._coefficient)
+        return scratch if self._gradient_scale == 1.0 else scratch.mul_(self._gradient_scale)
 
 
 class HostThreads:
-    """Threads that each run torch's operations alone, without a team of their own.
+    """Threads that each run torch's operations without torch's intra-op threads.
 
     Memory: a thread's scratch, from its first update on.
     Raises: RuntimeError: no thread could be started.
@@ -107,11 +107,11 @@ class HostThreads:
             for done in [self._pool.submit(_stay_alone, together) for _ in range(num_threads)]:
                 done.result()
         finally:
-            # Besides the calling thread's own number torch keeps one for threads to come: give it back its value.
+            # torch also stores a number for future threads, which the pool's threads have set to 1: restore it.
             torch.set_num_threads(number)
 
     def start(self, update: BlockedUpdate, block_numel: int, needs_room: bool) -> list[Future[None]]:
-        """Let every thread take blocks of this update, after what was started before."""
+        """Let every thread take blocks of this update, after the updates started before."""
         count = min(self.num_threads, update.num_blocks)
         return [self._pool.submit(self._run, update, block_numel, needs_room) for _ in range(count)]
 
@@ -130,12 +130,12 @@ class HostThreads:
         return held[name]
 
     def close(self) -> None:
-        """End the threads when they have done what was started."""
+        """Wait for started updates and end the threads."""
         self._pool.shutdown()
 
 
 def _stay_alone(together: threading.Barrier) -> None:
-    # The first question fixes this thread's number to torch's own; only after it a setting lasts.
+    # The first call fixes this thread's number to torch's own; only a setting after it lasts.
     torch.get_num_threads()
     torch.set_num_threads(1)
-    together.wait()  # so that every thread of the pool has been here
+    together.wait()  # so that every thread of the pool runs this

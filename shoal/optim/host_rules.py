@@ -1,14 +1,15 @@
-"""The rules that the host's step knows, and torch's own kernel for each.
+"""The update rules of the CPU optimizer, and torch's kernel for each.
 
-    kind      state, one element per element       kernel
-    Adam      exp_avg, exp_avg_sq                  torch.optim.Adam(fused=True)
-    AdamW     exp_avg, exp_avg_sq                  torch.optim.AdamW(fused=True)
-    Adagrad   sum                                  torch.optim.Adagrad(fused=True)
-    SGD       momentum_buffer (with momentum)      torch.optim.SGD(fused=True)
-    Lion      exp_avg                              shoal.optim.lion.Lion
+    kind      state, one element per element       kernel, with ``fused=True``
+    Adam      exp_avg, exp_avg_sq                  torch._fused_adam_
+    AdamW     exp_avg, exp_avg_sq                  torch._fused_adamw_
+    Adagrad   sum                                  torch._fused_adagrad_
+    SGD       momentum_buffer (with momentum)      torch._fused_sgd_
+    Lion      exp_avg                              the operations of shoal.optim.lion.Lion
 
-With ``amsgrad`` Adam and AdamW have ``max_exp_avg_sq`` too. The kernels are those that the optimizers call, so a range
-updated here has the bits that the optimizer's ``step()`` gives it.
+With ``amsgrad`` Adam and AdamW have ``max_exp_avg_sq`` too. Without ``fused=True`` torch's optimizers round otherwise;
+their kernel is then the functional form that their ``step()`` calls (``torch.optim.adam.adam``). So a range updated
+here has the bits that the optimizer's ``step()`` gives it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,31 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from shoal.errors import OptimizerError
 from shoal.optim.lion import Lion
+from shoal.optim.whole import WholeTensorOptimizer
 
-Kind = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
-KINDS: tuple[Kind, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
+RuleName = Literal["Adam", "AdamW", "Adagrad", "Lion", "SGD"]
+KINDS: tuple[RuleName, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 
-# A vectorised kernel's last few elements (fewer than one vector) are computed one by one, and may round otherwise. Cuts
-# at multiples of this many elements leave them where an uncut range has them.
+# A vectorised kernel computes the last few elements (fewer than one vector) one by one and may round them otherwise.
+# Blocks that are multiples of this many elements have no such elements, but for the last block of a range.
 CUT_NUMEL = 64
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], None]
 """``kernel(master, gradient, states, room)``: update in place. All fp32, 1-D, of one length; ``room`` where
-``Rule.needs_room``. The gradient is left as it is."""
+``Rule.needs_room``. The gradient is not modified."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One step's rule with its numbers, as Python's floats."""
+    """One step's rule and its hyperparameters as Python floats."""
 
-    kind: Kind
+    kind: RuleName
     step: float  # of this step, from 1
     lr: float
     beta1: float = 0.0
@@ -52,16 +57,18 @@ class Rule:
     amsgrad: bool = False
     nesterov: bool = False
     maximize: bool = False
+    fused: bool = True
+    foreach: bool = False  # of an optimizer that is not fused
 
     @classmethod
-    def of(cls, kind: Kind, hyper: Mapping[str, Any], step: float) -> Rule:
-        """From a parameter group of the optimizer, whose other entries are not read.
+    def of(cls, kind: RuleName, hyper: Mapping[str, Any], step: float) -> Rule:
+        """The rule for a parameter group of the optimizer.
 
-        Raises: OptimizerError: not one of ``KINDS``, or a number of the group is missing.
+        Raises: OptimizerError: not one of ``KINDS``, or the group lacks a hyperparameter.
         """
         if kind not in KINDS:
             raise OptimizerError(
-                f"the host's step does not know the rule {kind!r}.",
+                f"the CPU optimizer has no rule {kind!r}.",
                 do=f"use one of {', '.join(KINDS)}, or leave the step to the optimizer.",
                 code="host-step-rule",
             )
@@ -76,6 +83,8 @@ class Rule:
                 code="host-step-rule",
             ) from problem
         flags = {key: bool(hyper.get(key, False)) for key in FLAGS[kind]}
+        if kind != "Lion":
+            flags |= {"fused": bool(hyper.get("fused", True)), "foreach": bool(hyper.get("foreach", False))}
         return cls(kind=kind, step=float(step), **numbers, **flags)
 
     @property
@@ -95,15 +104,12 @@ class Rule:
     def is_first(self) -> bool:
         return self.step <= 1
 
-    def nbytes_moved(self, gradient: torch.dtype, parameter: torch.dtype | None) -> int:
-        """Bytes per element that one pass reads and writes."""
-        sizes = [torch.empty((), dtype=dtype).element_size() for dtype in (gradient, parameter) if dtype is not None]
-        return 8 * (1 + len(self.state_names)) + sum(sizes)
-
     def kernel(self) -> Kernel:
-        """torch's own kernel with this step's numbers."""
+        """torch's kernel with this step's hyperparameters."""
         if self.kind == "Lion":
             return partial(_lion, self)
+        if not self.fused:
+            return partial(_unfused, self)
         step = torch.tensor(self.step)
         common: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay, "maximize": self.maximize}
         common |= {"grad_scale": None, "found_inf": None}
@@ -133,14 +139,14 @@ class Rule:
         )
 
 
-NUMBERS: dict[Kind, tuple[str, ...]] = {
+NUMBERS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("lr", "eps", "weight_decay"),
     "AdamW": ("lr", "eps", "weight_decay"),
     "Adagrad": ("lr", "eps", "weight_decay", "lr_decay"),
     "Lion": ("lr", "weight_decay"),
     "SGD": ("lr", "weight_decay", "momentum", "dampening"),
 }
-FLAGS: dict[Kind, tuple[str, ...]] = {
+FLAGS: dict[RuleName, tuple[str, ...]] = {
     "Adam": ("amsgrad", "maximize"),
     "AdamW": ("amsgrad", "maximize"),
     "Adagrad": ("maximize",),
@@ -167,23 +173,98 @@ def _lion(
     average.mul_(rule.beta2).add_(gradient, alpha=1 - rule.beta2)
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
-    """The rule that gives this optimizer's bits, or None: leave the step to the optimizer.
+def _unfused(
+    rule: Rule,
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Sequence[torch.Tensor],
+    room: torch.Tensor | None,
+) -> None:
+    """What ``step()`` of torch's optimizer calls without ``fused=True``."""
+    common: dict[str, Any] = {
+        "lr": rule.lr,
+        "weight_decay": rule.weight_decay,
+        "maximize": rule.maximize,
+        "foreach": rule.foreach,
+        "fused": False,
+    }
+    if rule.kind == "SGD":
+        sgd(
+            [master],
+            [gradient],
+            list(states) or [None],
+            momentum=rule.momentum,
+            dampening=rule.dampening,
+            nesterov=rule.nesterov,
+            **common,
+        )
+        return
+    before = torch.tensor(rule.step - 1)  # the function counts this step
+    if rule.kind == "Adagrad":
+        adagrad([master], [gradient], [states[0]], [before], lr_decay=rule.lr_decay, eps=rule.eps, **common)
+        return
+    adam(
+        [master],
+        [gradient],
+        [states[0]],
+        [states[1]],
+        list(states[2:]),
+        [before],
+        decoupled_weight_decay=rule.kind == "AdamW",
+        amsgrad=rule.amsgrad,
+        beta1=rule.beta1,
+        beta2=rule.beta2,
+        eps=rule.eps,
+        **common,
+    )
 
-    torch's optimizers give other bits without ``fused=True``; a class derived from one of them may do anything.
+
+def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
+    """The rule that gives this optimizer's bits; None: its own ``step()`` must run.
+
+    A class derived from one of torch's has none, since it may change the update.
     """
     if type(optimizer) is Lion:
         return "Lion"
-    kinds: dict[type, Kind] = {
+    kinds: dict[type, RuleName] = {
         torch.optim.Adam: "Adam",
         torch.optim.AdamW: "AdamW",
         torch.optim.Adagrad: "Adagrad",
         torch.optim.SGD: "SGD",
     }
     kind = kinds.get(type(optimizer))
-    if kind is None or not all(group.get("fused") for group in optimizer.param_groups):
+    if kind is None or not all(group.get("fused") or _is_plain(group) for group in optimizer.param_groups):
         return None
     if kind in ("Adam", "AdamW"):
         decoupled = {bool(group.get("decoupled_weight_decay", kind == "AdamW")) for group in optimizer.param_groups}
         return None if len(decoupled) > 1 else ("AdamW" if decoupled.pop() else "Adam")
     return kind
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Has a group without ``fused`` only Python numbers, whose arithmetic differs from that of tensors?"""
+    numbers = (group["lr"], *group.get("betas", ()))
+    is_graph = bool(group.get("capturable") or group.get("differentiable"))
+    return not is_graph and not any(isinstance(number, torch.Tensor) for number in numbers)
+
+
+def host_note(optimizer: torch.optim.Optimizer) -> str | None:
+    """A line for start-up where optimizer state lies in host memory and its update is not a fused kernel."""
+    name = type(optimizer).__name__
+    kind = kind_of(optimizer)
+    if kind is None:
+        own = (
+            f"{name}'s matrices are orthogonalized on the device, and the rest of its update runs on the host"
+            if isinstance(optimizer, WholeTensorOptimizer) and optimizer.moves_to_device
+            else f"{name}.step() runs on the host as it is"
+        )
+        return (
+            f"offload_optimizer: {own}; the step waits for it. The updates of {', '.join(KINDS)} run in threads "
+            "beside the device's work."
+        )
+    if kind != "Lion" and not all(group.get("fused") for group in optimizer.param_groups):
+        return (
+            f"offload_optimizer: {name} was built without fused=True, so the CPU optimizer uses torch's unfused "
+            "operations, which give the bits of its step(); fused=True takes about half the time."
+        )
+    return None

@@ -19,8 +19,8 @@ import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.optim.options import check_options
-from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, Plan, node_keys, partial_sums, plan_sums
-from shoal.optim.whole import Flat, Parts, Segment, WholeTensorOptimizer, chunks
+from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, SumTree, node_keys, partial_sums, plan_sums
+from shoal.optim.whole import Flat, ParameterPart, PartTable, WholeTensorOptimizer, chunks
 
 
 class Lamb(WholeTensorOptimizer):
@@ -66,18 +66,17 @@ class Lamb(WholeTensorOptimizer):
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
         }
-        self._plans: dict[Hashable, Plan] = {}
+        self._plans: dict[Hashable, SumTree] = {}
         super().__init__(params, defaults)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
     def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
-        """Update pieces.
+        """Update ranges.
 
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
-            each at
-        its edges; and that of ``Parts``, where the pieces do not say where parameters lie.
+            each at its edges; and that of ``PartTable``, where the ranges do not say where parameters lie.
         Memory: scratch of 2^16 elements (CPU) or 2^24 (GPU), a few times.
         """
         if not flats:
@@ -87,48 +86,48 @@ class Lamb(WholeTensorOptimizer):
             _descend(flat, ratio)
 
     def _ratios_alone(self, flats: Sequence[Flat]) -> list[torch.Tensor]:
-        """Trust ratios of each piece's segments, which are whole parameters."""
+        """Trust ratios of each range's parts, which are whole parameters."""
         ratios = []
         for flat in flats:
-            nodes = [node for segment in flat.segments for node in _advance(flat, segment)]
+            nodes = [node for part in flat.parts for node in _advance(flat, part)]
             ratios.append(_trust_ratios(torch.stack(nodes), flat.group) if nodes else torch.ones(0))
         return ratios
 
     def _ratios_shared(self, flats: Sequence[Flat], comm: Communicator) -> list[torch.Tensor]:
-        """Trust ratios of each piece's segments, by one exchange of partial sums."""
-        device = flats[0].weight.device
-        parts = Parts(flats, comm)
-        numels = [shape.numel() for shape in parts.shapes]
-        plan = self._plans.get(parts.key)
+        """Trust ratios of each range's parts, by one exchange of partial sums."""
+        device, home = flats[0].device, flats[0].weight.device
+        table = PartTable(flats, comm)
+        numels = [shape.numel() for shape in table.shapes]
+        plan = self._plans.get(table.key)
         if plan is None:
-            plan = self._plans[parts.key] = plan_sums([parts.of(rank) for rank in range(comm.size)], numels, device)
-        own, zero = parts.of(comm.rank), torch.zeros(2, device=device)
+            plan = self._plans[table.key] = plan_sums([table.of(rank) for rank in range(comm.size)], numels, device)
+        own, zero = table.of(comm.rank), torch.zeros(2, device=home)
         nodes, number = [], 0
         for flat in flats:
-            held = {segment.parameter: segment for segment in flat.segments}
+            held = {part.parameter: part for part in flat.parts}
             for index in range(len(flat.shapes)):
                 if index in held:
                     nodes += _advance(flat, held[index])
-                else:  # left alone in this step: it counts as zero on every rank
+                else:  # not updated in this step: it counts as zero on every rank
                     nodes += [zero] * len(node_keys(*own[number], numels[number]))
                 number += 1
         nodes += [zero] * (plan.width - len(nodes))
-        answers = comm.exchange(torch.stack(nodes).view(-1), label="lamb.norms").wait()
-        squares = plan.finish(answers.view(comm.size, plan.width, 2))
+        answers = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms").wait()
+        squares = plan.finish(answers.view(comm.size, plan.width, 2)).to(home)
         ratios, begin = [], 0
         for flat in flats:
             ratio = _trust_ratios(squares[begin : begin + len(flat.shapes)], flat.group)
-            ratios.append(ratio[[segment.parameter for segment in flat.segments]])
+            ratios.append(ratio[[part.parameter for part in flat.parts]])
             begin += len(flat.shapes)
         return ratios
 
 
-def _advance(flat: Flat, segment: Segment) -> list[torch.Tensor]:
-    """Move the averages of one segment on, and give the partial sums of squares of w and u. Shape: [2] each."""
+def _advance(flat: Flat, part: ParameterPart) -> list[torch.Tensor]:
+    """Update the averages of one part, and return the partial sums of squares of w and u. Shape: [2] each."""
     gradient, group = flat.gradient, flat.group
     assert gradient is not None
     beta1, beta2 = group["betas"]
-    shift = segment.start - segment.offset
+    shift = part.start - part.offset
 
     def fill(begin: int, end: int) -> torch.Tensor:
         here = slice(begin + shift, end + shift)
@@ -141,13 +140,11 @@ def _advance(flat: Flat, segment: Segment) -> list[torch.Tensor]:
         return squares
 
     level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
-    return partial_sums(segment.offset, segment.offset + segment.numel, segment.shape.numel(), fill, level)
+    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), fill, level)
 
 
 def _direction(flat: Flat, here: slice) -> torch.Tensor:
-    """``u`` of a range of the piece. Computed twice in a step rather than kept: scratch stays small. Shape: [stop -
-    start].
-    """
+    """``u`` of some elements. Computed twice in a step, not stored: scratch stays small. Shape: [stop - start]."""
     group = flat.group
     square = flat.state["exp_avg_sq"][here]
     scale = (square + group["eps"]).sqrt_() if group["eps_inside_sqrt"] else square.sqrt().add_(group["eps"])
@@ -165,13 +162,13 @@ def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 
 
 def _descend(flat: Flat, ratios: torch.Tensor) -> None:
-    """Step along ``u``. ``ratios`` has one entry per segment."""
+    """Step along ``u``. ``ratios`` has one entry per part."""
     group = flat.group
     beta1, beta2 = group["betas"]
-    for index, (segment, step) in enumerate(zip(flat.segments, flat.count(), strict=True)):
+    for index, (part, step) in enumerate(zip(flat.parts, flat.count(), strict=True)):
         factor: Any = ratios[index] * group["lr"]
         if group["bias_correction"]:
             factor = factor * ((1 - beta2**step).sqrt() / (1 - beta1**step))
-        for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+        for begin, end in chunks(part.start, part.stop, flat.weight.device):
             here = slice(begin, end)
             flat.weight[here].sub_(_direction(flat, here).mul_(factor))

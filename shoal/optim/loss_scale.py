@@ -1,5 +1,4 @@
-"""The loss scale of fp16: a small state machine that every rank runs with the same answers, so that all agree without
-a message.
+"""The loss scale of fp16: a small state machine. Every rank runs it on the same inputs, so all have the same scale.
 
     clean step   window clean steps since the last overflow or growth?  -> GROWN: scale * 2, hysteresis refilled
                  else                                                   -> KEPT
@@ -98,7 +97,7 @@ class LossScale:
 
     @property
     def iteration(self) -> int:
-        """Steps that it was told of."""
+        """Steps counted so far."""
         return self._iteration
 
     def update(self, overflow: bool) -> Event:

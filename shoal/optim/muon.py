@@ -25,16 +25,16 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
 from shoal.optim.options import check_options
 from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
-from shoal.optim.whole import Flat, Part, Parts, Segment, WholeTensorOptimizer, chunks
+from shoal.optim.whole import Flat, Interval, ParameterPart, PartTable, WholeTensorOptimizer, chunks
 
 ALIGNMENT = 64  # elements
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Who orthogonalises which matrix, and where parts and results lie in the gathered buffers."""
+    """Which rank orthogonalises which matrix, and where parts and results lie in the gathered buffers."""
 
-    parts: tuple[tuple[Part, ...], ...]  # [rank][matrix]
+    parts: tuple[tuple[Interval, ...], ...]  # [rank][matrix]
     places: tuple[tuple[int, ...], ...]  # [rank][matrix]: of its part, in the rank's shard of the gathered updates
     shard_numel: int
     owners: tuple[int, ...]  # [matrix]
@@ -42,7 +42,7 @@ class Sharing:
     result_numel: int
 
 
-def share_out(parts: Sequence[Sequence[Part]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
+def share_out(parts: Sequence[Sequence[Interval]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
     """Give each matrix to the rank with least to do, the costliest matrices first. Pure arithmetic, the same on
     every rank.
     """
@@ -79,8 +79,13 @@ class Muon(WholeTensorOptimizer):
         momentum, nesterov, ns_method, ns_steps: of the Muon groups.
         betas, eps: of the AdamW groups.
 
+    Where weights and momentum lie in host memory, momentum is updated there, and matrices are gathered and
+    orthogonalised on the device.
+
     Raises: OptimizerError: a number outside its range, or a parameter with fewer than two dims in a Muon group.
     """
+
+    moves_to_device = True
 
     def __init__(
         self,
@@ -140,12 +145,12 @@ class Muon(WholeTensorOptimizer):
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
     def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
-        """Update pieces.
+        """Update ranges.
 
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
-            bits on GPUs),
-        each about (size - 1) / size of the matrices' elements received per rank; and the exchange of ``Parts``.
-        Memory: both gathered, kept between steps.
+            bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
+            of ``PartTable``.
+        Memory: both gathered, on the device, kept between steps.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -160,30 +165,30 @@ class Muon(WholeTensorOptimizer):
 
     def _update_alone(self, flats: Sequence[Flat]) -> None:
         for flat in flats:
-            for segment in flat.segments:
-                update = torch.empty(segment.numel, dtype=torch.float32, device=flat.weight.device)
-                _momentum(flat, segment, update)
-                _descend(flat, segment, _orthogonalized(update, segment.shape, flat.group))
+            for part in flat.parts:
+                update = torch.empty(part.numel, dtype=torch.float32, device=flat.device)
+                _momentum(flat, part, update)
+                _descend(flat, part, _orthogonalized(update, part.shape, flat.group))
 
     def _update_shared(self, flats: Sequence[Flat], comm: Communicator) -> None:
-        parts = Parts(flats, comm)
-        sharing = self._sharings.get(parts.key)
+        table = PartTable(flats, comm)
+        sharing = self._sharings.get(table.key)
         if sharing is None:
-            ranks = [parts.of(rank) for rank in range(comm.size)]
-            sharing = self._sharings[parts.key] = share_out(ranks, parts.shapes, flats[0].group["ns_steps"])
+            ranks = [table.of(rank) for rank in range(comm.size)]
+            sharing = self._sharings[table.key] = share_out(ranks, table.shapes, flats[0].group["ns_steps"])
         numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
-        device = flats[0].weight.device
+        device = flats[0].device
 
         updates = self._buffer(comm, "updates", sharing.shard_numel, torch.float32, device)
         own = updates.shard(comm.rank)
         for number, (flat, index) in enumerate(numbered):
             low, high = sharing.parts[comm.rank][number]
             place = own[sharing.places[comm.rank][number] :][: high - low]
-            segment = _segment_of(flat, index)
-            if segment is None:
-                place.zero_()  # left alone in this step
+            part = _part_of(flat, index)
+            if part is None:
+                place.zero_()  # not updated in this step
             else:
-                _momentum(flat, segment, place)
+                _momentum(flat, part, place)
         updates.gather("muon.updates")
 
         dtype = compute_dtype(flats[0].group["ns_method"], device)
@@ -191,8 +196,8 @@ class Muon(WholeTensorOptimizer):
         for number, (flat, _) in enumerate(numbered):
             if sharing.owners[number] != comm.rank:
                 continue
-            shape = parts.shapes[number]
-            whole = torch.empty(shape.numel(), dtype=torch.float32, device=device)
+            shape = table.shapes[number]
+            whole = own.new_empty(shape.numel())
             for rank, row in enumerate(sharing.parts):
                 low, high = row[number]
                 whole[low:high] = updates.shard(rank)[sharing.places[rank][number] :][: high - low]
@@ -201,10 +206,10 @@ class Muon(WholeTensorOptimizer):
         results.gather("muon.results")
 
         for number, (flat, index) in enumerate(numbered):
-            segment = _segment_of(flat, index)
-            if segment is not None:
-                place = results.shard(sharing.owners[number])[sharing.results[number] + segment.offset :]
-                _descend(flat, segment, place[: segment.numel])
+            part = _part_of(flat, index)
+            if part is not None:
+                place = results.shard(sharing.owners[number])[sharing.results[number] + part.offset :]
+                _descend(flat, part, place[: part.numel])
 
     def _buffer(
         self, comm: Communicator, use: str, shard_numel: int, dtype: torch.dtype, device: torch.device
@@ -249,8 +254,8 @@ class _Buffer:
             self._work = None
 
 
-def _segment_of(flat: Flat, index: int) -> Segment | None:
-    return next((segment for segment in flat.segments if segment.parameter == index), None)
+def _part_of(flat: Flat, index: int) -> ParameterPart | None:
+    return next((part for part in flat.parts if part.parameter == index), None)
 
 
 def _as_matrices(shape: torch.Size) -> tuple[int, int, int]:
@@ -273,37 +278,41 @@ def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, An
     return orthogonalize(update.view(_as_matrices(shape)).squeeze(0), group["ns_method"], group["ns_steps"]).reshape(-1)
 
 
-def _momentum(flat: Flat, segment: Segment, out: torch.Tensor) -> None:
-    """Move a segment's momentum on and write the direction into ``out``. Shape: [segment numel]."""
+def _momentum(flat: Flat, part: ParameterPart, out: torch.Tensor) -> None:
+    """Update a part's momentum and write the direction into ``out``. Shape: [part numel]."""
     assert flat.gradient is not None
-    beta = flat.group["momentum"]
-    for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+    target, beta = out, flat.group["momentum"]
+    if out.device != flat.weight.device:
+        out = torch.empty_like(out, device=flat.weight.device)
+    for begin, end in chunks(part.start, part.stop, flat.weight.device):
         grad = flat.gradient[begin:end].to(flat.weight.dtype)
         average = flat.state["momentum_buffer"][begin:end]
         average.mul_(beta).add_(grad, alpha=1 - beta)
         direction = average * beta + grad * (1 - beta) if flat.group["nesterov"] else average
-        out[begin - segment.start : end - segment.start] = direction
+        out[begin - part.start : end - part.start] = direction
+    if out is not target:
+        target.copy_(out)
 
 
-def _descend(flat: Flat, segment: Segment, direction: torch.Tensor) -> None:
+def _descend(flat: Flat, part: ParameterPart, direction: torch.Tensor) -> None:
     group = flat.group
-    _, rows, columns = _as_matrices(segment.shape)
+    _, rows, columns = _as_matrices(part.shape)
     scale = max(1.0, rows / max(columns, 1)) ** 0.5
-    weight = flat.weight[segment.start : segment.stop]
+    weight = flat.weight[part.start : part.stop]
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.sub_(direction.to(weight.dtype) * (group["lr"] * scale))
+    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # 16 bits cross to the host
 
 
 def _adamw(flat: Flat) -> None:
-    """AdamW on the segments. Source: Loshchilov and Hutter, arXiv:1711.05101."""
+    """AdamW on the parts. Source: Loshchilov and Hutter, arXiv:1711.05101."""
     group = flat.group
     beta1, beta2 = group["betas"]
-    for segment, step in zip(flat.segments, flat.count(), strict=True):
+    for part, step in zip(flat.parts, flat.count(), strict=True):
         assert flat.gradient is not None
         size = group["lr"] / (1 - beta1**step)
         root = (1 - beta2**step).sqrt()
-        for begin, end in chunks(segment.start, segment.stop, flat.weight.device):
+        for begin, end in chunks(part.start, part.stop, flat.weight.device):
             grad = flat.gradient[begin:end].to(flat.weight.dtype)
             average, square = flat.state["exp_avg"][begin:end], flat.state["exp_avg_sq"][begin:end]
             average.mul_(beta1).add_(grad, alpha=1 - beta1)

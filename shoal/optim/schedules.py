@@ -22,10 +22,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
-
+from shoal.config.types import NOT_FROM_JSON, torch_schedules
 from shoal.errors import OptimizerError
-from shoal.optim.named import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, nearest, problems_with
 from shoal.optim.schedule import Schedule, torch_optimizer
 
 WarmupType = Literal["log", "linear"]
@@ -335,13 +334,6 @@ _OWN: dict[str, type[Schedule]] = {
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
 }
-_NOT_FROM_JSON = {
-    "LambdaLR": "its rate is a Python function",
-    "MultiplicativeLR": "its rate is a Python function",
-    "SequentialLR": "it is made of other schedules",
-    "ChainedScheduler": "it is made of other schedules",
-    "ReduceLROnPlateau": "its step() needs a metric",
-}
 
 
 def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
@@ -361,9 +353,9 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
             do=f"use one of: {', '.join([*VALID_LR_SCHEDULES, *theirs])}.",
             code="schedule-name",
         )
-    if canonical in _NOT_FROM_JSON:
+    if canonical in NOT_FROM_JSON:
         raise OptimizerError(
-            f"schedule {canonical!r} cannot come from a configuration: {_NOT_FROM_JSON[canonical]}.",
+            f"schedule {canonical!r} cannot come from a configuration: {NOT_FROM_JSON[canonical]}.",
             where="scheduler.type",
             do="make it in Python and pass it to initialize() as lr_scheduler.",
             code="schedule-name",
@@ -382,16 +374,3 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
         if isinstance(problem, OptimizerError):
             raise
         raise OptimizerError(f"{type(problem).__name__}: {problem}", where=where, code="schedule-params") from problem
-
-
-def torch_schedules() -> dict[str, type]:
-    """The schedules of the installed torch, by name."""
-    module = torch.optim.lr_scheduler
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, type)
-        and issubclass(value, module.LRScheduler)
-        and value is not module.LRScheduler
-        and not name.startswith("_")
-    }

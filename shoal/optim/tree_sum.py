@@ -103,7 +103,7 @@ def partial_sums(
 
 
 @dataclass(frozen=True)
-class Plan:
+class SumTree:
     """How the nodes that all ranks sent are added up to one sum for each parameter.
 
     A rank's vector has ``width`` places. ``pairs`` are rounds of additions: the sums of a round are appended to the
@@ -123,8 +123,8 @@ class Plan:
         return values[self.roots]
 
 
-def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int], device: torch.device) -> Plan:
-    """Plan the additions for parameters that ranks hold in ``parts[rank][parameter]``.
+def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int], device: torch.device) -> SumTree:
+    """SumTree the additions for parameters that ranks hold in ``parts[rank][parameter]``.
 
     A rank's vector holds, parameter by parameter, the nodes of its part. A parameter that no rank holds sums to zero.
 
@@ -165,4 +165,4 @@ def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int],
         if left:
             rounds.append((torch.tensor(left, device=device), torch.tensor(right, device=device)))
     roots = [held.get((height(numel), 0), zero) if numel else zero for held, numel in zip(nodes, numels, strict=True)]
-    return Plan(width, tuple(rounds), torch.tensor(roots, device=device))
+    return SumTree(width, tuple(rounds), torch.tensor(roots, device=device))

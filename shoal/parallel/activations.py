@@ -1,12 +1,12 @@
-"""What autograd keeps of a block for its backward pass rests in host memory: nothing is computed again.
+"""Activation offload: the tensors that autograd saves in a block are stored in host memory; nothing is recomputed.
 
     forward    block 0       block 1       block 2       ...
-    copies     [0 leaves]    [1 leaves]    [2 leaves]
+    copies     [0 to host]   [1 to host]   [2 to host]
     device     0             0, 1          1, 2
 
-Copies run beside the device's work; in the backward pass a block's tensors return while the block after it runs. What
-is kept outside of blocks stays on the device, and so do parameters. In a block that is recomputed, its inputs are
-what is kept, at the place that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
+Copies run beside the device's work; in the backward pass a block's tensors are fetched while the block after it runs.
+Tensors saved outside of blocks, and parameters, stay on the device. A recomputed block saves its inputs only, in the
+store that ``activation_checkpointing`` names. Inside compiled code the compiler decides.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from torch import nn
 
 from shoal.device import in_backward
 from shoal.errors import ModelError, UsageError
-from shoal.memory.placement import Tier
 from shoal.memory.stream_copies import copies_of as stream_copies_of
-from shoal.parallel.kept import Form, Kept, KeptInPlace, Segment
-from shoal.parallel.on_host import CopiesOf, OnHost
+from shoal.parallel.cpu_offload import CopiesOf, HostStore
 from shoal.parallel.recompute_blocks import RecomputedBlocks, recompute_blocks
-from shoal.parallel.saved_inputs import Packed, SavedInputs
+from shoal.parallel.saved_tensors import Form, ForwardCall, InPlaceTensor, Packed, SavedTensor, SavedTensors
+from shoal.sharding.placement import Tier
 
-LEAST_NBYTES = 4096  # smaller tensors cost more to copy than to keep
+LEAST_NBYTES = 4096  # a smaller tensor costs more to copy than it saves
 
 
-class _WithinBytes(OnHost):
-    """Keeps small tensors, and those beyond a number of bytes, where they are."""
+class _LimitedHostStore(HostStore):
+    """Leaves small tensors, and those beyond a number of bytes, where they are."""
 
     def __init__(self, copies_of: CopiesOf, max_nbytes: int | None) -> None:
         super().__init__(copies_of)
         self._max_nbytes = max_nbytes
         self.num_moved_nbytes = 0  # in this forward pass
 
-    def keep(self, tensor: torch.Tensor, segment: Segment) -> Kept:
+    def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
         nbytes = Form.of(tensor).nbytes
         is_over = self._max_nbytes is not None and self.num_moved_nbytes + nbytes > self._max_nbytes
         if nbytes < LEAST_NBYTES or is_over:
-            return KeptInPlace(tensor, Tier.DEVICE)
+            return InPlaceTensor(tensor, Tier.DEVICE)
         self.num_moved_nbytes += nbytes
-        return super().keep(tensor, segment)
+        return super().store(tensor, call)
 
 
 class HostActivations:
-    """Keeps the activations of a model's blocks in host memory, until ``remove()``.
+    """Stores the activations of a model's blocks in host memory, until ``remove()``.
 
     Args:
-        max_nbytes: most bytes that leave in one forward pass, those of the first blocks; None: all.
+        max_nbytes: most bytes that are offloaded in one forward pass, those of the first blocks; None: all.
         copies_of: makes the copies between a device and the host.
 
     Memory: on the device the activations of two blocks; on the host those of all.
@@ -59,12 +58,12 @@ class HostActivations:
     def __init__(
         self, model: nn.Module, *, max_nbytes: int | None = None, copies_of: CopiesOf = stream_copies_of
     ) -> None:
-        self._place = _WithinBytes(copies_of, max_nbytes)
-        self._saved = SavedInputs(self._place)
+        self._store = _LimitedHostStore(copies_of, max_nbytes)
+        self._saved = SavedTensors(self._store)
         self._seen: set[str] = set()
         try:
             self._blocks = recompute_blocks(model, recompute=self)
-        except ModelError:  # no list of alike blocks: the model's parts are its blocks
+        except ModelError:  # no list of alike blocks: the model's children are its blocks
             self._blocks = RecomputedBlocks(dict(_parts(model, "")), self)
         modules = dict(model.named_modules())
         self._modules = {name: modules[name] for name in self._blocks.names}
@@ -88,17 +87,17 @@ class HostActivations:
         self._blocks.remove()
 
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``function(*args, **kwargs)``; what autograd keeps of it rests on the host."""
+        """``function(*args, **kwargs)``; the tensors that autograd saves are stored on the host."""
         if not torch.is_grad_enabled() or in_backward():
             return function(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler decides what is kept
+        if torch.compiler.is_compiling():  # the compiler decides what is saved
             return function(*args, **kwargs)
         return self._run(name, function, args, kwargs)
 
     def _run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in self._seen:  # another forward pass
             self._seen.clear()
-            self._place.num_moved_nbytes = 0
+            self._store.num_moved_nbytes = 0
         self._seen.add(name)
         pack, unpack = self._saved.hooks()
         own = {parameter.untyped_storage()._cdata for parameter in self._modules[name].parameters()}
@@ -114,7 +113,7 @@ class HostActivations:
                 return unpack(packed)
             except UsageError as error:
                 raise UsageError(
-                    f"an activation of {name!r} was changed in place after autograd kept it: {error.what}",
+                    f"an activation of {name!r} was changed in place after autograd saved it: {error.what}",
                     do="write x = x + y instead of x += y for what a later operation reads.",
                     code="activation-changed",
                 ) from None

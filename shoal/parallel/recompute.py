@@ -1,10 +1,10 @@
-"""Activation recompute under DeepSpeed's names: which functions are run again in the backward pass, and what they keep.
+"""Activation recompute under DeepSpeed's names: which functions run again in the backward pass, and what they save.
 
 from shoal.parallel import recompute
 x = recompute.checkpoint(block, x, mask=mask)
 
-The configuration belongs to the world that the caller is in; without one, inputs stay where they are. The engine makes
-it from ``activation_checkpointing`` (``install``); ``configure`` replaces it for later calls of ``checkpoint``.
+Each world has its configuration; without one, inputs stay where they are. The engine makes it from
+``activation_checkpointing`` (``install``); ``configure`` replaces it for later calls of ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def uninstall(recompute: Recompute, world: World) -> None:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, without keeping what the backward pass needs: it is computed again.
+    """``function(*args, **kwargs)``, without saving what the backward pass needs: it is computed again.
 
     Args:
         function: run twice; the second time with the same inputs, random states and autocast.
@@ -106,8 +106,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Returns: what the function gives.
     Raises: UsageError: an input was changed in place before the backward pass, or ``use_reentrant=True``.
-    Memory: the tensors among the arguments, and in tuples among them, until the backward pass; where they rest the
-        configuration says. Inside another segment nothing is kept. Without gradients (``torch.no_grad``) nothing is.
+    Memory: the tensors among the arguments, and in tuples among them, until the backward pass; the configuration says
+        where. Nothing is saved inside another segment or without gradients (``torch.no_grad``).
     Communicates: what the function does, a second time; with partitioned inputs an all_gather of each.
     """
     if torch.compiler.is_compiling() and _registry.is_plain:
@@ -126,7 +126,7 @@ def checkpoint_wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(function, *args, **kwargs)
 
-    # As functools.wraps does, for whoever unwraps it; mypy knows no such attribute of a function.
+    # As functools.wraps sets it; mypy knows no such attribute of a function.
     recomputed.__wrapped__ = function  # type: ignore[attr-defined]
     recomputed.__qualname__ = getattr(function, "__qualname__", type(function).__qualname__)
     return recomputed
@@ -153,13 +153,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say what ``checkpoint`` does with the inputs that it keeps. Arguments win over the config.
+    """Set what ``checkpoint`` does with the inputs that it saves. Arguments win over the config.
 
     Args:
         mpu_: says how many model-parallel ranks there are.
         deepspeed_config: whose section ``activation_checkpointing`` counts: a path, a dict, JSON text, or what
             ``shoal.config.load`` gave; None: the defaults.
-        partition_activations: each model-parallel rank keeps its share; no effect with one such rank.
+        partition_activations: each model-parallel rank stores its share; no effect with one such rank.
         contiguous_checkpointing: no effect: saved inputs are left to the allocator, which reuses its blocks.
         num_checkpoints: no effect: no memory is reserved in advance.
         checkpoint_in_cpu: in host memory.
@@ -172,19 +172,19 @@ def configure(
     if deepspeed_config is not None:
         config = deepspeed_config
         if not isinstance(config, Config):
-            config = load(config, world_size=current_world().size)
+            config = load(config, world_size=current_world().size, replaced=("optimizer", "scheduler"))
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
         has_contiguous = section.contiguous_memory_optimization
         reserved, is_synchronized = section.number_checkpoints, section.synchronize_checkpoint_boundary
     settings = RecomputeSettings(
-        is_on_host=settings.is_on_host if checkpoint_in_cpu is None else checkpoint_in_cpu,
-        is_in_parts=settings.is_in_parts if partition_activations is None else partition_activations,
+        is_offloaded=settings.is_offloaded if checkpoint_in_cpu is None else checkpoint_in_cpu,
+        is_partitioned=settings.is_partitioned if partition_activations is None else partition_activations,
         has_times=settings.has_times if profile is None else profile,
         operations=settings.operations,
     )
     degree, _ = _model_parallel(mpu_)
-    if settings.is_in_parts and degree > 1:
+    if settings.is_partitioned and degree > 1:
         raise NotBuiltError(
             f"partition_activations with {degree} model-parallel ranks: tensor parallelism is not built yet.",
             do="leave partition_activations out; checkpoint_in_cpu saves more device memory.",
@@ -207,14 +207,14 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give back device memory of copies under way. Call it after forward passes that no backward pass follows."""
+    """Free device memory of copies under way. Call it after forward passes that no backward pass follows."""
     current_recompute().reset()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Change ``partition_activations`` and nothing else; no effect with one model-parallel rank."""
     before = current_recompute()
-    settings = dataclasses.replace(before.settings, is_in_parts=partition_activation)
+    settings = dataclasses.replace(before.settings, is_partitioned=partition_activation)
     recompute = Recompute(settings, rng=before.rng if before is not _registry.unconfigured else None)
     _install_here(recompute, recompute.notes())
 

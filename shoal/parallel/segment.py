@@ -1,10 +1,10 @@
-"""Runs functions whose intermediate results are not kept: the backward pass computes them again from their inputs.
+"""Activation recompute: run a function without saving its intermediate results, and again in the backward pass.
 
-    forward    inputs -> function -> outputs          kept: the inputs, at the place that the settings name
+    forward    inputs -> function -> outputs          saved: the inputs, in the store that the settings name
     backward   inputs -> function -> intermediate results -> gradients
 
-The recomputation itself is torch's (``torch.utils.checkpoint``, the kind that does not run a backward pass inside
-another). Shoal's own are the places of the inputs, their accounts, the random states, and the times.
+The recomputation itself is torch's (``torch.utils.checkpoint`` with ``use_reentrant=False``). Shoal adds the stores of
+the inputs, byte counts, RNG states, and times. A *segment* is one function that is recomputed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import UsageError
-from shoal.memory.placement import Tier
 from shoal.memory.stream_copies import copies_of as stream_copies_of
-from shoal.parallel.in_parts import InParts
-from shoal.parallel.kept import InPlace, Place
-from shoal.parallel.on_host import CopiesOf, OnHost
+from shoal.parallel.cpu_offload import CopiesOf, HostStore
+from shoal.parallel.partitioned import PartitionedStore
 from shoal.parallel.rng_tracker import RngTracker
-from shoal.parallel.saved_inputs import SavedInputs
+from shoal.parallel.saved_tensors import InPlaceStore, SavedTensors, TensorStore
 from shoal.parallel.segment_times import SegmentTimes
 from shoal.parallel.selective import ContextFn, Contexts, contexts_keeping, operations_of
+from shoal.sharding.placement import Tier
 
 logger = logging.getLogger("shoal")
 
@@ -41,7 +40,7 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 OPTIONS = ("use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "early_stop")
 
-# Inside a segment: what is saved for a segment in it is the outer one's to recompute, not to be kept.
+# Inside a segment: the outer segment recomputes what an inner segment would save.
 _is_inside: ContextVar[bool] = ContextVar("is_inside_segment", default=False)
 _scoped: ContextVar[Recompute | None] = ContextVar("scoped_recompute", default=None)
 
@@ -51,14 +50,14 @@ class RecomputeSettings:
     """What ``activation_checkpointing`` asks for.
 
     Args:
-        is_on_host: saved inputs rest in host memory.
-        is_in_parts: each rank of the model-parallel axis keeps its share of them.
+        is_offloaded: saved inputs are stored in host memory.
+        is_partitioned: each rank of the model-parallel axis stores its share of them.
         has_times: segments are timed.
-        operations: whose outputs are kept too, so that they are not run again; torch's names.
+        operations: whose outputs are saved too, so that they are not run again; torch's names.
     """
 
-    is_on_host: bool = False
-    is_in_parts: bool = False
+    is_offloaded: bool = False
+    is_partitioned: bool = False
     has_times: bool = False
     operations: tuple[str, ...] = ()
 
@@ -91,18 +90,18 @@ class Recompute:
         self.rng = rng or RngTracker()
         self.times = SegmentTimes()
         self.num_segments = 0  # outermost ones, run forward with gradients
-        place: Place = OnHost(copies_of) if self.settings.is_on_host else InPlace()
-        self.is_in_parts = self.settings.is_in_parts and model_parallel is not None and model_parallel.size > 1
-        if self.is_in_parts:
+        store: TensorStore = HostStore(copies_of) if self.settings.is_offloaded else InPlaceStore()
+        self.is_partitioned = self.settings.is_partitioned and model_parallel is not None and model_parallel.size > 1
+        if self.is_partitioned:
             assert model_parallel is not None
-            place = InParts(model_parallel, place)
-        self._saved = SavedInputs(place)
+            store = PartitionedStore(model_parallel, store)
+        self._saved = SavedTensors(store)
         self._contexts = contexts_keeping(self.settings.operations) if self.settings.operations else None
-        self.is_plain = self.settings == RecomputeSettings()  # a compiler can do it all by itself
+        self.is_plain = self.settings == RecomputeSettings()  # a compiler needs nothing of Shoal's
         self._run_uncompiled = None if self.is_plain else untraced(self._run)
-        self._has_told_of_compilers = False
+        self._has_warned_of_compilers = False
 
-    # what it holds
+    # memory
 
     @property
     def saved_bytes(self) -> int:
@@ -118,12 +117,12 @@ class Recompute:
         return self._saved.peak_nbytes
 
     def saved_bytes_by_tier(self) -> dict[Tier, int]:
-        """``saved_bytes``, by where they rest."""
+        """``saved_bytes``, by tier."""
         return self._saved.nbytes_by_tier()
 
     def notes(self) -> list[str]:
-        """Lines for start-up: what was asked for without effect."""
-        if self.settings.is_in_parts and not self.is_in_parts:
+        """Lines for start-up: settings without effect."""
+        if self.settings.is_partitioned and not self.is_partitioned:
             return [
                 "partition_activations: no effect, because there is one model-parallel rank: no other has the same"
                 " activations."
@@ -131,7 +130,7 @@ class Recompute:
         return []
 
     def unused_note(self) -> str | None:
-        """A line for after the first step, where settings wait for segments and none ever ran."""
+        """A line for after the first step, if there are settings and no segment ran."""
         if self.num_segments or self.is_plain:
             return None
         return (
@@ -140,7 +139,7 @@ class Recompute:
         )
 
     def reset(self) -> None:
-        """Give back device memory of copies that are under way; after forward passes without a backward pass."""
+        """Free device memory of copies under way; for forward passes that no backward pass follows."""
         self._saved.reset()
 
     # running
@@ -166,8 +165,8 @@ class Recompute:
         *,
         is_from_compiler: bool = False,
     ) -> Any:
-        if is_from_compiler and not self._has_told_of_compilers:
-            self._has_told_of_compilers = True
+        if is_from_compiler and not self._has_warned_of_compilers:
+            self._has_warned_of_compilers = True
             logger.warning(
                 "segment %s is inside compiled code and runs uncompiled, because what activation_checkpointing asks for"
                 " needs it; compile the function that is recomputed instead of what calls it.",
@@ -279,16 +278,16 @@ def _joined(around: list[tuple[MakeContext, MakeContext]], inner: ContextFn | No
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of a saved tensor among a segment's arguments."""
+    """The position of a saved tensor among a segment's arguments."""
 
     index: int
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor], depth: int = 0) -> Any:
-    """The arguments without their tensors, which go into ``tensors``.
+    """The arguments without their tensors, which are appended to ``tensors``.
 
-    Only tuples, and the arguments' own list and dict, are gone into: what a function may change in place (a list, a
-    cache) stays the caller's object. Parameters live anyway.
+    Only tuples, and the list and dict of the arguments themselves, are searched: an object that a function may change
+    in place (a list, a cache) stays the caller's. Parameters are not saved.
     """
     if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         tensors.append(value)

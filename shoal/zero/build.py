@@ -1,13 +1,13 @@
-"""Puts a model into units: cuts it, fills in the table, moves every parameter into its bucket, one unit at a time.
+"""Shards a model: partitions it into units, fills in the table, moves every parameter into its buffer, unit by unit.
 
-Peak memory while it runs: what rests on this rank, and one unit whole. The model's own copy goes as each unit is
-filled.
+Peak memory while it runs: what is stored on this rank, and one unit whole. The model's own copy is freed as each unit
+is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,28 +16,28 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
-from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import BucketLayout, lay_out
-from shoal.memory.placement import Kind, Tier
-from shoal.memory.pool import Pool
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.buffer import Axis
+from shoal.sharding.gradient import GradientBuffer
+from shoal.sharding.layout import BufferLayout, lay_out
+from shoal.sharding.memory_model import GroupMemory, UnitMemory
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.partition import UnitSpec, partition
+from shoal.sharding.placement import Tier
+from shoal.sharding.sparse_gradient import SparseGradient
+from shoal.sharding.sparse_sum import SparseSum, sparse_names
+from shoal.sharding.staging import StagingBuffers
+from shoal.sharding.table import Row, Table, row_of_stage
+from shoal.sharding.unit import Unit
 from shoal.zero.buffer_formats import buffer_formats
-from shoal.zero.gradient import BucketGradient, Sums
+from shoal.zero.disk_state import Disks
 from shoal.zero.materialize import Materializer
-from shoal.zero.native import NativeGradient
-from shoal.zero.partition import UnitSpec, cut
-from shoal.zero.prefetch import UnitOrder
-from shoal.zero.reducer import UnitGradient
-from shoal.zero.row_gradient import RowGradient
-from shoal.zero.rows import RowSum
+from shoal.zero.offload_policy import Tiers
+from shoal.zero.order import UnitOrder
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes, Precision, ZeroSettings
-from shoal.zero.shelf import Disks
-from shoal.zero.shown import ShownGradient
-from shoal.zero.sparse import row_names
-from shoal.zero.table import Row, Table, row_of_stage
-from shoal.zero.tiers import Decide, UnitSize
-from shoal.zero.unit import Unit
+
+Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
 
 def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> dict[int, int]:
@@ -83,6 +83,98 @@ def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _GroupPlan:
+    """A parameter group before it has memory."""
+
+    label: str
+    row: Row
+    layout: BufferLayout
+    dtype: torch.dtype
+    is_trained: bool
+    sends_rows: bool  # its one parameter is an embedding whose gradient is sent as rows
+    keeps_rows: bool  # and whose optimizer takes that as a sparse tensor
+
+    def memory(self, precision: Precision) -> GroupMemory:
+        return GroupMemory(
+            self.layout,
+            self.row,
+            self.dtype,
+            is_trained=self.is_trained,
+            main_dtype=precision.main_of(self.dtype),
+            gradient_dtype=precision.gradient.accumulate_dtype or self.dtype,
+            has_own_main=precision.has_wider_main(self.dtype),
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What each unit consists of, on which ranks, in which dtypes."""
+
+    parameters: Mapping[str, nn.Parameter]
+    group_of: Mapping[int, int]  # the optimizer's group by ``id`` of a parameter
+    settings: ZeroSettings
+    precision: Precision
+    axes: Axes
+    sends_rows: frozenset[str]  # names of parameters
+    keeps_rows: frozenset[str]
+
+    def is_trained(self, name: str) -> bool:
+        parameter = self.parameters[name]
+        return parameter.requires_grad and id(parameter) in self.group_of
+
+    def groups_of(self, spec: UnitSpec) -> list[_GroupPlan]:
+        """The unit's parameters by dtype, trainability and reduce dtype, in buffers of at most ``max_bucket_numel``
+        elements (but at least one parameter). One whose gradient is sent as rows has a group of its own.
+        """
+        has_replicas = self.axes.replicate is not None and self.axes.replicate.size > 1
+        row = row_of_stage(
+            self.settings.stage,
+            spec.name,
+            replicate=("dp_replicate",) if has_replicas else (),
+            has_hpz=self.settings.has_hpz,
+            is_persistent=spec.is_persistent,
+        )
+        comm = self.axes.shard if row.state.is_sharded else self.axes.world
+        found = []
+        for number, members in enumerate(self._split(spec)):
+            first, is_trained = members[0], self.is_trained(members[0])
+            entries = [
+                (
+                    name,
+                    tuple(self.parameters[name].shape),
+                    self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1,
+                )
+                for name in members
+            ]
+            found.append(
+                _GroupPlan(
+                    spec.name if number == 0 else f"{spec.name}#{number}",
+                    row,
+                    lay_out(entries, num_shards=comm.size),
+                    self.precision.of(self.parameters[first]),
+                    is_trained,
+                    sends_rows=is_trained and first in self.sends_rows,
+                    keeps_rows=is_trained and first in self.keeps_rows,
+                )
+            )
+        return found
+
+    def _split(self, spec: UnitSpec) -> list[list[str]]:
+        kinds: dict[object, list[list[str]]] = {}
+        limit = self.settings.max_bucket_numel
+        for name in spec.parameters:
+            parameter, is_trained = self.parameters[name], self.is_trained(name)
+            sent = self.precision.reduce_dtypes.get(name) if is_trained else None
+            own = name if is_trained and name in self.sends_rows else None
+            parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own), [[]])
+            numel = sum(self.parameters[member].numel() for member in parts[-1])
+            if parts[-1] and limit is not None and numel + parameter.numel() > limit:
+                parts.append([])
+            parts[-1].append(name)
+        return [part for parts in kinds.values() for part in parts]
+
+
 def build(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
@@ -95,65 +187,60 @@ def build(
     decide: Decide | None = None,
     open_disks: Callable[[int, int], Disks] | None = None,
     sparse: Collection[int] | None = None,
-) -> tuple[ShardedModel, list[BucketState]]:
+) -> ShardedModel:
     """Shard ``model`` in place.
 
     Args:
         groups: the optimizer's parameter groups; a parameter in none of them is not trained.
-        sparse: None: the optimizer steps pieces of flat weights. Else it steps the model's own parameters (stage 0
-            only), and sees the gradients of those with these ``id`` as sparse tensors.
-        decide: the tier of each unit; None: as the settings ask.
-        open_disks: given the bytes of this rank's parameters and state that rest on disks, finds room for them.
+        sparse: None: the optimizer steps ranges of flat main parameters. Else it steps the model's own parameters
+            (stage 0 only), and sees the gradients of those with these ``id`` as sparse tensors.
+        decide: the tiers of each unit; None: as the settings say.
+        open_disks: given the bytes of this rank's parameters and state that are stored on disks, opens the disks.
 
-    Raises: OutOfMemoryError, TierError: a tier cannot hold what rests there. The disks that were opened are closed.
-        ModelError: the model cannot be cut into units, or a trained parameter is complex.
+    Raises: OutOfMemoryError, TierError: a tier cannot hold what is stored there. The disks that were opened are closed.
+        ModelError: the model cannot be partitioned into units, or a trained parameter is complex.
     Communicates: rank 0's values of every parameter and buffer are broadcast, unit by unit; parameters that are
         sharded already are all-gathered in place of that.
     """
     group_of = group_index(model, groups)
     _check_real(model, group_of)
-    specs = cut(model, settings.rules)
-    parameters = dict(model.named_parameters())
-    modules = dict(model.named_modules())
-    hybrid = axes.outer is not None and axes.outer.size > 1
-    rows_of = row_names(model, takes_all=settings.sends_rows)
-    kept = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
-    tables = Tables(rows_of | kept, kept, has_direct_step=sparse is not None)
-    drafts = [_Draft.of(spec, parameters, group_of, settings, precision, axes, tables, hybrid=hybrid) for spec in specs]
-    sizes = [draft.size(precision) for draft in drafts]
-    tiers = (decide or settings.as_asked)(sizes)
-    for draft, found in zip(drafts, tiers, strict=True):
-        draft.row = draft.row.on(found.parameter, found.state, is_gradient_apart=settings.is_apart(found.state, device))
-    rows = [draft.row for draft in drafts]
-    disks = _open(sizes, rows, open_disks)
-    is_sharded = any(row.parameter.inner is Kind.SHARD for row in rows)
-    materializer = Materializer(model, device, axes.all, is_sharded=is_sharded)
-    pool = Pool(axes.inner, device)
-    built: dict[str, tuple[Unit, list[BucketState]]] = {}
+    specs = partition(model, settings.rules)
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
+    sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
+    plan = _Plan(parameters, group_of, settings, precision, axes, sends_rows, keeps_rows)
+    planned = [plan.groups_of(spec) for spec in specs]
+    sizes = [
+        UnitMemory.of(spec.name, [one.memory(precision) for one in own])
+        for spec, own in zip(specs, planned, strict=True)
+    ]
+    tiers = (decide or settings.tiers)(sizes)
+    planned = [
+        [replace(one, row=one.row.on(found.parameter, found.state, is_gradient_offloaded=is_offloaded)) for one in own]
+        for own, found in zip(planned, tiers, strict=True)
+        for is_offloaded in [settings.is_offloaded(found.state, device)]
+    ]
+    disks = _open(sizes, tiers, open_disks)
+    is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
+    materializer = Materializer(model, device, axes.batch, is_sharded=is_sharded)
+    builder = _Builder(plan, device, StagingBuffers(axes.shard, device), materializer, disks, sparse is not None)
     filled_last = materializer.module_positions()
-    order = sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i))
+    built: dict[int, Unit] = {}
     try:
-        for index in order:
-            built[specs[index].name] = _build_unit(
-                drafts[index], index, parameters, settings, precision, axes, device, pool, materializer, disks, tables
-            )
+        for index in sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i)):
+            built[index] = Unit(specs[index].name, index, [builder.group(one) for one in planned[index]])
+            built[index].release()
     except BaseException:
         disks.close()
         raise
-    materializer.finish(buffer_formats(model, precision.parameter, precision.buffer, precision.wide_buffers))
-    units = [built[spec.name][0] for spec in specs]
-    states = [state for spec in specs for state in built[spec.name][1]]
-    entries = [
-        UnitGradient(unit, [state.gradient for state in built[unit.name][1]]) for unit in units if built[unit.name][1]
-    ]
-    sharded = ShardedModel(
+    materializer.finish(buffer_formats(model, precision.parameter, precision.buffer, precision.fp32_buffers))
+    return ShardedModel(
         model,
-        Table(tuple(rows)),
-        units,
-        entries,
+        Table.of(one.row for own in planned for one in own),
+        [built[index] for index in range(len(specs))],
         {spec.name: [modules[name] for name in spec.modules] for spec in specs},
-        axes.all,
-        pool,
+        axes.world,
+        builder.staging,
         UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
         max_reuse_numel=settings.max_reuse_numel,
         max_live_numel=settings.max_live_numel,
@@ -161,277 +248,130 @@ def build(
         device=device,
         on_backward=on_backward,
         disks=disks,
+        sparse_names=sends_rows,
+        sharded_at_init=frozenset(materializer.sharded_at_init),
     )
-    sharded.sent_as_rows = tables.sent
-    sharded.born_sharded = frozenset(materializer.born_sharded)
-    return sharded, states
 
 
-def _open(sizes: Sequence[UnitSize], rows: Sequence[Row], open_disks: Callable[[int, int], Disks] | None) -> Disks:
-    both = list(zip(sizes, rows, strict=True))
-    parameter_nbytes = sum(size.parameter_nbytes for size, row in both if row.parameter_tier is Tier.DISK)
-    state_nbytes = sum(size.state_away_nbytes for size, row in both if row.state_tier is Tier.DISK)
+def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Callable[[int, int], Disks] | None) -> Disks:
+    both = list(zip(sizes, tiers, strict=True))
+    parameter_nbytes = sum(size.parameter_nbytes for size, on in both if on.parameter is Tier.DISK)
+    state_nbytes = sum(size.offloaded_state_nbytes for size, on in both if on.state is Tier.DISK)
     if open_disks is None or not (parameter_nbytes or state_nbytes):
         return Disks()
     return open_disks(parameter_nbytes, state_nbytes)
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Names of parameters whose gradients are zero but in a few rows."""
+class _Builder:
+    """Gives parameter groups their memory, and fills it."""
 
-    sent: frozenset[str]  # as rows
-    kept: frozenset[str]  # as rows, too, until the optimizer has seen them
-    has_direct_step: bool  # does the optimizer step the model's own parameters?
+    plan: _Plan
+    device: torch.device
+    staging: StagingBuffers
+    materializer: Materializer
+    disks: Disks
+    has_direct_step: bool  # the optimizer steps the model's own parameters
 
-
-@dataclass(frozen=True)
-class _DraftBucket:
-    members: list[str]
-    layout: BucketLayout
-    dtype: torch.dtype
-    is_trained: bool
-    sends_rows: bool  # its one parameter is a table of which few rows have a gradient
-    keeps_rows: bool  # and its optimizer takes that as a sparse tensor
-
-
-@dataclass
-class _Draft:
-    """A unit before it has memory."""
-
-    spec: UnitSpec
-    row: Row
-    buckets: list[_DraftBucket]
-    comm: Communicator  # that shards
-    outer: Communicator | None
-
-    @classmethod
-    def of(
-        cls,
-        spec: UnitSpec,
-        parameters: dict[str, nn.Parameter],
-        group_of: dict[int, int],
-        settings: ZeroSettings,
-        precision: Precision,
-        axes: Axes,
-        tables: Tables,
-        *,
-        hybrid: bool,
-    ) -> _Draft:
-        row = row_of_stage(
-            settings.stage,
-            spec.name,
-            hybrid=hybrid,
-            secondary=settings.has_secondary,
-            persistent=spec.is_persistent,
-        )
-        is_state_sharded = row.state.inner is Kind.SHARD
-        comm = axes.inner if is_state_sharded else axes.all
-        buckets = []
-        for members in _split(spec, parameters, group_of, settings, precision, tables.sent):
-            first = parameters[members[0]]
-            is_trained = id(first) in group_of and first.requires_grad
-            layout = lay_out(
-                [
-                    (n, tuple(parameters[n].shape), group_of.get(id(parameters[n]), -1) if is_trained else -1)
-                    for n in members
-                ],
-                num_shards=comm.size,
-            )
-            sends_rows, keeps_rows = (is_trained and members[0] in names for names in (tables.sent, tables.kept))
-            dtype = _target_dtype(first, precision)
-            buckets.append(_DraftBucket(members, layout, dtype, is_trained, sends_rows, keeps_rows))
-        return cls(spec, row, buckets, comm, axes.outer if is_state_sharded else None)
-
-    def size(self, precision: Precision) -> UnitSize:
-        """What it will need on one rank."""
-        row = self.row
-        is_sharded, is_state_sharded = row.parameter.inner is Kind.SHARD, row.state.inner is Kind.SHARD
-        shard = trained = at_rest = gathered = gradient = reduced = state = away = travel = 0
-        for bucket in self.buckets:
-            numel, itemsize = bucket.layout.numel, bucket.dtype.itemsize
-            owned = numel // self.comm.size if is_state_sharded else numel
-            at_rest += (owned if is_sharded else numel) * itemsize
-            shard += owned if is_sharded else numel
-            gathered += numel * itemsize * is_sharded
-            if not bucket.is_trained:
-                continue
-            is_wider = _is_wider(bucket.dtype, precision)
-            master = ((is_wider and precision.master) or bucket.dtype).itemsize
-            sums = (precision.gradient.accumulate_dtype or bucket.dtype).itemsize
-            trained += owned
-            gradient += (owned if row.gradient_between.inner is Kind.SHARD else numel) * sums
-            reduced += numel * itemsize * (row.gradient_between.inner is Kind.SHARD)
-            state += owned * master * (2 + is_wider)
-            away += owned * master * 3
-            travel += owned * (sums + itemsize)
-        return UnitSize(
-            self.spec.name,
-            shard,
-            trained,
-            at_rest,
-            gathered,
-            gradient,
-            reduced,
-            state,
-            away,
-            travel,
-            can_move_parameters=is_sharded,
-            can_move_state=is_state_sharded,
-        )
-
-
-def _is_wider(dtype: torch.dtype, precision: Precision) -> bool:
-    """Do master weights have more digits than parameters of ``dtype``?"""
-    return dtype in (torch.float16, torch.bfloat16) and precision.master not in (None, dtype)
-
-
-def _build_unit(
-    draft: _Draft,
-    index: int,
-    parameters: dict[str, nn.Parameter],
-    settings: ZeroSettings,
-    precision: Precision,
-    axes: Axes,
-    device: torch.device,
-    pool: Pool,
-    materializer: Materializer,
-    disks: Disks,
-    tables: Tables,
-) -> tuple[Unit, list[BucketState]]:
-    spec, row, comm = draft.spec, draft.row, draft.comm
-    is_state_apart = settings.is_apart(row.state_tier, device)
-    is_on_disk = row.parameter_tier is Tier.DISK
-    is_shard_apart = is_on_disk or settings.is_apart(row.parameter_tier, device)
-    is_native = settings.can_be_native and axes.all.size == 1 and not (is_state_apart or is_shard_apart)
-    buckets: list[ParameterBucket] = []
-    trained: list[tuple[ParameterBucket, BucketGradient, torch.Tensor, bool]] = []
-    for number, drafted in enumerate(draft.buckets):
-        dtype, layout = drafted.dtype, drafted.layout
-        bucket = ParameterBucket(
-            spec.name if number == 0 else f"{spec.name}#{number}",
+    def group(self, planned: _GroupPlan) -> ParameterGroup:
+        settings, precision, axes, row = self.plan.settings, self.plan.precision, self.plan.axes, planned.row
+        comm = axes.shard if row.state.is_sharded else axes.world
+        is_on_disk = row.parameter.tier is Tier.DISK
+        is_shard_offloaded = is_on_disk or settings.is_offloaded(row.parameter.tier, self.device)
+        is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
+        dtype, layout = planned.dtype, planned.layout
+        buffer = ParameterBuffer(
+            planned.label,
             layout,
             dtype,
-            device,
+            self.device,
             comm,
-            [parameters[slot.name] for slot in layout.slots],
-            is_sharded=row.parameter.inner is Kind.SHARD and (comm.size > 1 or is_shard_apart),
-            is_state_sharded=row.state.inner is Kind.SHARD,
-            secondary=axes.secondary if row.secondary else None,
-            host=partial(host_empty, device=device, is_pinned=settings.pins_parameters)
-            if is_shard_apart and not is_on_disk
+            [self.plan.parameters[spec.name] for spec in layout.specs],
+            is_sharded=row.parameter.is_sharded and (comm.size > 1 or is_shard_offloaded),
+            stored=row.parameter,
+            is_state_sharded=row.state.is_sharded,
+            hpz=axes.hpz if row.has_hpz else None,
+            host=partial(host_empty, device=self.device, is_pinned=settings.pins_parameters)
+            if is_shard_offloaded and not is_on_disk
             else None,
-            shelf=disks.parameters if is_on_disk else None,
+            disk=self.disks.parameters if is_on_disk else None,
         )
-        wide = _fill(bucket, materializer, axes.all)
-        buckets.append(bucket)
-        if not drafted.is_trained:
-            bucket.store_shard()
-            continue
-        is_wider = _is_wider(dtype, precision)
-        has_own_master = is_wider or is_on_disk or is_state_apart != is_shard_apart
-        if has_own_master:
-            source = wide[bucket.begin : bucket.end]
-            master_dtype = (is_wider and precision.master) or dtype
-            if row.state_tier is Tier.DISK and disks.state is not None:
-                master = disks.state.admit(bucket, source, master_dtype)
+        values = _fill(buffer, self.materializer)
+        if not planned.is_trained:
+            buffer.unpin_shard()
+            return ParameterGroup(row, buffer)
+        is_wider = precision.has_wider_main(dtype)
+        has_own_main = is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded
+        main = buffer.owned_parameters
+        if has_own_main:
+            source, main_dtype = values[buffer.begin : buffer.end], precision.main_of(dtype)
+            if row.state.tier is Tier.DISK and self.disks.state is not None:
+                main = self.disks.state.add(buffer, source, main_dtype)
             else:
-                master = _master_like(source, master_dtype, is_state_apart)
-        else:
-            master = bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
-        bucket.store_shard()
-        sum_dtype = precision.master if is_wider and precision.gradient.accumulate_dtype is None else None
-        policy = precision.policy_of(drafted.members[0])
-        sums: Sums = comm
-        if drafted.sends_rows and comm.size > 1:
-            sums = RowSum(comm, *layout.slots[0].shape)
-        gradient: BucketGradient
-        if drafted.keeps_rows:
-            gradient = RowGradient(bucket, row, policy, comm, pool, sum_dtype)
-        elif tables.has_direct_step:
-            gradient = ShownGradient(bucket, row, policy, sums, None, pool, sum_dtype)
-        elif is_native and precision.gradient.accumulate_dtype in (None, dtype):
-            gradient = NativeGradient(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
-        else:
-            gradient = BucketGradient(bucket, row, policy, sums, draft.outer, pool, sum_dtype)
-        trained.append((bucket, gradient, master, has_own_master))
-    unit = Unit(spec.name, index, row, buckets)
-    states = [BucketState(unit, *parts, is_apart=is_state_apart) for parts in trained]
-    if unit.is_sharded:
-        unit.release()
-    return unit, states
+                main = _main_like(source, main_dtype, is_offloaded=is_state_offloaded)
+        buffer.unpin_shard()
+        return ParameterGroup(
+            row,
+            buffer,
+            self._gradient(planned, buffer, comm, can_be_view=not (is_state_offloaded or is_shard_offloaded)),
+            main,
+            has_own_main=has_own_main,
+            is_state_offloaded=is_state_offloaded,
+        )
+
+    def _gradient(
+        self, planned: _GroupPlan, buffer: ParameterBuffer, comm: Communicator, *, can_be_view: bool
+    ) -> GradientBuffer:
+        precision, layout = self.plan.precision, planned.layout
+        sum_dtype = None
+        if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:
+            sum_dtype = precision.main
+        policy = precision.policy_of(layout.specs[0].name)
+        if planned.keeps_rows:
+            return SparseGradient(buffer, planned.row, policy, {"dp_shard": comm}, self.staging, sum_dtype)
+        sends_rows = planned.sends_rows and comm.size > 1
+        axes: dict[str, Axis] = {"dp_shard": SparseSum(comm, *layout.specs[0].shape) if sends_rows else comm}
+        replicate = self.plan.axes.replicate
+        if planned.row.state.is_sharded and replicate is not None and replicate.size > 1:
+            axes["dp_replicate"] = replicate
+        is_view = self.has_direct_step or (self.plan.axes.world.size == 1 and can_be_view)
+        return GradientBuffer(buffer, planned.row, policy, axes, self.staging, sum_dtype, is_view=is_view)
 
 
-def _master_like(source: torch.Tensor, dtype: torch.dtype, is_apart: bool) -> torch.Tensor:
-    """A copy of the owned range, in the master's dtype, where masters rest.
+def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
+    """A copy of the owned range, in the main parameters' dtype, where they are stored.
 
-    On the host it is ordinary memory: it does not travel, and page-locked memory comes in powers of two.
+    On the host it is pageable memory: it is not copied to the device, and page-locked memory comes in powers of two.
     """
-    if not is_apart:
+    if not is_offloaded:
         return source.to(dtype, copy=True)
     return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
-def _target_dtype(parameter: nn.Parameter, precision: Precision) -> torch.dtype:
-    if precision.parameter is not None and parameter.is_floating_point():
-        return precision.parameter
-    return parameter.dtype
-
-
-def _split(
-    spec: UnitSpec,
-    parameters: dict[str, nn.Parameter],
-    group_of: dict[int, int],
-    settings: ZeroSettings,
-    precision: Precision,
-    rows_of: Collection[str],
-) -> list[list[str]]:
-    """The unit's parameters by dtype, trainability and dtype on the wire, in pieces of at most ``max_bucket_numel``
-    elements (but at least one parameter). One whose gradient is sent as rows has a piece of its own.
-    """
-    kinds: dict[tuple[torch.dtype, bool, torch.dtype | None, str | None], list[list[str]]] = {}
-    for name in spec.parameters:
-        parameter = parameters[name]
-        is_trained = parameter.requires_grad and id(parameter) in group_of
-        wire = precision.wires.get(name) if is_trained else None
-        own = name if is_trained and name in rows_of else None
-        key = (_target_dtype(parameter, precision), is_trained, wire, own)
-        parts = kinds.setdefault(key, [[]])
-        held = sum(parameters[n].numel() for n in parts[-1])
-        limit = settings.max_bucket_numel
-        if parts[-1] and limit is not None and held + parameter.numel() > limit:
-            parts.append([])
-        parts[-1].append(name)
-    return [part for parts in kinds.values() for part in parts]
-
-
-def _fill(bucket: ParameterBucket, materializer: Materializer, comm: Communicator) -> torch.Tensor:
-    """Move the parameters' values into the bucket.
+def _fill(buffer: ParameterBuffer, materializer: Materializer) -> torch.Tensor:
+    """Move the parameters' values into the buffer.
 
     Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
-    Returns: the whole bucket in the widest dtype that a parameter came in, for the master weights.
+    Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
-    dtypes = {parameter.dtype for parameter in bucket.parameters}
-    widest = bucket.dtype
-    for dtype in dtypes:
+    widest = buffer.dtype
+    for dtype in {parameter.dtype for parameter in buffer.parameters}:
         widest = torch.promote_types(widest, dtype) if dtype.is_floating_point else widest
-    wide = (
-        bucket.full
-        if widest == bucket.dtype
-        else torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.full.device)
-    )
+    values = buffer.full
+    if widest != buffer.dtype:
+        values = torch.zeros(buffer.layout.numel, dtype=widest, device=buffer.full.device)
     are_alike = True  # on all ranks
-    for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
-        target = wide[slot.offset : slot.offset + slot.numel].view(slot.shape)
-        are_alike &= materializer.copy_value(slot.name, parameter, target)
-    if comm.size > 1 and not are_alike:
-        comm.broadcast(wide, 0, label=bucket.label).drain()
-    if wide is not bucket.full:
-        bucket.full.copy_(wide)
-    if bucket.is_sharded:
-        bucket.shard.copy_(bucket.full[bucket.begin : bucket.end])
-    bucket.adopt()
-    return wide
+    for spec, parameter in zip(buffer.layout.specs, buffer.parameters, strict=True):
+        target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
+        are_alike &= materializer.copy_value(spec.name, parameter, target)
+    buffer.attach_views()  # frees the model's own copy
+    if not are_alike:
+        materializer.transfer.broadcast(values, buffer.label)
+    if values is not buffer.full:
+        buffer.full.copy_(values)
+    if buffer.is_sharded:
+        buffer.shard.copy_(buffer.full[buffer.begin : buffer.end])
+    return values
 
 
 def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
@@ -439,10 +379,9 @@ def check_unchanged(model: nn.Module, sharded: ShardedModel) -> None:
     now = {id(parameter): name for name, parameter in model.named_parameters()}
     added = [name for key, name in now.items() if key not in sharded.unit_of]
     known = {
-        id(p): slot.name
-        for u in sharded.units
-        for b in u.buckets
-        for slot, p in zip(b.layout.slots, b.parameters, strict=True)
+        id(parameter): spec.name
+        for group in sharded.groups
+        for spec, parameter in zip(group.buffer.layout.specs, group.buffer.parameters, strict=True)
     }
     removed = [name for key, name in known.items() if key not in now]
     if added or removed:

@@ -1,9 +1,9 @@
 """The step of an optimizer that updates the model's own parameters, whole, all in one call: as without Shoal.
 
-For optimizers that pieces of flat weights do not suit (``optim.inner``): torch's SparseAdam, and one that holds others
+For optimizers that ranges of flat weights do not suit: torch's SparseAdam, and one that holds others
 and has them step. Every rank holds everything (stage 0), so every rank makes the same step.
 
-Between steps the state of each parameter is kept by piece, flat, as every other optimizer's is: that is what
+Between steps the state of each parameter is kept by part, flat, as every other optimizer's is: that is what
 checkpoints and accessors know. The optimizer that steps a parameter has the same memory in the parameter's shape.
 """
 
@@ -18,11 +18,10 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
-from shoal.optim.inner import inner_optimizers
-from shoal.zero.bucket_state import BucketState, Piece
-from shoal.zero.shown import ShownGradient
-from shoal.zero.step import ShardedStep
-from shoal.zero.unit import Unit
+from shoal.optim.elementwise import inner_optimizers
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.unit import Unit
+from shoal.zero.step import HasGrad, ShardedStep
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
@@ -31,16 +30,16 @@ class DirectStep(ShardedStep):
     """Runs one torch optimizer on the model's parameters, or on master weights in their shapes.
 
     Args:
-        states: every trainable bucket; their gradients are ``ShownGradient``.
+        states: every trainable bucket; their gradients are views (``is_view``).
 
     Raises: OptimizerError: an optimizer that it holds steps parameters that are in none of its own groups: no rank
         would exchange their gradients.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, states: Sequence[BucketState], shard_comm: Communicator
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], shard_comm: Communicator
     ) -> None:
-        super().__init__(optimizer, states, shard_comm, block_numel=None, chunk_numel=None)
+        super().__init__(optimizer, groups, shard_comm, block_numel=None, max_range_numel=None)
         inner = inner_optimizers(optimizer)
         self._holders = [*inner, optimizer]
         self._home = {
@@ -54,7 +53,7 @@ class DirectStep(ShardedStep):
         self._lift()
 
     def _check_known(self, inner: Sequence[torch.optim.Optimizer]) -> None:
-        known = {id(parameter) for _, _, _, parameter, _ in self._placed()}
+        known = {id(parameter) for _, _, parameter, _ in self._placed()}
         unknown = [
             parameter
             for holder in inner
@@ -71,43 +70,42 @@ class DirectStep(ShardedStep):
             )
 
     def _lift(self) -> None:
-        """State of steps that were taken before goes to where ``adopt_state`` finds it."""
-        for _, _, _, parameter, _ in self._placed():
+        """State of steps that were taken before goes to where ``import_state`` finds it."""
+        for _, _, parameter, _ in self._placed():
             holder = self._home.get(id(parameter), self.optimizer)
             if holder is not self.optimizer and parameter in holder.state:
                 self.optimizer.state[parameter] = dict(holder.state.pop(parameter))
 
-    def update(self, units: Sequence[Unit], coefficient: float, touched: dict[int, bytes]) -> list[Work]:
+    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
         targets: dict[int, nn.Parameter] = {}
-        for index, slot, state, parameter, piece in self._placed():
-            assert isinstance(state.gradient, ShownGradient)
-            state.gradient.take_back()
+        for slot, group, parameter, part in self._placed():
+            group.gradient.take_back()
             target = parameter
-            if state.has_own_master:
-                target = nn.Parameter(piece.param.detach().view(state.bucket.layout.slots[slot].shape))
+            if group.has_own_main:
+                target = nn.Parameter(part.param.detach().view(group.buffer.layout.specs[slot].shape))
             targets[id(parameter)] = target
             target.grad = None
-            if touched[index][slot]:
-                gradient = state.gradient.value(slot)
-                target.grad = _scaled(gradient, state.master.dtype, coefficient)
-        for state in self.states:
-            state.let_go()
+            if has_grad[group][slot]:
+                gradient = group.gradient.value(slot)
+                target.grad = _scaled(gradient, group.main.dtype, gradient_scale)
+        for group in self.groups:
+            group.wait_for_readers()
         with self._swapped(targets):
             self._hand_state(targets)
             self.optimizer.step()
             self._take_state(targets)
-        for _, _, state, parameter, piece in self._placed():
+        for _, group, parameter, part in self._placed():
             targets[id(parameter)].grad = None
-            if state.has_own_master:
-                state.resting_parameters[piece.start : piece.stop].copy_(piece.param.detach())
+            if group.has_own_main:
+                group.buffer.owned_parameters[part.start : part.stop].copy_(part.param.detach())
         return []
 
-    def _placed(self) -> Iterator[tuple[int, int, BucketState, nn.Parameter, Piece]]:
-        """Each trained parameter with its piece, as they are now: a load makes pieces anew."""
-        for index, state in enumerate(self.states):
-            for piece in state.pieces:
-                slot = piece.segments[0].slot
-                yield index, slot, state, state.bucket.parameters[slot], piece
+    def _placed(self) -> Iterator[tuple[int, ParameterGroup, nn.Parameter, ParameterRange]]:
+        """Each trained parameter with its part, as they are now: a load makes parts anew."""
+        for group in self.groups:
+            for part in group.ranges:
+                slot = part.segments[0].slot
+                yield slot, group, group.buffer.parameters[slot], part
 
     @contextmanager
     def _swapped(self, targets: Mapping[int, nn.Parameter]) -> Iterator[None]:
@@ -122,35 +120,35 @@ class DirectStep(ShardedStep):
             for group, parameters in zip(groups, own, strict=True):
                 group["params"] = parameters
 
-    # state
+    # optimizer state
 
     def _hand_state(self, targets: Mapping[int, nn.Parameter]) -> None:
         """Give each parameter's optimizer its state, in the parameter's shape."""
-        for _, _, _, parameter, piece in self._placed():
+        for _, _, parameter, part in self._placed():
             holder = self._home.get(id(parameter), self.optimizer)
             target = targets[id(parameter)]
             found = holder.state.get(parameter)
             if found is not None and not _is_same(found, self._left.get(id(parameter), {})):
                 continue  # the script has loaded it there
-            held = self.optimizer.state.get(piece.param, {})
+            held = self.optimizer.state.get(part.param, {})
             if target is not parameter:
                 holder.state.pop(parameter, None)
             if held:
                 holder.state[target] = {
-                    key: value.view(target.shape) if _is_flat(value, piece) else value for key, value in held.items()
+                    key: value.view(target.shape) if _is_flat(value, part) else value for key, value in held.items()
                 }
             else:
                 holder.state.pop(target, None)
 
     def _take_state(self, targets: Mapping[int, nn.Parameter]) -> None:
         """Keep what the step made of it, flat."""
-        for _, _, _, parameter, piece in self._placed():
+        for _, _, parameter, part in self._placed():
             target = targets[id(parameter)]
             for holder in self._holders:
                 held = holder.state.get(target)
                 if not held:
                     continue
-                self.optimizer.state[piece.param] = {
+                self.optimizer.state[part.param] = {
                     key: _flat(value) if _has_shape(key, value, target) else value for key, value in held.items()
                 }
                 if target is not parameter:
@@ -159,8 +157,8 @@ class DirectStep(ShardedStep):
                     self._left[id(parameter)] = dict(held)
                 break
 
-    def let_state_go(self) -> None:
-        for _, _, _, parameter, _ in self._placed():
+    def release_state(self) -> None:
+        for _, _, parameter, _ in self._placed():
             for holder in self._holders:
                 holder.state.pop(parameter, None)
         self._left.clear()
@@ -170,11 +168,11 @@ class DirectStep(ShardedStep):
         self._left, self._home = {}, {}
 
 
-def _scaled(gradient: torch.Tensor, dtype: torch.dtype, coefficient: float) -> torch.Tensor:
+def _scaled(gradient: torch.Tensor, dtype: torch.dtype, gradient_scale: float) -> torch.Tensor:
     if gradient.is_sparse or gradient.dtype != dtype:
         gradient = gradient.to(dtype)
-        return gradient * coefficient if coefficient != 1.0 else gradient
-    return gradient.mul_(coefficient) if coefficient != 1.0 else gradient
+        return gradient * gradient_scale if gradient_scale != 1.0 else gradient
+    return gradient.mul_(gradient_scale) if gradient_scale != 1.0 else gradient
 
 
 def _flat(value: torch.Tensor) -> torch.Tensor:
@@ -182,8 +180,8 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
     return (value.to_dense() if value.is_sparse else value).reshape(-1)
 
 
-def _is_flat(value: Any, piece: Piece) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel()
+def _is_flat(value: Any, part: ParameterRange) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel()
 
 
 def _has_shape(key: str, value: Any, target: nn.Parameter) -> bool:

@@ -1,8 +1,9 @@
-"""``GatheredParameters``: sharded parameters, whole inside a block; and those that another module's forward reads."""
+"""``GatheredParameters``: gathers sharded parameters for a block. Parameters that another module's forward reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -11,21 +12,19 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
-from shoal.zero.early import EARLY, EarlyShard
-from shoal.zero.registry import OWNERS, Owner
-from shoal.zero.unit import Unit
+from shoal.zero.parameter_owner import OWNERS
 
 
 class GatheredParameters:
-    """Holds the given parameters whole inside the block. DeepSpeed's signature.
+    """Gathers the given parameters inside the block. DeepSpeed's signature.
 
-    What is made of them without a copy (``parameter.detach()``) keeps their values, and their unit's memory, as long as
-    it lives; within a pass it has to be a copy.
+    Tensors that share a parameter's memory (``parameter.detach()``) keep their values, and the memory of its unit, as
+    long as they live; inside a forward or backward pass, make a copy instead.
 
     Args:
         params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
             left as they are.
-        modifier_rank: this rank's in-place changes are given to all ranks on exit; None: changes to sharded
+        modifier_rank: this rank's in-place changes are broadcast to all ranks on exit; None: changes to sharded
             parameters are lost, and an error on all ranks with ``zero_optimization.enable_sanity_checks``.
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
 
@@ -42,8 +41,8 @@ class GatheredParameters:
     ) -> None:
         given = [params] if isinstance(params, torch.Tensor) else [p for p in _iterate(params) if p is not None]
         self._parameters = list({id(p): p for p in given if isinstance(p, torch.Tensor)}.values())
-        if len([p for p in given if not isinstance(p, torch.Tensor)]):
-            wrong = next(p for p in given if not isinstance(p, torch.Tensor))
+        wrong = next((p for p in given if not isinstance(p, torch.Tensor)), None)
+        if wrong is not None:
             raise UsageError(
                 f"GatheredParameters takes parameters, got {type(wrong).__name__}.",
                 do="pass model.parameters().",
@@ -51,10 +50,9 @@ class GatheredParameters:
             )
         self._modifier_rank = modifier_rank
         self._enabled = enabled
-        self._early: list[torch.Tensor] = []
-        self._live: list[tuple[Owner, list[torch.Tensor], list[Unit]]] = []
-        self._contexts: list[Any] = []
-        self._watched: list[tuple[torch.Tensor, Communicator, int, int]] = []  # with what they were at the beginning
+        self._stack = ExitStack()
+        # Parameters whose changes would be lost, with their memory and version at the beginning.
+        self._checked: list[tuple[torch.Tensor, Communicator, int, int]] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -62,34 +60,18 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self._enabled:
             return self
-        owned: dict[int, tuple[Owner, list[torch.Tensor]]] = {}
-        for parameter in self._parameters:
-            early = EARLY.get(parameter)
-            owner = OWNERS.get(parameter)
-            if early is not None:
-                self._early.append(parameter)
-            elif owner is not None:
-                owned.setdefault(id(owner), (owner, []))[1].append(parameter)
-        self._early.sort(key=_number)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for parameter in self._early:
-                _early(parameter).hold(parameter, self._modifier_rank)
-        for owner, parameters in owned.values():
-            sharded = owner.sharded
-            parameters.sort(key=lambda p: sharded.number_of[id(p)])
-            units = list(dict.fromkeys(sharded.unit_of[id(p)] for p in parameters))
-            context = sharded.gathered([unit for unit in units if unit.is_sharded], keeps_others=True)
-            context.__enter__()
-            self._contexts.append(context)
-            self._live.append((owner, parameters, units))
-            if self._modifier_rank is not None:
-                for parameter in parameters:
-                    sharded.begin_change(parameter)
+        groups = OWNERS.grouped(self._parameters)
+        with ExitStack() as stack:
+            for owner, parameters in groups:
+                stack.enter_context(owner.gathered(parameters, self._modifier_rank))
+            self._stack = stack.pop_all()
         if self._modifier_rank is None:
-            watched = [(p, early.comm) for p in self._early if (early := _early(p)).is_watched]
-            for owner, parameters, _ in self._live:
-                watched += [(p, owner.sharded.comm) for p in parameters if owner.is_watched and is_away(owner, p)]
-            self._watched = [(p, comm, p.data_ptr(), p._version) for p, comm in watched]
+            self._checked = [
+                (p, owner.comm, p.data_ptr(), p._version)
+                for owner, parameters in groups
+                for p in parameters
+                if owner.checks_changes and owner.is_sharded(p)
+            ]
         return self
 
     def __exit__(
@@ -97,58 +79,28 @@ class GatheredParameters:
     ) -> None:
         if not self._enabled:
             return
-        is_kept = error is None
-        changed = self._lost_changes() if is_kept else None
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            for parameter in self._early:
-                early = EARLY.get(parameter)
-                if early is not None:
-                    early.let_go(parameter, self._modifier_rank, is_kept=is_kept)
-            if self._modifier_rank is not None:
-                for owner, parameters, _ in self._live:
-                    for parameter in parameters:
-                        num_outer = owner.sharded.end_change(parameter)
-                        if is_kept and not num_outer:
-                            write_through(owner, parameter, self._modifier_rank)
-        for context in reversed(self._contexts):
-            context.__exit__(None, None, None)
-        self._contexts.clear()
-        self._live.clear()
-        self._early.clear()
+        checked, self._checked = self._checked, []
+        changed = _lost_changes(checked) if error is None else None
+        self._stack.__exit__(kind, error, trace)
         if changed is not None:
             raise changed
 
-    def _lost_changes(self) -> UsageError | None:
-        """An error for all ranks where one of them changed what it will not keep. Communicates: who did."""
-        watched, self._watched = self._watched, []
-        if not watched:
-            return None
-        mine = any(p.data_ptr() != pointer or p._version != version for p, _, pointer, version in watched)
-        comm = watched[0][1]
-        ranks = [i for i, each in enumerate(comm.gather_objects(mine, label="gathered: changes")) if each]
-        if not ranks:
-            return None
-        return UsageError(
-            f"in-place modification of sharded parameters inside GatheredParameters on ranks {ranks}, and"
-            " modifier_rank=None: it is lost.",
-            do="say modifier_rank=0 to give rank 0's changes to all ranks.",
-            code="gathered-change",
-        )
 
-
-def is_away(owner: Owner, parameter: torch.Tensor) -> bool:
-    """Does the parameter rest sharded?"""
-    return owner.sharded.unit_of[id(parameter)].is_sharded
-
-
-def _early(parameter: torch.Tensor) -> EarlyShard:
-    early = EARLY.get(parameter)
-    assert early is not None
-    return early
-
-
-def _number(parameter: torch.Tensor) -> int:
-    return _early(parameter).number
+def _lost_changes(checked: list[tuple[torch.Tensor, Communicator, int, int]]) -> UsageError | None:
+    """An error for all ranks if one of them changed a parameter. Communicates: which ranks did."""
+    if not checked:
+        return None
+    is_changed = any(p.data_ptr() != pointer or p._version != version for p, _, pointer, version in checked)
+    comm = checked[0][1]
+    ranks = [rank for rank, each in enumerate(comm.gather_objects(is_changed, label="gathered: changes")) if each]
+    if not ranks:
+        return None
+    return UsageError(
+        f"in-place modification of sharded parameters inside GatheredParameters on ranks {ranks}, and"
+        " modifier_rank=None: it is lost.",
+        do="pass modifier_rank=0 to broadcast rank 0's changes to all ranks.",
+        code="gathered-change",
+    )
 
 
 def _iterate(params: Any) -> Iterable[Any]:
@@ -161,55 +113,18 @@ def _iterate(params: Any) -> Iterable[Any]:
     return params
 
 
-@torch.no_grad()
-def write_through(owner: Owner, parameter: torch.Tensor, source: int) -> None:
-    """Give rank ``source``'s value of a whole parameter to all ranks, their shards and their master weights.
-
-    Master weights change only where the parameter did, so they keep their precision elsewhere.
-    """
-    unit = owner.sharded.unit_of[id(parameter)]
-    for bucket in unit.buckets:
-        for slot, held in zip(bucket.layout.slots, bucket.parameters, strict=True):
-            if held is not parameter or not slot.numel:
-                continue
-            everyone = owner.sharded.comm
-            if parameter.data_ptr() != bucket.full[slot.offset :].data_ptr():
-                bucket.full[slot.offset : slot.offset + slot.numel].copy_(parameter.data.reshape(-1))
-            value = bucket.full[slot.offset : slot.offset + slot.numel]
-            if everyone.size > 1:
-                everyone.broadcast(value, source, label=bucket.label).drain()
-            bucket.comm.drain()
-            state = next((s for s in owner.bucket_states if s.bucket is bucket), None)
-            low, high = max(slot.offset, bucket.begin), min(slot.offset + slot.numel, bucket.end)
-            if low >= high:
-                continue
-            new = bucket.full[low:high]
-            start, stop = low - bucket.begin, high - bucket.begin
-            if state is not None:
-                state.follow(start, stop, new)
-            if bucket.is_sharded:
-                with bucket.shard_at_hand():
-                    bucket.shard[start:stop].copy_(new)
-
-
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """From now on the forward of ``module`` finds ``parameter`` whole, though it belongs to another module.
+    """Gather ``parameter``, which belongs to another module, for every forward of ``module`` from now on.
 
-    Before ``initialize`` this does nothing: Shoal finds such reads by itself in the first pass.
+    Before ``initialize`` this does nothing: Shoal finds such reads in the first pass.
     """
     owner = OWNERS.get(parameter)
-    if owner is None:
-        return
-    reader = owner.sharded.reader_of(module)
-    if reader is not None:
-        owner.sharded.add_external(reader, owner.sharded.unit_of[id(parameter)])
+    if owner is not None:
+        owner.share(module, parameter, is_shared=True)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Undo ``register_external_parameter``."""
     owner = OWNERS.get(parameter)
-    if owner is None:
-        return
-    unit, reader = owner.sharded.unit_of[id(parameter)], owner.sharded.reader_of(module)
-    if reader is not None and unit in reader.externals:
-        reader.externals.remove(unit)
+    if owner is not None:
+        owner.share(module, parameter, is_shared=False)

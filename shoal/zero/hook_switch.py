@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.zero.prefetch import UnitOrder
+from shoal.zero.order import UnitOrder
 
 
 class Switch:

@@ -6,7 +6,7 @@ All handles are kept; ``detach`` gives the model back as it was.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -14,10 +14,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compiler import untraced
-from shoal.zero.at_rest import AtRestHook, Notice
+from shoal.sharding.unit import Unit
 from shoal.zero.hook_switch import Switch
-from shoal.zero.reducer import UnitGradient
-from shoal.zero.unit import Unit
+from shoal.zero.state_dict_hook import AtRestHook, Notice
 
 
 class Runtime(Protocol):
@@ -25,7 +24,7 @@ class Runtime(Protocol):
     def after_model(self, output: Any) -> None: ...
     def before_forward(self, unit: Unit) -> None: ...
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None: ...
-    def gradient_ready(self, entry: UnitGradient, index: int) -> None: ...
+    def gradient_ready(self, unit: Unit, index: int) -> None: ...
 
 
 class HookSet:
@@ -64,9 +63,9 @@ class HookSet:
         self._handles.append(module.register_forward_pre_hook(untraced(before), prepend=True))
         self._handles.append(module.register_forward_hook(untraced(after), with_kwargs=True))
 
-    def on_gradient(self, parameter: nn.Parameter, entry: UnitGradient, index: int, runtime: Runtime) -> None:
+    def on_gradient(self, parameter: nn.Parameter, unit: Unit, index: int, runtime: Runtime) -> None:
         def ready(_parameter: torch.Tensor) -> None:
-            runtime.gradient_ready(entry, index)
+            runtime.gradient_ready(unit, index)
 
         self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
@@ -83,6 +82,21 @@ class HookSet:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def accumulates_into(parameters: Iterable[nn.Parameter]) -> bool:
+    """Will the backward pass that runs in this thread accumulate a gradient into some of these parameters?
+
+    ``autograd.grad`` on inputs will not.
+    """
+    for parameter in parameters:
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        try:
+            if torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # autograd.grad on this very parameter: it returns the gradient, and accumulates none
+            continue
+    return False
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -4,6 +4,9 @@ Inside the context each parameter is made, initialised, and cut down to this ran
 module returns, so peak memory is the shards and one module. Code that touches a parameter later in a constructor
 (``nn.init.normal_(self.head.weight)``, ``self.apply(init)``) finds it whole again: it is gathered at the first touch,
 and rank 0's value is kept.
+
+On CPU ranks, large tensors are mapped separately from then on (``shoal.host_heap``), so that resident memory is what
+live tensors need.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ import torch
 from torch import nn
 
 from shoal.comm.world import current_world
+from shoal.config import load
 from shoal.errors import NotBuiltError, UsageError
+from shoal.host_heap import map_large_blocks
+from shoal.launch.environment import heap_is_set
 from shoal.mesh import Mesh
-from shoal.zero.early import EarlyShards
-from shoal.zero.touch import TouchMode
+from shoal.zero.parameter_access import ParameterAccessMode
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Init:
@@ -30,15 +36,16 @@ class Init:
 
     Args:
         module: a module that exists already: it is sharded at once.
-        config_dict_or_path, config: accepted; Shoal needs nothing from it here.
+        config_dict_or_path, config: the config of the run: its ``fp16`` and ``bf16`` give the dtype of the parameters,
+            and its ``enable_sanity_checks`` is obeyed. Values may still be ``"auto"``.
         enabled: False: the context does nothing.
-        remote_device: "cpu" or "nvme": shards rest in host memory until ``initialize``.
-        dtype: cast floating-point parameters to it; None: keep them, so that master weights get the full precision.
+        remote_device: "cpu" or "nvme": shards are kept in host memory until ``initialize``.
+        dtype: cast floating-point parameters to it; None: to the config's. Without either, parameters keep their dtype
+            and main parameters get its full precision.
 
-    Communicates: one broadcast of each parameter (rank 0's values count).
+    Raises: ConfigError: as ``initialize`` does, for the same config.
+    Communicates: broadcasts of each parameter (rank 0's values count).
     """
-
-    _is_watched = False  # where the config asks for it
 
     def __init__(
         self,
@@ -73,31 +80,40 @@ class Init:
                 )
         if (zero_quantized_weights or zero_quantized_nontrainable_weights) and enabled:
             raise NotBuiltError("zero.Init(zero_quantized_weights=True): quantized weights are not built yet.")
-        self._home = torch.device("cpu") if remote_device not in (None, "none") else None
+        self._shard_device = torch.device("cpu") if remote_device not in (None, "none") else None
         self._enabled = enabled
-        self._dtype = dtype
-        self._mode: TouchMode | None = None
+        source = config_dict_or_path or config
+        self._settings = load(source, check_supported=False) if enabled and source else None
+        self._dtype = dtype or self._dtype_of_config()
+        self._mode: ParameterAccessMode | None = None
         self._building: set[int] = set()
         if module is not None and enabled:
             self._prepare()
             for part in module.modules():
                 self._shard(part)
 
+    def _dtype_of_config(self) -> torch.dtype | None:
+        settings = self._settings
+        if settings is not None and settings.fp16.enabled:
+            return torch.float16
+        return torch.bfloat16 if settings is not None and settings.bf16.enabled else None
+
     def _prepare(self) -> None:
-        world = current_world()
-        self._early = EarlyShards(
-            world.communicator("dp", Mesh.of(world.size)),
-            world.device,
+        world, settings = current_world(), self._settings
+        if world.device.type == "cpu" and not heap_is_set():
+            map_large_blocks()
+        self._sharded = ShardedAtInit(
+            ChunkedTransfer(world.communicator("dp", Mesh.of(world.size)), world.device),
             self._dtype,
-            home=self._home,
-            is_watched=self._is_watched,
+            shard_device=self._shard_device,
+            checks_changes=settings is not None and bool(settings.zero_optimization.enable_sanity_checks),
         )
 
     def __enter__(self) -> Init:
         if self._enabled:
             self._prepare()
             _PATCH.enter(self)
-            self._mode = TouchMode(self._early.touch)
+            self._mode = ParameterAccessMode(self._sharded.gather_accessed)
             self._mode.__enter__()
         return self
 
@@ -109,11 +125,11 @@ class Init:
             self._mode = None
             _PATCH.leave(self)
             if error is None:
-                self._early.scatter()
+                self._sharded.release_accessed()
 
     def suspend(self) -> None:
         """Shard what is whole, and do nothing until ``resume``."""
-        self._early.scatter()
+        self._sharded.release_accessed()
         if self._mode is not None:
             self._mode.is_on = False
 
@@ -139,7 +155,7 @@ class Init:
     def _shard(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
-                self._early.shard(parameter)
+                self._sharded.shard(parameter)
 
 
 class _ConstructorPatch:

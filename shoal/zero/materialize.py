@@ -14,8 +14,9 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
-from shoal.zero.early import EARLY, EarlyShards
-from shoal.zero.touch import TouchMode
+from shoal.zero.parameter_access import ParameterAccessMode
+from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 class Materializer:
@@ -32,6 +33,7 @@ class Materializer:
         self._model = model
         self._device = device
         self._comm = comm
+        self.transfer = ChunkedTransfer(comm, device)
         self._is_sharded = is_sharded and comm.size > 1
         self._modules = list(model.named_modules())
         self._next = 0
@@ -40,7 +42,7 @@ class Materializer:
             for _, module in self._modules
             if callable(initialise := getattr(module, "_init_weights", None))
         }
-        self.born_sharded: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
+        self.sharded_at_init: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
         self._position: dict[str, int] = {}
         seen: set[int] = set()
         owner: dict[int, int] = {}
@@ -64,15 +66,14 @@ class Materializer:
         Communicates: for a parameter that is sharded already (``zero.Init``), one all_gather of it.
         """
         if parameter.is_meta:
-            self.born_sharded.add(id(parameter))
+            self.sharded_at_init.add(id(parameter))
             self._materialize_up_to(self._position[name])
-        early = EARLY.get(parameter)
-        if early is None:
+        owner = OWNERS.get(parameter)
+        if not isinstance(owner, ShardedAtInit):
             target.copy_(parameter.data)
             return False
-        self.born_sharded.add(id(parameter))
-        target.copy_(early.whole())
-        EARLY.pop(parameter)
+        self.sharded_at_init.add(id(parameter))
+        owner.hand_over(parameter, target)
         return True
 
     def _materialize_up_to(self, position: int) -> None:
@@ -103,7 +104,7 @@ class Materializer:
             if id(parameter) in unfilled and not _is_unfilled(parameter, unfilled[id(parameter)][3]):
                 del unfilled[id(parameter)]
 
-        early = EarlyShards(self._comm, self._device, before_scatter=check) if self._is_sharded else None
+        at_init = ShardedAtInit(self.transfer, before_release=check) if self._is_sharded else None
         is_made: set[int] = set()
         for name, module in self._modules:
             for key, version in self._make(name, module).items():
@@ -111,8 +112,8 @@ class Materializer:
                 is_made.add(id(module))
                 if _is_unfilled(tensor, version):
                     unfilled[id(tensor)] = (name, module, key, version)
-                if early is not None and isinstance(tensor, nn.Parameter):
-                    early.shard(tensor)
+                if at_init is not None and isinstance(tensor, nn.Parameter):
+                    at_init.shard(tensor)
         seen: set[int] = set()
 
         def visit(module: nn.Module, initialise: Callable[[nn.Module], Any] | None) -> None:
@@ -125,12 +126,12 @@ class Materializer:
             below = [id(parameter) in came_as_meta for parameter in module.parameters()]
             if initialise is None or not (id(module) in is_made or (below and all(below))):
                 return
-            if early is None:
+            if at_init is None:
                 initialise(module)
                 return
-            with TouchMode(early.touch):
+            with ParameterAccessMode(at_init.gather_accessed):
                 initialise(module)
-            early.scatter()
+            at_init.release_accessed()
 
         with torch.no_grad():
             visit(self._model, None)
@@ -198,6 +199,7 @@ class Materializer:
                     self._comm.broadcast(sent, 0, label="buffers").drain()
                     moved = flat.view(buffer.shape)
                 module._buffers[key] = moved
+        self.transfer.free()
 
 
 def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.errors import OptimizerError
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
-from shoal.zero.bucket_state import BucketState
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.step import ShardedStep
 
@@ -27,44 +27,44 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __init__(self, step: ShardedStep) -> None:
         self._step = step
-        self._home: dict[int, tuple[BucketState, int, nn.Parameter]] = {
-            id(parameter): (state, slot, parameter)
-            for state in step.states
-            for slot, parameter in enumerate(state.bucket.parameters)
+        self._home: dict[int, tuple[ParameterGroup, int, nn.Parameter]] = {
+            id(parameter): (group, slot, parameter)
+            for group in step.groups
+            for slot, parameter in enumerate(group.buffer.parameters)
         }
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if id(parameter) not in self._home:
             return self._of_piece(parameter)
-        state, slot, _ = self._home[id(parameter)]
-        with state.at_hand():
-            return self._read(state, slot)
+        group, slot, _ = self._home[id(parameter)]
+        with group.resident():
+            return self._read(group, slot)
 
     def _of_piece(self, master: torch.Tensor) -> dict[str, Any]:
         """The state of one of the 1-D pieces that ``single_partition_of_fp32_groups`` lists."""
-        for state in self._step.states:
-            for piece in state.pieces:
+        for group in self._step.groups:
+            for piece in group.ranges:
                 if piece.param is master:
-                    with state.at_hand():
+                    with group.resident():
                         held = self._step.optimizer.state.get(master, {})
-                        is_copied = state.shelf is not None
+                        is_copied = group.disk is not None
                         return {k: v.clone() if is_copied and torch.is_tensor(v) else v for k, v in held.items()}
         raise KeyError(master)
 
-    def _read(self, state: BucketState, slot: int) -> dict[str, Any]:
+    def _read(self, group: ParameterGroup, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
         found: dict[str, Any] = {}
-        for piece, segment in self._step.pieces_of_slot(state, slot):
+        for piece, segment in group.ranges_of(slot):
             for key, value in self._step.optimizer.state.get(piece.param, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
                     part = value[segment.start : segment.stop]
-                    parts[key].append(part if state.shelf is None else part.clone())
+                    parts[key].append(part if group.disk is None else part.clone())
                 else:
                     found[key] = value
-        shape = state.bucket.layout.slots[slot].shape
+        shape = group.buffer.layout.specs[slot].shape
         for key, tensors in parts.items():
             flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-            found[key] = flat.view(shape) if flat.numel() == state.bucket.layout.slots[slot].numel else flat
+            found[key] = flat.view(shape) if flat.numel() == group.buffer.layout.specs[slot].numel else flat
         return found
 
     def __iter__(self) -> Iterator[nn.Parameter]:
@@ -220,7 +220,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     @property
     def low_precision_dtype(self) -> torch.dtype | None:
         """The 16-bit format of the parameters; None: they have none."""
-        dtypes = {state.bucket.dtype for state in self.sharded_step.states}
+        dtypes = {group.buffer.dtype for group in self.sharded_step.groups}
         return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), None)
 
     @property
@@ -231,7 +231,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
-        pieces = [piece for state in self.sharded_step.states for piece in state.pieces]
+        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
         return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
 
     @property
@@ -242,7 +242,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
         """This rank's fp32 master weights by group, in 1-D pieces: DeepSpeed's name of it at stage 0."""
-        pieces = [piece for state in self.sharded_step.states for piece in state.pieces]
+        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
         return [[p.param for p in pieces if p.group == index] for index in range(len(self.param_groups))]
 
     @property
@@ -335,21 +335,21 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
         Raises: OptimizerError: a tensor has another size than this rank's part.
         """
-        state, slot, _ = self._state._home[id(parameter)]
-        with state.at_hand():
-            self._load_at_hand(state, slot, values)
+        group, slot, _ = self._state._home[id(parameter)]
+        with group.resident():
+            self._load_resident(group, slot, values)
 
-    def _load_at_hand(self, state: BucketState, slot: int, values: Mapping[str, Any]) -> None:
-        owned = sum(s.stop - s.start for _, s in self.sharded_step.pieces_of_slot(state, slot))
+    def _load_resident(self, group: ParameterGroup, slot: int, values: Mapping[str, Any]) -> None:
+        owned = sum(s.stop - s.start for _, s in group.ranges_of(slot))
         done = 0
-        for piece, segment in self.sharded_step.pieces_of_slot(state, slot):
+        for piece, segment in group.ranges_of(slot):
             held = self.optimizer.state[piece.param]
             numel = segment.stop - segment.start
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     if value.numel() != owned:
                         raise OptimizerError(
-                            f"{key!r} of parameter {state.bucket.layout.slots[slot].name!r} has {value.numel()}"
+                            f"{key!r} of parameter {group.buffer.layout.specs[slot].name!r} has {value.numel()}"
                             f" elements, this rank owns {owned}.",
                             do="load the state on the rank and in the layout that saved it.",
                             code="optimizer-state-size",

@@ -1,9 +1,19 @@
-"""Issues the reductions of all units in one order, the same on every rank, each right after its predecessors."""
+"""Issues the reductions of all units in one order, the same on every rank.
+
+    nothing is sharded     a unit is reduced when all its parameters have their gradients and its turn has come: the
+    (stages 0 to 2)        order is the units' own, backwards, and from the second pass on rank 0's of the first
+    parameters are         backward gathers units too, so a reduction has a fixed place among the gathers: when the
+    sharded (stage 3)      backward pass enters the next unit, whichever gradients have arrived on this rank
+
+In both cases what is left is reduced when the pass ends. Missing gradients count as zeros; one that arrives after its
+unit was reduced stays in ``parameter.grad`` and joins the next reduction, at the latest at the step. So ranks whose
+forward uses different parameters issue the same collectives.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -11,162 +21,136 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import CommError
-from shoal.memory.placement import Kind
-from shoal.zero.gradient import BucketGradient
-from shoal.zero.unit import Unit
+from shoal.sharding.unit import Unit
 
 MAX_UNDER_WAY = 2  # a rank may be this many units ahead of the slowest before it waits
-
-
-class UnitGradient:
-    """The gradients of one unit: which parameters have theirs in this backward pass."""
-
-    def __init__(self, unit: Unit, gradients: Sequence[BucketGradient]) -> None:
-        self.unit = unit
-        self.gradients = list(gradients)
-        self.num_parameters = sum(len(gradient.parameters) for gradient in self.gradients)
-        self.seen = bytearray(self.num_parameters)
-        self.left = self.num_parameters
-        self.is_issued = False
-
-    @property
-    def is_complete(self) -> bool:
-        return self.left == 0
-
-    def mark(self, index: int) -> bool:
-        """Parameter ``index`` has its gradient. Returns: was it the last one that was missing?"""
-        if self.seen[index]:
-            return False
-        self.seen[index] = 1
-        self.left -= 1
-        return self.left == 0
-
-    def start_pass(self) -> None:
-        self.seen = bytearray(self.num_parameters)
-        self.left = self.num_parameters
-        self.is_issued = False
 
 
 class Reducer:
     """Reductions in order.
 
-    The first order is the units' own, backwards; after the first reduced pass rank 0's order of completion takes its
-    place on every rank.
-
     Args:
+        units: those with trained parameters.
         comm: all ranks that train together (for the one exchange of the order).
         has_overlap: leave one reduction under way while backward goes on.
+        follows_gathers: backward gathers units; see the module.
     """
 
     def __init__(
-        self, entries: Sequence[UnitGradient], comm: Communicator, *, has_overlap: bool, device: torch.device
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        *,
+        has_overlap: bool,
+        follows_gathers: bool,
+        device: torch.device,
     ) -> None:
-        self.entries = list(entries)
+        self.units = list(units)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
-        self.on_reduced: Callable[[UnitGradient], None] | None = None  # a unit was reduced
-        self._order = list(reversed(self.entries))
+        self._order = list(reversed(self.units))
         self._comm = comm
         self._device = device
         self._has_overlap = has_overlap
-        self._completed: list[UnitGradient] | None = []
+        self._follows_gathers = follows_gathers
+        self._completed: list[Unit] | None = None if follows_gathers else []
         self._next = 0
-        self._under_way: deque[UnitGradient] = deque()
+        self._under_way: deque[Unit] = deque()
 
-    def _is_reduced_now(self, entry: UnitGradient) -> bool:
-        """Partial accumulators wait for the last micro-batch; sharded ones are reduced each time."""
-        return self.is_syncing and (self.at_step or entry.unit.row.gradient_between.inner is Kind.SHARD)
+    def _reduces(self, unit: Unit) -> bool:
+        return self.is_syncing and unit.reduces(at_step=self.at_step)
 
-    def complete(self, entry: UnitGradient) -> None:
-        """Every parameter of ``entry`` has its gradient."""
-        if self._completed is not None:
-            self._completed.append(entry)
-        if not self._is_reduced_now(entry):
-            self._keep(entry)
+    def complete(self, unit: Unit) -> None:
+        """Every parameter of ``unit`` has its gradient of this pass."""
+        if not self._reduces(unit):
+            unit.accumulate()
             return
+        if self._follows_gathers:
+            return
+        if self._completed is not None:
+            self._completed.append(unit)
         while self._next < len(self._order):
             head = self._order[self._next]
-            if not head.is_complete and self._is_reduced_now(head):
-                break
-            if self._is_reduced_now(head):
+            if self._reduces(head):
+                if not head.is_complete:
+                    break
                 self._issue(head)
             self._next += 1
 
-    def _keep(self, entry: UnitGradient) -> None:
-        """Keep what this pass gave until a later one, or the step, reduces it."""
-        for gradient in entry.gradients:
-            if entry.unit.row.gradient_between.inner is Kind.SHARD:
-                gradient.hold()
-            else:
-                gradient.accumulate()
+    def leave(self, units: Sequence[Unit]) -> None:
+        """Backward has left these units and is about to gather another: reduce them, complete or not."""
+        for unit in units:
+            if unit.trained and not unit.is_reduced and self._reduces(unit):
+                self._issue(unit)
 
-    def _issue(self, entry: UnitGradient) -> None:
-        self._settle(MAX_UNDER_WAY - 1)
-        for gradient in entry.gradients:
-            gradient.start_reduce(at_step=self.at_step)
-        entry.is_issued = True
-        self._under_way.append(entry)
+    def _issue(self, unit: Unit) -> None:
+        self._wait(MAX_UNDER_WAY - 1)
+        unit.reduce(at_step=self.at_step)
+        self._under_way.append(unit)
         if not self._has_overlap:
-            self._settle()
+            self._wait()
 
-    def _settle(self, num_left: int = 0) -> None:
+    def _wait(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
-            entry = self._under_way.popleft()
-            for gradient in entry.gradients:
-                gradient.settle(at_step=self.at_step)
-            if self.on_reduced is not None:
-                self.on_reduced(entry)
+            self._under_way.popleft().wait_reduced(at_step=self.at_step)
 
-    def finish(self) -> None:
-        """Backward has ended: reduce what is still open, in order, and wait for all."""
-        for entry in self._order[self._next :]:
-            if self._is_reduced_now(entry):
-                if not entry.is_issued:
-                    self._issue(entry)
-            elif not entry.is_complete:
-                self._keep(entry)
-        self._settle()
-        if self.is_syncing and self.at_step:
+    def finish(self, *, is_reduced: bool) -> None:
+        """Backward has ended: reduce what is left, in order, and wait for all.
+
+        Args:
+            is_reduced: False: the pass gave no weight gradient, so there is nothing to reduce.
+        """
+        for unit in self._order if is_reduced else ():
+            if not self._reduces(unit):
+                if not unit.is_complete:
+                    unit.accumulate()
+            elif not unit.is_reduced:
+                self._issue(unit)
+        self._wait()
+        if is_reduced and self.is_syncing and self.at_step:
             self._adopt_order()
-        for entry in self.entries:
-            entry.start_pass()
+        for unit in self.units:
+            unit.start_pass()
         self._next = 0
 
+    def complete_step(self) -> None:
+        """At the step: sum what no pass has summed yet, in order."""
+        for unit in self._order:
+            for gradient in unit.gradients:
+                gradient.complete()
+                gradient.take_back()
+
     def reduce_late(self, has_late: Sequence[bool]) -> None:
-        """Reduce once more the units (by index of ``entries``) in which some rank has a gradient that came after its
-        unit was reduced.
-        """
-        for entry, is_late in zip(self.entries, has_late, strict=True):
+        """Reduce once more the units (by index) in which some rank has a gradient that arrived after the reduction."""
+        for unit, is_late in zip(self.units, has_late, strict=True):
             if is_late:
-                for gradient in entry.gradients:
-                    gradient.start_reduce(at_step=True)
-                    gradient.settle(at_step=True)
+                unit.reduce(at_step=True)
+                unit.wait_reduced(at_step=True)
 
     def _adopt_order(self) -> None:
-        if self._completed is None:
+        if self._completed is None or not self.units:
             return
         completed, self._completed = self._completed, None
-        if self._comm.size == 1 or not self.entries:  # a frozen model has no reductions to put in order
+        index_of = {unit.name: index for index, unit in enumerate(self.units)}
+        order = list(dict.fromkeys(index_of[unit.name] for unit in (*completed, *self._order)))
+        if self._comm.size == 1:
             return
-        index_of = {id(entry): index for index, entry in enumerate(self.entries)}
-        order = [index_of[id(entry)] for entry in dict.fromkeys(completed)]
-        order += [index_of[id(entry)] for entry in self._order if index_of[id(entry)] not in set(order)]
         sent = torch.tensor(order, dtype=torch.float32, device=self._device)
         mine = self._comm.exchange(sent, label="order of reductions").wait()
         first = read_vector(mine[0], when_fake=-1.0)
         if first[0] >= 0:
-            self._order = [self.entries[int(index)] for index in first]
+            self._order = [self.units[int(index)] for index in first]
 
     def reset(self) -> None:
-        """Drop what is under way, after an error. The gradients that this backward pass left are dropped too."""
+        """After an error: drop what is under way, and the gradients of this pass."""
         with suppress(CommError):  # a peer is gone; the error that came first counts
-            self._settle()  # what still writes into an accumulator must not do so in a later step
+            self._wait()  # what still writes into an accumulator must not do so in a later step
         self._under_way.clear()
         self._next = 0
-        for entry in self.entries:
-            entry.start_pass()
-            for gradient in entry.gradients:
+        for unit in self.units:
+            unit.start_pass()
+            for gradient in unit.gradients:
                 gradient.reset()
-                for parameter in gradient.parameters:
-                    parameter.grad = None
+            for parameter in unit.trained_parameters:
+                parameter.grad = None

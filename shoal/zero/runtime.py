@@ -1,16 +1,17 @@
-"""Executes the table on a live model: what happens before and after each unit's forward and backward.
+"""Runs the table on a live model: what happens before and after each unit's forward and backward.
 
 pre-forward     gather the unit, and those that come next
 post-forward    release it
-pre-backward    gather it, in reverse order
-gradient ready  all parameters of the unit ready? -> reduce, release
-end of backward reduce what is open, release everything
+pre-backward    reduce the units that backward has left; gather the unit, in reverse order
+gradient ready  the unit's last one? -> reduce (or at the next unit's pre-backward, see ``reducer``), release
+end of backward reduce what is left, release everything
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,39 +20,86 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
-from shoal.memory.pool import Pool
-from shoal.zero.early import EARLY, EarlyShard
-from shoal.zero.external import eagerly, external_use
+from shoal.sharding.partition import ROOT
+from shoal.sharding.staging import StagingBuffers
+from shoal.sharding.table import Table
+from shoal.sharding.unit import Unit, UnitState
+from shoal.zero.disk_state import Disks
 from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.hooks import HookSet, tensors_in
-from shoal.zero.partition import ROOT
-from shoal.zero.prefetch import UnitOrder
-from shoal.zero.reducer import Reducer, UnitGradient
-from shoal.zero.shelf import Disks
-from shoal.zero.table import Table, row_of_stage
-from shoal.zero.unit import Unit, UnitState
+from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
+from shoal.zero.order import UnitOrder
+from shoal.zero.parameter_access import eagerly, gather_on_access
+from shoal.zero.reducer import Reducer
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
+
+_RECOMPUTED = -1  # the forward in which a call was made that only backward makes (reentrant checkpointing)
+_MAX_CALLS_KEPT = 64  # of one unit, whose backward has not come
 
 
+@dataclass(eq=False)
 class _Call:
     """One forward call of one unit, until its backward is done."""
 
-    __slots__ = ("is_done", "is_started", "num_inputs", "num_inputs_left")
+    forward: int  # number of the model's forward that it belongs to
+    num_inputs: int  # differentiable ones that are watched
+    num_inputs_left: int = 0
+    is_started: bool = False
+    is_done: bool = False
 
-    def __init__(self, num_inputs: int) -> None:
-        self.num_inputs = num_inputs  # differentiable ones that are watched
-        self.num_inputs_left = num_inputs
-        self.is_started = False
-        self.is_done = False
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward pass, from its first event to its end."""
+
+    is_in_graph: bool  # a hook noticed it; the engine did not start it
+    creates_graph: bool  # it can itself be differentiated
+    interrupted: list[Unit]  # their forward goes on after this pass (``autograd.grad`` inside a forward)
+    outermost: int | None  # the number of the backward pass in which it began; others may run inside it
+    gives_gradients: bool  # it will accumulate a gradient into some parameter, of whatever unit
+    has_gradient: bool = False  # it gave a parameter one
+    recomputed: set[str] = field(default_factory=set)  # units whose forward ran in it
+    forwards: set[int] = field(default_factory=set)  # numbers of the forwards that it goes back through
+    entered: dict[str, Unit] = field(default_factory=dict)  # units whose backward has begun, in order
+
+
+class _Calls:
+    """The forward calls of one unit that a backward pass may reach."""
+
+    def __init__(self) -> None:
+        self.started: list[_Call] = []  # in this backward pass
+        self.watched: list[_Call] = []  # whose backward has not ended
+        self.num_pinned = 0  # pins of calls of which no hook tells when their backward begins
+
+    def watch(self, call: _Call) -> None:
+        self.watched.append(call)
+        del self.watched[:-_MAX_CALLS_KEPT]
+
+    def is_open(self) -> bool:
+        return any(not call.is_done for call in self.started)
+
+    def is_left(self, forwards: set[int]) -> bool:
+        """Has backward begun in every call of these forwards?"""
+        own = [call for call in self.watched if call.forward in forwards]
+        return bool(own) and not self.num_pinned and all(call.is_started for call in own)
+
+    def end_pass(self) -> None:
+        for call in self.started:
+            call.is_done, call.is_started = True, False
+        done = {id(call) for call in self.started}
+        self.watched = [call for call in self.watched if id(call) not in done]
+        self.started.clear()
 
 
 class ShardedModel:
-    """A model whose units are placed as the table says.
+    """A model whose units are stored as the table says.
 
     Args:
-        units: in order; ``entries``: the gradients of those that have trainable parameters.
-        modules: the modules whose forward needs a unit.
+        units: in order.
+        modules: by unit name, the modules whose forward needs the unit.
         on_backward: called when a backward pass begins (the engine decides there whether it is the last before the
             step).
+        sparse_names: weights whose gradients are sent as rows.
+        sharded_at_init: ids of parameters that no rank ever held whole.
     """
 
     def __init__(
@@ -59,10 +107,9 @@ class ShardedModel:
         model: nn.Module,
         table: Table,
         units: Sequence[Unit],
-        entries: Sequence[UnitGradient],
-        modules: dict[str, list[nn.Module]],
+        modules: Mapping[str, Sequence[nn.Module]],
         comm: Communicator,
-        pool: Pool,
+        staging: StagingBuffers,
         order: UnitOrder,
         *,
         max_reuse_numel: int,
@@ -71,67 +118,73 @@ class ShardedModel:
         device: torch.device,
         on_backward: Callable[[], None],
         disks: Disks | None = None,
+        sparse_names: frozenset[str] = frozenset(),
+        sharded_at_init: frozenset[int] = frozenset(),
     ) -> None:
         self.model = model
         self.disks = disks if disks is not None else Disks()
         self.table = table
         self.units = list(units)
-        self.entries = list(entries)
-        self.pool = pool
+        self.groups = [group for unit in self.units for group in unit.groups]
+        self.trained_groups = [group for unit in self.units for group in unit.trained]
+        self.staging = staging
         self.order = order
         self.comm = comm
-        self.reducer = Reducer(entries, comm, has_overlap=has_overlap, device=device)
+        self._device = device
+        self.sparse_names = sparse_names
+        self.sharded_at_init = sharded_at_init
         self.sharded = [unit for unit in self.units if unit.is_sharded]
+        self.reducer = Reducer(
+            [unit for unit in self.units if unit.trained],
+            comm,
+            has_overlap=has_overlap,
+            follows_gathers=bool(self.sharded),
+            device=device,
+        )
         self._has_disk = any(unit.is_on_disk for unit in self.units)
-        # Who reads parameters: the sharded units, and the model itself where nothing sharded is its own.
+        # The units whose forward is watched: the sharded ones, and the model itself where it is none of them.
         self._readers = list(self.sharded)
+        self._modules = dict(modules)
         if self.sharded and all(model not in modules.get(unit.name, ()) for unit in self.sharded):
-            root = Unit(ROOT, len(self.units), row_of_stage(3, ROOT), [])
-            modules = {**modules, ROOT: [model]}
-            self._readers.append(root)
-        self.unit_of = {id(p): unit for unit in self.units for bucket in unit.buckets for p in bucket.parameters}
-        # The order in which parameters are gathered and given to all, the same on every rank.
+            self._modules[ROOT] = [model]
+            self._readers.append(Unit(ROOT, len(self.units), []))
+        self.unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
+        self.home_of = {id(p): (group, slot) for group in self.groups for slot, p in enumerate(group.buffer.parameters)}
+        # The order in which parameters are gathered and broadcast, the same on every rank.
         self.number_of = {key: number for number, key in enumerate(self.unit_of)}
-        self._changing: dict[int, int] = {}  # blocks that will give a parameter's changes to all, by its id
-        self.sent_as_rows: frozenset[str] = frozenset()  # names of weights whose gradients go to the others as rows
-        self.born_sharded: frozenset[int] = frozenset()  # ids of parameters that no rank ever held whole
-        self.in_pass = False  # between the first event of a backward pass and its end
         self.num_plain_passes = 0  # that gave gradients and that the engine did not start; the engine sets it back
-        self._is_in_graph = False  # this pass was noticed by a hook, not started by the engine
-        self._has_gradient = False  # this pass gave a parameter one
-        self._versions: list[int] = []  # of gradients that no hook watches, before the pass
-        self._creates_graph = False  # this pass can itself be differentiated
-        self._is_kept = False  # a later pass reads what this one, or an earlier one, has gathered
-        self._outermost: int | None = None  # the backward pass in which this one began; inside it others may run
-        self._recomputed: set[str] = set()  # units whose forward ran in this pass
-        self._interrupted: list[Unit] = []  # whose forward goes on after this pass (``autograd.grad`` in a forward)
         self._on_backward = on_backward
         self._max_reuse_numel = max_reuse_numel
         self._max_live_numel = max_live_numel
-        self._entry_of = {entry.unit.name: entry for entry in self.entries}
+        self._pass: _Pass | None = None
+        self._is_kept = False  # a later pass reads what a pass with ``create_graph`` has gathered
+        self._running: list[Unit] = []
+        self._num_forwards = 0
+        self._containers: set[str] = set()  # units whose forward runs other units
+        self._calls = {unit.name: _Calls() for unit in (*self.units, *self._readers)}
         self._is_all_trained = {
-            unit.name: unit.name in self._entry_of
-            and self._entry_of[unit.name].num_parameters == sum(len(bucket.parameters) for bucket in unit.buckets)
+            unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
             for unit in (*self.units, *self._readers)
         }
-        self._calls: dict[str, list[_Call]] = {unit.name: [] for unit in (*self.units, *self._readers)}
-        self._running: list[Unit] = []
-        self._searched: set[str] = set()
+        self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
-        self._modules = modules
-        self._hidden: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
+        self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
         self._hooks = HookSet()
         self.offload = ParameterOffload(model, self._hooks.switch, order)
         for unit in self._readers:
-            for module in modules.get(unit.name, ()):
+            for module in self._modules.get(unit.name, ()):
                 self._hooks.on_unit(module, unit, self)
         self._hooks.on_model(model, self)  # the model's first, and last, where the model itself is a unit
         self._hooks.on_state_dict(model, {key: unit for key, unit in self.unit_of.items() if unit.is_sharded})
-        for entry in self.entries:
-            parameters = [p for gradient in entry.gradients for p in gradient.parameters]
-            if any(gradient.is_watched for gradient in entry.gradients):
-                for index, parameter in enumerate(parameters):
-                    self._hooks.on_gradient(parameter, entry, index, self)
+        self._trained = [parameter for unit in self.reducer.units for parameter in unit.trained_parameters]
+        for unit in self.reducer.units:
+            for index, parameter in enumerate(unit.trained_parameters):
+                self._hooks.on_gradient(parameter, unit, index, self)
+
+    @property
+    def in_pass(self) -> bool:
+        """Is a backward pass under way?"""
+        return self._pass is not None
 
     # forward
 
@@ -146,7 +199,7 @@ class ShardedModel:
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True
         try:
-            with external_use(self.unit_of, self._read_outside), eagerly(self.model):
+            with gather_on_access(self.unit_of, self._read_outside), eagerly(self.model):
                 yield
         finally:
             self._is_searching = False
@@ -155,13 +208,13 @@ class ShardedModel:
     def _read_outside(self, unit: Unit) -> None:
         reader = self._running[-1] if self._running else None
         if reader is not None:
-            self.add_external(reader, unit)
+            self.add_shared(reader, unit)
         unit.gather()
 
-    def add_external(self, reader: Unit, read: Unit) -> None:
+    def add_shared(self, reader: Unit, read: Unit) -> None:
         """From now on the forward of ``reader`` gathers ``read`` too."""
-        if read is not reader and read not in reader.externals and read.is_sharded:
-            reader.externals.append(read)
+        if read is not reader and read not in reader.shared and read.is_sharded:
+            reader.shared.append(read)
 
     def reader_of(self, module: nn.Module) -> Unit | None:
         """The unit that runs when ``module`` runs: the innermost whose forward contains it."""
@@ -178,6 +231,7 @@ class ShardedModel:
 
     def before_model(self) -> None:
         if not in_backward():
+            self._num_forwards += 1
             self._running.clear()
             self.order.start(self._pass_key())
             self._fetch_ahead()
@@ -198,25 +252,27 @@ class ShardedModel:
         self.begin_backward(is_in_graph=True)
 
     def before_forward(self, unit: Unit) -> None:
+        self._containers.update(running.name for running in self._running if running is not unit)
         self._running.append(unit)
-        for external in unit.externals:
-            self._gather(external)
+        for other in unit.shared:
+            self._gather(other)
         self._gather(unit)
 
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if self._running and self._running[-1] is unit:
             self._running.pop()
         is_recomputing = in_backward()
-        if torch.is_grad_enabled() and not (is_recomputing and self._is_open(unit)):
-            self._watch(unit, inputs, output)
+        if torch.is_grad_enabled() and not (is_recomputing and self._calls[unit.name].is_open()):
+            self._watch(unit, inputs, output, is_recomputing=is_recomputing)
         if is_recomputing:
-            self._recomputed.add(unit.name)
+            if self._pass is not None:
+                self._pass.recomputed.add(unit.name)
             return
-        if torch.is_grad_enabled() and unit.row.secondary and unit.state is UnitState.FULL:
-            for bucket in unit.buckets:
-                bucket.keep_secondary()
-        for candidate in (unit, *unit.externals):
-            is_needed = any(candidate is running or candidate in running.externals for running in self._running)
+        if torch.is_grad_enabled() and unit.has_hpz and unit.state is UnitState.FULL:
+            for group in unit.groups:
+                group.buffer.keep_hpz_shard()
+        for candidate in (unit, *unit.shared):
+            is_needed = any(candidate is running or candidate in running.shared for running in self._running)
             if not is_needed and not self._is_kept and not self._is_worth_keeping(candidate):
                 candidate.release()
 
@@ -232,43 +288,43 @@ class ShardedModel:
 
     def _gather(self, unit: Unit) -> None:
         self.order.visit(unit, in_backward=self.in_pass)
-        from_secondary = self.in_pass
-        unit.start_fetch(from_secondary=from_secondary)
+        from_hpz = self.in_pass
+        unit.start_fetch(from_hpz=from_hpz)
         self._fetch_ahead()
-        unit.gather(from_secondary=from_secondary)
+        unit.gather(from_hpz=from_hpz)
         for later in self.order.ahead(self.live_numel()):
-            later.start_gather(from_secondary=from_secondary)
+            later.start_gather(from_hpz=from_hpz)
 
     def _fetch_ahead(self) -> None:
         """Begin to read the units that come next from their disk, as far as there are buffers for them."""
         if not self._has_disk:
             return
         for unit, is_backward in self.order.upcoming():
-            if unit.state is UnitState.AWAY:
+            if unit.state is UnitState.ON_DISK:
                 if not unit.can_fetch_ahead():
                     break
-                unit.start_fetch(from_secondary=is_backward)
+                unit.start_fetch(from_hpz=is_backward)
 
     # backward
 
-    def _is_open(self, unit: Unit) -> bool:
-        return any(call.is_started and not call.is_done for call in self._calls[unit.name])
-
-    def _watch(self, unit: Unit, inputs: Any, output: Any) -> None:
+    def _watch(self, unit: Unit, inputs: Any, output: Any, *, is_recomputing: bool) -> None:
         """Gather before this call's backward, and know when it is done."""
         if self._is_searching:
-            self._hidden[unit.name] = list(_kept_on_modules(self._modules.get(unit.name, ())))
-        kept = [getattr(module, name, None) for module, name in self._hidden[unit.name]]
+            self._kept_outputs[unit.name] = list(_kept_on_modules(self._modules.get(unit.name, ())))
+        kept = [getattr(module, name, None) for module, name in self._kept_outputs[unit.name]]
         outputs = [tensor for tensor in tensors_in((output, kept)) if tensor.requires_grad]
         if not outputs:
-            if unit.buckets and any(p.requires_grad for bucket in unit.buckets for p in bucket.parameters):
-                for held in (unit, *unit.externals):
-                    held.holds += 1  # nothing tells when its backward begins: stay gathered until a backward pass ends
-                    self._calls[held.name].append(_HELD)
+            if any(p.requires_grad for p in unit.parameters):
+                for pinned in (unit, *unit.shared):
+                    pinned.pin_count += 1  # no hook tells when its backward begins: gathered until a pass ends
+                    self._calls[pinned.name].num_pinned += 1
             return
-        is_input_needed = not self._is_all_trained[unit.name]
-        received = [t for t in tensors_in(inputs) if t.requires_grad] if is_input_needed else []
-        call = _Call(len(received))
+        received = [] if self._is_all_trained[unit.name] else [t for t in tensors_in(inputs) if t.requires_grad]
+        call = _Call(_RECOMPUTED if is_recomputing else self._num_forwards, len(received))
+        calls = self._calls[unit.name]
+        # A call that is only recomputed has no backward of its own where the first one's graph is still there.
+        if not is_recomputing or not (self._pass and any(c.forward in self._pass.forwards for c in calls.watched)):
+            calls.watch(call)
 
         def start(_gradient: torch.Tensor) -> None:
             self._before_backward(unit, call)
@@ -286,59 +342,64 @@ class ShardedModel:
             tensor.register_hook(arrived)
 
     def _before_backward(self, unit: Unit, call: _Call) -> None:
-        self.begin_backward(is_in_graph=True)
+        current = self.begin_backward(is_in_graph=True)
         if not call.is_started:
             call.is_started = True
             call.is_done = False
             call.num_inputs_left = call.num_inputs
-            self._calls[unit.name].append(call)
-            for external in unit.externals:
-                self._gather(external)
+            self._calls[unit.name].started.append(call)
+            current.forwards.add(call.forward)
+            if current.gives_gradients:
+                self.reducer.leave([left for left in current.entered.values() if self._is_left(left, unit, current)])
+            current.entered.setdefault(unit.name, unit)
+            for other in unit.shared:
+                self._gather(other)
             self._gather(unit)
-        elif unit.is_at_rest:
+        elif unit.is_released:
             self._gather(unit)
 
-    def begin_backward(self, *, is_in_graph: bool = False, creates_graph: bool = False) -> None:
+    def _is_left(self, unit: Unit, entering: Unit, current: _Pass) -> bool:
+        """Has backward left ``unit`` for good, as far as every rank can tell alike?
+
+        A unit that runs others, or whose parameters others read, gets gradients until the pass ends.
+        """
+        if unit is entering or unit.name in self._containers or any(unit in other.shared for other in self._readers):
+            return False
+        return self._calls[unit.name].is_left(current.forwards)
+
+    def begin_backward(self, *, is_in_graph: bool = False, creates_graph: bool = False) -> _Pass:
         """A backward pass begins. Idempotent within a pass.
 
         Args:
             is_in_graph: a hook noticed it; the engine did not start it.
             creates_graph: it can itself be differentiated.
         """
-        if self.in_pass:
-            if self._outermost is None:
-                self._outermost = backward_pass()
-            return
+        if self._pass is not None:
+            if self._pass.outermost is None:
+                self._pass.outermost = backward_pass()
+            return self._pass
         self._on_backward()  # first, since it may refuse
-        for entry in self.entries:
-            for gradient in entry.gradients:
-                gradient.take_back()
-        self.in_pass = True
-        self._outermost = backward_pass()
-        self._recomputed.clear()
-        self._is_in_graph = is_in_graph
-        self._has_gradient = False
-        self._versions = self._unwatched_versions() if is_in_graph else []
-        self._creates_graph = creates_graph or (is_in_graph and torch.is_grad_enabled())
-        self._is_kept |= self._creates_graph
-        self._interrupted = [unit for running in self._running for unit in (running, *running.externals)]
+        for group in self.trained_groups:
+            group.gradient.take_back()
+        self._pass = _Pass(
+            is_in_graph=is_in_graph,
+            creates_graph=creates_graph or (is_in_graph and torch.is_grad_enabled()),
+            interrupted=[unit for running in self._running for unit in (running, *running.shared)],
+            outermost=backward_pass(),
+            gives_gradients=not is_in_graph or accumulates_into(self._trained),
+        )
+        self._is_kept |= self._pass.creates_graph
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
+        return self._pass
 
-    def _unwatched_versions(self) -> list[int]:
-        """What changes when autograd adds to a gradient on one rank, where no hook tells."""
-        gradients = [
-            p.grad for entry in self.entries for g in entry.gradients if not g.is_watched for p in g.parameters
-        ]
-        return [-1 if gradient is None else gradient._version for gradient in gradients]
-
-    def gradient_ready(self, entry: UnitGradient, index: int) -> None:
-        if not self.in_pass or self._outermost is None:
-            self.begin_backward(is_in_graph=in_backward())
-        self._has_gradient = True
-        if entry.mark(index):
-            self.reducer.complete(entry)
-            unit = entry.unit
+    def gradient_ready(self, unit: Unit, index: int) -> None:
+        current = self._pass
+        if current is None or current.outermost is None:
+            current = self.begin_backward(is_in_graph=in_backward())
+        current.has_gradient = True
+        if unit.mark_grad(index):
+            self.reducer.complete(unit)
             if unit.is_sharded:
                 self._release_after_backward(unit)
 
@@ -349,48 +410,52 @@ class ShardedModel:
         done when all of them have theirs. A frozen weight is read until the gradients of its calls' inputs are there;
         where no input is differentiable, or another unit reads it, only the end of backward is sure.
         """
-        if not self.in_pass or self._is_kept or unit in self._interrupted:
+        current = self._pass
+        if current is None or self._is_kept or unit in current.interrupted:
             return
-        entry = self._entry_of.get(unit.name)
-        if entry is not None and not entry.is_complete:
+        if unit.trained and not unit.is_complete:
             return
-        if unit.name not in self._recomputed and backward_pass() != self._outermost:
+        if unit.name not in current.recomputed and backward_pass() != current.outermost:
             return  # reentrant checkpointing: a later recomputation may read it, and nothing gathers it for that
         if not self._is_all_trained[unit.name]:
-            calls = self._calls[unit.name]
-            is_read_elsewhere = any(unit in other.externals for other in self._readers)
-            if is_read_elsewhere or any(not (call.is_done and call.num_inputs) for call in calls):
+            is_read_elsewhere = any(unit in other.shared for other in self._readers)
+            started = self._calls[unit.name].started
+            if is_read_elsewhere or self._calls[unit.name].num_pinned:
+                return
+            if any(not (call.is_done and call.num_inputs) for call in started):
                 return
         unit.release()
 
     def finish_backward(self) -> None:
-        """A backward pass has ended: reduce what is open, bring every unit to rest. Idempotent.
+        """A backward pass has ended: reduce what is left, release every unit. Idempotent.
 
-        After one with ``create_graph`` (a gradient penalty) units stay gathered until the pass through that graph ends.
+        A pass in a graph that gave no weight gradient (``autograd.grad`` on inputs) reduces nothing. After one with
+        ``create_graph`` (a gradient penalty) units stay gathered until the pass through that graph ends.
         """
-        if not self.in_pass:
+        current, self._pass = self._pass, None
+        if current is None:
             return
-        self.in_pass = False
-        if self._is_in_graph:
-            has_gradient = self._has_gradient or self._versions != self._unwatched_versions()
-            self.num_plain_passes += has_gradient
-            if self._creates_graph and not has_gradient:
+        is_reduced = True
+        if current.is_in_graph:
+            is_reduced = current.gives_gradients or current.has_gradient
+            self.num_plain_passes += current.has_gradient
+            if current.creates_graph and not is_reduced:
                 return
-        self.reducer.finish()
-        if not self._creates_graph:
+        self.reducer.finish(is_reduced=is_reduced)
+        for group in self.trained_groups:
+            group.gradient.show()
+        if not current.creates_graph:
             self._is_kept = False
-            self._rest()
+            self._release_readers(current.interrupted)
         self.order.end()
 
-    def _rest(self, *, is_recovering: bool = False) -> None:
+    def _release_readers(self, interrupted: Sequence[Unit] = (), *, is_recovering: bool = False) -> None:
         for unit in self._readers:
             calls = self._calls[unit.name]
-            unit.holds -= sum(call is _HELD for call in calls)
-            for call in calls:
-                if call is not _HELD:
-                    call.is_done, call.is_started = True, False
-            calls.clear()
-            if unit in self._interrupted:
+            unit.pin_count -= calls.num_pinned
+            calls.num_pinned = 0
+            calls.end_pass()
+            if unit in interrupted:
                 continue
             try:
                 unit.release()
@@ -401,7 +466,7 @@ class ShardedModel:
     # other callers
 
     def release_all(self) -> None:
-        """Between two passes: release every unit that nobody holds, prefetched or kept for later. Communicates nothing.
+        """Between two passes: release every unit that is not pinned, prefetched or kept. Communicates nothing.
 
         What a coming pass through a graph with ``create_graph`` needs stays.
         """
@@ -410,68 +475,57 @@ class ShardedModel:
                 unit.release()
 
     @contextmanager
-    def gathered(self, units: Sequence[Unit], *, keeps_others: bool = False) -> Iterator[None]:
-        """Hold units full inside the block, whoever asks: a pipeline schedule, a user, an accessor.
+    def gathered(self, units: Sequence[Unit], *, keep_user_views: bool = False) -> Iterator[None]:
+        """Pin units inside the block, gathered.
 
         Args:
-            keeps_others: what the block has made of the parameters without a copy stays valid after it. Not within a
-                pass, where autograd holds them too.
+            keep_user_views: what the block has made of the parameters without a copy stays valid after it. Not within
+                a pass, where autograd holds such views too.
         """
         for unit in units:
-            unit.holds += 1
+            unit.pin_count += 1
         try:
             for unit in units:
                 unit.gather()
             yield
         finally:
             for unit in units:
-                unit.holds -= 1
-                unit.release(keeps_others=keeps_others and not self.in_pass)
-
-    def begin_change(self, parameter: torch.Tensor) -> None:
-        """A block begins that gives changes of a parameter to all ranks at its end."""
-        self._changing[id(parameter)] = self._changing.get(id(parameter), 0) + 1
-
-    def end_change(self, parameter: torch.Tensor) -> int:
-        """It ends. Returns: how many such blocks are still around it."""
-        num_left = self._changing.get(id(parameter), 1) - 1
-        if num_left:
-            self._changing[id(parameter)] = num_left
-        else:
-            self._changing.pop(id(parameter), None)
-        return num_left
+                unit.pin_count -= 1
+                unit.release(keep_user_views=keep_user_views and not self.in_pass)
 
     def recover(self) -> None:
-        """After an exception: every unit at rest unless a caller holds it, no gradient, no pass.
+        """After an exception: release every unit that is not pinned, drop gradients, end the pass.
 
         Raises nothing about peers that are gone.
         """
-        self.in_pass = self._is_kept = False
+        self._pass = None
+        self._is_kept = False
         self._running.clear()
-        self._interrupted.clear()
         self.reducer.reset()
-        self._rest(is_recovering=True)
+        self._release_readers(is_recovering=True)
 
     def detach(self, *, is_failed: bool = False) -> None:
-        """Take every hook off and give the parameters memory of their own: whole, or sharded where they came sharded.
+        """Remove every hook and give the parameters memory of their own: whole, or sharded where they came sharded.
 
         Args:
-            is_failed: the values are of no use: nothing is gathered, and what was sharded stays a stand-in of NaN.
+            is_failed: the values are of no use: nothing is gathered, and what was sharded stays a placeholder of NaN.
 
-        Communicates: an all_gather per sharded unit; a broadcast of each parameter that came sharded.
+        Communicates: an all-gather per sharded unit; a broadcast of each parameter that came sharded.
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
+        at_init = ShardedAtInit(ChunkedTransfer(self.comm, self._device))
         try:
             for unit in self.units if not is_failed else ():
                 unit.gather()
-                for bucket in unit.buckets:
-                    bucket.detach()
-                    for parameter in bucket.parameters:
-                        if id(parameter) in self.born_sharded:
-                            EARLY.put(parameter, EarlyShard(parameter, self.comm, parameter.device, None))
+                for group in unit.groups:
+                    group.buffer.detach()
+                for parameter in unit.parameters:
+                    if id(parameter) in self.sharded_at_init:
+                        at_init.shard(parameter)
         finally:
-            self.pool.clear()
+            at_init.transfer.free()
+            self.staging.clear()
             self.disks.close()
 
 
@@ -484,6 +538,3 @@ def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, 
                     t.requires_grad for t in tensors_in(value, depth=3)
                 ):
                     yield part, name
-
-
-_HELD = _Call(num_inputs=0)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shoal.comm.protocol import Communicator
-from shoal.memory.placement import Tier
-from shoal.zero.gradient import GradientPolicy
-from shoal.zero.partition import UnitRules
-from shoal.zero.tiers import Tiers, UnitSize, as_asked
+from shoal.sharding.gradient import GradientPolicy
+from shoal.sharding.memory_model import UnitMemory
+from shoal.sharding.partition import UnitRules
+from shoal.sharding.placement import Tier
+from shoal.zero.offload_policy import Tiers, from_config
 
 
 @dataclass(frozen=True)
@@ -20,24 +21,36 @@ class Precision:
 
     Args:
         parameter: floating-point parameters are cast to it; None: kept.
-        master: dtype of the optimizer's copy of 16-bit parameters; None: the optimizer updates the parameters
-            themselves.
+        main: dtype of the main parameters of 16-bit parameters; None: the optimizer updates the parameters themselves.
         buffer: floating-point buffers of the model are cast to it; None: kept, as ``buffer_formats`` has it.
-        wide_buffers: names of buffers that stay in fp32; None: those that the model names.
-        wires: by name, parameters whose gradients are sent in this dtype, not in ``gradient.wire_dtype``.
+        fp32_buffers: names of buffers that stay in fp32; None: those that the model names.
+        reduce_dtypes: by name, parameters whose gradients are sent in this dtype, not in ``gradient.reduce_dtype``.
     """
 
     parameter: torch.dtype | None = None
-    master: torch.dtype | None = torch.float32
+    main: torch.dtype | None = torch.float32
     buffer: torch.dtype | None = None
-    wide_buffers: tuple[str, ...] | None = None
+    fp32_buffers: tuple[str, ...] | None = None
     gradient: GradientPolicy = field(default_factory=GradientPolicy)
-    wires: Mapping[str, torch.dtype] = field(default_factory=dict)
+    reduce_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     def policy_of(self, name: str) -> GradientPolicy:
         """How the gradient of a parameter is summed."""
-        wire = self.wires.get(name)
-        return self.gradient if wire is None else replace(self.gradient, wire_dtype=wire)
+        sent = self.reduce_dtypes.get(name)
+        return self.gradient if sent is None else replace(self.gradient, reduce_dtype=sent)
+
+    def has_wider_main(self, dtype: torch.dtype) -> bool:
+        """Have main parameters more digits than parameters of ``dtype``?"""
+        return dtype in (torch.float16, torch.bfloat16) and self.main not in (None, dtype)
+
+    def main_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the main parameters of parameters of ``dtype``."""
+        return self.main if self.main is not None and self.has_wider_main(dtype) else dtype
+
+    def of(self, parameter: torch.nn.Parameter) -> torch.dtype:
+        """The dtype that a parameter gets."""
+        is_cast = self.parameter is not None and parameter.is_floating_point()
+        return self.parameter if is_cast and self.parameter is not None else parameter.dtype
 
 
 @dataclass(frozen=True)
@@ -46,34 +59,33 @@ class ZeroSettings:
 
     stage: int = 0
     rules: UnitRules = field(default_factory=UnitRules)
-    has_secondary: bool = False
+    has_hpz: bool = False
     max_bucket_numel: int | None = None
     prefetch_numel: int = 50_000_000
     max_live_numel: int = 1_000_000_000
     max_reuse_numel: int = 0
     has_overlap: bool = True
-    can_be_native: bool = True  # on one rank, leave gradients where autograd puts them
-    sends_rows: bool = False  # of every embedding's gradient; else where it was made with sparse=True
+    sparse_gradients: bool = False  # of every embedding; else of those that were made with sparse=True
     parameter_tier: Tier = Tier.DEVICE  # of shards between uses
-    state_tier: Tier = Tier.DEVICE  # of master weights and optimizer state
+    state_tier: Tier = Tier.DEVICE  # of main parameters and optimizer state
     state_ratio: float = 1.0  # share of the trained elements whose state is there; the rest is on the device
     max_host_numel: int = 0  # of this rank's parameters, kept in host memory though their tier is the disk
     pins_parameters: bool = True
     pins_state: bool = True
-    is_host_apart: bool | None = None  # is the host's memory another than the device's? None: unless that is a CPU
+    is_host_separate: bool | None = None  # is host memory other memory than the device's? None: unless that is a CPU
 
-    def is_apart(self, tier: Tier, device: torch.device) -> bool:
+    def is_offloaded(self, tier: Tier, device: torch.device) -> bool:
         """Must bytes of ``tier`` in host memory be copied before ``device`` can compute with them?"""
-        return tier is not Tier.DEVICE and self.has_host_apart(device)
+        return tier is not Tier.DEVICE and self.has_separate_host(device)
 
-    def has_host_apart(self, device: torch.device) -> bool:
-        """Is the host's memory another than the device's?"""
-        return device.type != "cpu" if self.is_host_apart is None else self.is_host_apart
+    def has_separate_host(self, device: torch.device) -> bool:
+        """Is host memory other memory than the device's?"""
+        return device.type != "cpu" if self.is_host_separate is None else self.is_host_separate
 
-    def as_asked(self, sizes: Sequence[UnitSize]) -> Sequence[Tiers]:
+    def tiers(self, units: Sequence[UnitMemory]) -> Sequence[Tiers]:
         """The tiers that the file names."""
-        return as_asked(
-            sizes,
+        return from_config(
+            units,
             self.parameter_tier,
             self.state_tier,
             ratio=self.state_ratio,
@@ -83,14 +95,31 @@ class ZeroSettings:
 
 @dataclass(frozen=True)
 class Axes:
-    """The communicators of the data-parallel axes.
+    """The communicators of one model, by what they are asked for.
 
-    ``inner`` shards, ``outer`` replicates the shards, ``all`` is both flattened. Pure data parallel training:
-    ``inner`` is ``all``.
-    ``secondary``: the inner axis that hpZ's second sharding uses.
+    Args:
+        world: every rank that takes the step together: its status, start-up checks, errors.
+        shard: the ranks that hold different shards.
+        replicate: the ranks that hold the same shard and saw other samples; None: there is one.
+        hpz: the ranks of hpZ's second sharding.
     """
 
-    all: Communicator
-    inner: Communicator
-    outer: Communicator | None = None
-    secondary: Communicator | None = None
+    world: Communicator
+    shard: Communicator
+    replicate: Communicator | None = None
+    hpz: Communicator | None = None
+
+    @property
+    def batch(self) -> Communicator:
+        """The ranks that see other samples: the gradient's divisor, the loader's shards, the initial broadcast."""
+        return self.world
+
+    def distinct(self) -> list[Communicator]:
+        """Each communicator once."""
+        found = [self.world, self.shard, *(comm for comm in (self.replicate, self.hpz) if comm is not None)]
+        return list({id(comm): comm for comm in found}.values())
+
+    def drain(self) -> None:
+        """Wait until no peer reads parameters or gradients of this rank."""
+        for comm in self.distinct():
+            comm.drain()

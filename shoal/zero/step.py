@@ -1,16 +1,16 @@
 """The optimizer's step on this rank's range: unit by unit, block by block.
 
-An optimizer sees *pieces*: contiguous ranges of the flat master weights, each within one bucket and one parameter
-group. On CPU a piece is at most one block, so that casting its gradient, updating it and casting the parameter stay in
-cache. A parameter that got no gradient on any rank is left alone, as in PyTorch: a piece that holds such a parameter
-beside others is cut, its optimizer state with it.
+An optimizer sees *ranges*: contiguous parts of the flat main parameters, each within one parameter group of Shoal's and
+one of the optimizer's. On CPU a range is at most one block, so that casting its gradient, updating it and casting the
+parameter stay in cache; on an accelerator the ranges of many units are updated in one call, because each call costs the
+host more than the device. A parameter that got no gradient on any rank is left alone, as in PyTorch: a range that holds
+such a parameter beside others is cut, its optimizer state with it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,79 +19,80 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.comm.single import SingleCommunicator
 from shoal.device import Device
 from shoal.errors import OptimizerError
-from shoal.memory.layout import Segment
 from shoal.optim.host import TRIAL_NUMEL, HostStep
-from shoal.optim.whole import Piece as WholePiece
-from shoal.optim.whole import Segment as WholeSegment
-from shoal.optim.whole import WholeTensorOptimizer
-from shoal.zero.bucket_state import BucketState, Piece
-from shoal.zero.host_lane import HostLane
-from shoal.zero.unit import Unit
+from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.unit import Unit
+from shoal.zero.cpu_optimizer import CpuOptimizer
 
-HOST_PIECE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is not felt
+HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
+BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call
+
+HasGrad = Mapping[ParameterGroup, bytes]
+"""By parameter group, one byte per parameter: did a gradient arrive on some rank?"""
 
 
 class ShardedStep:
-    """Runs one torch optimizer over the pieces of all units.
+    """Runs one torch optimizer over the ranges of all units.
 
     Args:
-        optimizer: its ``param_groups`` hold the user's parameters between steps and pieces during one.
-        states: every trainable bucket, in unit order.
+        optimizer: its ``param_groups`` hold the user's parameters between steps and ranges during one.
+        groups: every trained parameter group, in unit order.
         shard_comm: the axis that shards optimizer state.
-        block_numel: most elements of one piece of what rests on the device; None: no limit.
-        chunk_numel: most elements that are stepped in one call (``sub_group_size``).
+        block_numel: most elements of one range of what is stored on the device; None: no limit.
+        max_range_numel: likewise, from the file (``sub_group_size``); None: no limit.
         device: that computes forward and backward.
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
-        pins_host: page-lock what travels between device and host.
+        pins_host: page-lock what is copied between device and host.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        states: Sequence[BucketState],
+        groups: Sequence[ParameterGroup],
         shard_comm: Communicator,
         *,
         block_numel: int | None,
-        chunk_numel: int | None,
+        max_range_numel: int | None,
         device: Device | None = None,
         is_ahead: bool = False,
         num_host_threads: int | None = None,
         pins_host: bool = True,
     ) -> None:
         self.optimizer = optimizer
-        self.states = list(states)
+        self.groups = list(groups)
         self._comm = shard_comm
-        self.lane: HostLane | None = None
-        if any(state.is_apart for state in states):
-            away = sum(state.master.numel() for state in states if state.is_apart)
-            self.lane = HostLane(
+        self.cpu_optimizer: CpuOptimizer | None = None
+        if any(group.is_state_offloaded for group in groups):
+            numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
+            self.cpu_optimizer = CpuOptimizer(
                 optimizer,
                 device if device is not None else Device(torch.device("cpu")),
                 is_ahead=is_ahead,
-                step=HostStep("auto" if away >= TRIAL_NUMEL else "threads", num_threads=num_host_threads),
+                step=HostStep("auto" if numel >= TRIAL_NUMEL else "threads", num_threads=num_host_threads),
                 is_pinned=pins_host,
             )
         self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
-        self._block = block_numel
-        self._chunk_numel = chunk_numel
+        self._block_numel = min((limit for limit in (block_numel, max_range_numel) if limit), default=None)
+        self._batch_numel = 0 if block_numel else min(max_range_numel or BATCH_NUMEL, BATCH_NUMEL)
         self._scratch: torch.Tensor | None = None
         self._user_groups: list[list[torch.nn.Parameter]] = []
-        for state in self.states:
-            if state.is_apart:
-                state.lane = self.lane
-                state.gradient.rests_apart = not (state.gradient.is_whole_between or state.is_native)
-                if state.bucket.is_sharded:
-                    state.unit.before_gather = partial(self.finish_updates, state.unit)
-            state.pieces = list(self._pieces_of(state))
+        for group in self.groups:
+            group.optimizer = optimizer
+            if group.is_state_offloaded:
+                assert self.cpu_optimizer is not None
+                group.updates = self.cpu_optimizer
+                group.gradient.is_offloaded = not group.gradient.is_whole
+            group.ranges = list(self._ranges_of(group))
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of casts in flight, on the tier that updates."""
-        return 0 if self._scratch is None else self._scratch.numel() * self._scratch.element_size()
+        """Bytes of gradients that were cast for an update, on the tier that updates."""
+        return 0 if self._scratch is None else self._scratch.nbytes
 
-    def drop_scratch(self) -> None:
-        """Give that memory back until the next step."""
+    def free_scratch(self) -> None:
+        """Free that memory until the next step."""
         self._scratch = None
 
     @property
@@ -102,107 +103,90 @@ class ShardedStep:
     @property
     def host_nbytes(self) -> int:
         """Bytes of gradients and parameters on their way between device and host."""
-        return 0 if self.lane is None else self.lane.host_nbytes
+        return 0 if self.cpu_optimizer is None else self.cpu_optimizer.host_nbytes
 
-    # pieces
+    # ranges
 
-    def _pieces_of(self, state: BucketState) -> Iterator[Piece]:
-        bucket, layout = state.bucket, state.bucket.layout
-        for group in layout.groups:
-            if state.gradient.has_own_pieces:
-                ranges = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots if slot.group == group]
-            else:
-                ranges = [layout.group_range(group, bucket.begin, bucket.end)]
-            for start, stop in ranges:
+    def _ranges_of(self, group: ParameterGroup) -> Iterator[ParameterRange]:
+        layout = group.buffer.layout
+        block = self._block_of(group)
+        for index in layout.groups:
+            for start, stop in self._extents(group, index):
                 if start == stop and not self._is_whole_tensor:
                     continue
-                block = self._block_of(state) or max(stop - start, 1)
-                for low in range(start, max(stop, start + 1), block):
-                    yield self._piece(state, group, low, min(low + block, stop))
+                step = block or max(stop - start, 1)
+                for low in range(start, max(stop, start + 1), step):
+                    yield self._range(group, index, low, min(low + step, stop))
 
-    def _block_of(self, state: BucketState) -> int | None:
-        """Most elements of one piece."""
-        if self._is_whole_tensor or state.lane is None:
-            return None if self._is_whole_tensor else self._block
-        # The host's step cuts blocks by itself; another optimizer's are cut here, so that its casts stay in cache.
-        return HOST_PIECE_NUMEL if state.lane.kind is not None else Device(torch.device("cpu")).step_block_numel
+    def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
+        """What of this rank's range belongs to one optimizer group; by parameter where gradients are views."""
+        if group.gradient.is_view:
+            return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
+        return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]
 
-    def _piece(self, state: BucketState, group: int, start: int, stop: int) -> Piece:
-        begin = state.bucket.begin
-        segments = state.bucket.layout.segments_in(begin + start, begin + stop)
-        return Piece(torch.nn.Parameter(state.master[start:stop]), group, start, stop, segments)
+    def _block_of(self, group: ParameterGroup) -> int | None:
+        """Most elements of one range."""
+        if self._is_whole_tensor:
+            return None
+        if group.updates is None:
+            return self._block_numel
+        # The CPU optimizer cuts blocks by itself; another optimizer's are cut here, so that its casts stay in cache.
+        assert self.cpu_optimizer is not None
+        return HOST_RANGE_NUMEL if self.cpu_optimizer.kind else Device(torch.device("cpu")).step_block_numel
 
-    def _split(self, state: BucketState, piece: Piece, touched: bytes) -> list[Piece]:
-        """Cut a piece into runs of parameters that did, and did not, get a gradient."""
-        runs: list[list[int]] = []  # [start, stop, touched]
-        for segment in piece.segments:
-            is_touched = touched[segment.slot]
-            if runs and runs[-1][2] == is_touched:
-                runs[-1][1] = piece.start + segment.stop
+    def _range(self, group: ParameterGroup, index: int, start: int, stop: int) -> ParameterRange:
+        begin = group.buffer.begin
+        segments = group.buffer.layout.segments_in(begin + start, begin + stop)
+        return ParameterRange(torch.nn.Parameter(group.main[start:stop]), index, start, stop, segments)
+
+    def _split(self, group: ParameterGroup, whole: ParameterRange, has_grad: bytes) -> list[ParameterRange]:
+        """Cut a range into runs of parameters that did, and did not, get a gradient."""
+        runs: list[list[int]] = []  # [start, stop, has a gradient]
+        for segment in whole.segments:
+            if runs and runs[-1][2] == has_grad[segment.slot]:
+                runs[-1][1] = whole.start + segment.stop
             else:
-                runs.append([piece.start + segment.start, piece.start + segment.stop, is_touched])
-        old = self.optimizer.state.pop(piece.param, None)
+                runs.append([whole.start + segment.start, whole.start + segment.stop, has_grad[segment.slot]])
+        old = self.optimizer.state.pop(whole.param, None)
         parts = []
         for start, stop, _ in runs:
-            part = self._piece(state, piece.group, start, stop)
+            part = self._range(group, whole.group, start, stop)
             if old:
-                low, high = start - piece.start, stop - piece.start
+                low, high = start - whole.start, stop - whole.start
                 self.optimizer.state[part.param] = {
-                    key: _cut(value, piece.stop - piece.start, low, high) for key, value in old.items()
+                    key: _cut(value, whole.stop - whole.start, low, high) for key, value in old.items()
                 }
             parts.append(part)
-        index = state.pieces.index(piece)
-        state.pieces[index : index + 1] = parts
+        index = group.ranges.index(whole)
+        group.ranges[index : index + 1] = parts
         return parts
 
     # the step
 
     def begin(self) -> None:
-        """Put pieces in the place of the user's parameters."""
-        first = next((state for state in self.states if state.shelf is not None), None)
-        if first is not None and first.shelf is not None:
-            first.shelf.start_fetch(first)
+        """Put ranges in the place of the user's parameters."""
+        first = next((group for group in self.groups if group.disk is not None), None)
+        if first is not None and first.disk is not None:
+            first.disk.start_fetch(first)
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
-        for state in self.states:
-            if state.lane is not None:
-                state.lane.send(state)
+        if self.cpu_optimizer is not None:
+            for group in self.groups:
+                if group.updates is not None:
+                    self.cpu_optimizer.send(group)
 
-    def reduced(self, unit: Unit, coefficient: float, *, at_step: bool = True) -> None:
-        """In the backward pass: a unit's gradient was reduced. What is updated on the host goes there.
+    def drop_gradients(self) -> None:
+        """The gradients of this step are of no use any more."""
+        if self.cpu_optimizer is not None:
+            for group in self.groups:
+                self.cpu_optimizer.drop_gradient(group)
 
-        Args:
-            coefficient: what the gradient will be multiplied by, if it is not clipped.
-            at_step: it is the gradient for the step; else one micro-batch of several was added.
-        """
-        for state in self.states:
-            if state.unit is not unit or state.lane is None or not (at_step or state.gradient.rests_apart):
-                continue
-            state.lane.send(state)
-            if at_step:
-                state.let_go()
-                state.lane.begin_ahead(state, coefficient)
-            if state.gradient.rests_apart:
-                state.gradient.park(partial(state.lane.gradient, state), is_for_step=at_step)
+    def release_state(self) -> None:
+        """Optimizer state is about to move to other memory: keep it by range only."""
 
-    def forget(self) -> None:
-        """The gradients of this step count no more."""
-        for state in self.states:
-            if state.lane is not None:
-                state.lane.forget(state)
-
-    def let_state_go(self) -> None:
-        """Optimizer state is about to move elsewhere: hold none but by piece."""
-
-    def settle(self) -> None:
-        """Have everything as the last step leaves it, also where updates are still under way."""
-        for state in self.states:
-            state.settle()
-
-    def finish_updates(self, unit: Unit) -> None:
-        """Have a unit's parameters as the last step leaves them. Order: may block the host for an update on it."""
-        for state in self.states:
-            if state.unit is unit and state.lane is not None:
-                state.lane.finish(state)
+    def synchronize(self) -> None:
+        """Wait for pending updates of all groups; afterwards the state may be modified."""
+        for group in self.groups:
+            group.synchronize()
 
     def end(self) -> None:
         """Give the optimizer the user's parameters back."""
@@ -210,171 +194,203 @@ class ShardedStep:
             group["params"] = params
         self._user_groups = []
 
-    def update(self, units: Sequence[Unit], coefficient: float, touched: dict[int, bytes]) -> list[Work]:
-        """Between ``begin`` and ``end``: ``step_unit`` of every unit, then ``finish_unit``. Args, Returns: as there."""
+    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+        """Between ``begin`` and ``end``: ``step_unit`` of every unit, then ``finish_unit``. Args, Returns: as there.
+
+        Groups whose state is on the device are updated together, ``BATCH_NUMEL`` elements in one call.
+        """
         works = []
+        batch: list[ParameterGroup] = []
         for unit in units:
-            works += self.step_unit(unit, coefficient, touched)
+            for group in unit.trained:
+                if not self._batch_numel or self._is_whole_tensor or group.updates or group.disk:
+                    works += self._step_group(group, gradient_scale, has_grad[group])
+                    continue
+                if batch and sum(g.owned_numel for g in (*batch, group)) > self._batch_numel:
+                    works += self._step_batch(batch, gradient_scale, has_grad)
+                    batch = []
+                batch.append(group)
+        works += self._step_batch(batch, gradient_scale, has_grad)
         for unit in units:
             works += self.finish_unit(unit)
         return works
 
-    def step_unit(self, unit: Unit, coefficient: float, touched: dict[int, bytes]) -> list[Work]:
-        """Update one unit's range, and start to make its parameters whole; on the host, start to update it.
+    def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+        """Update one unit's range, and start to bring its replicas up to date; on the host, start to update it.
 
         Args:
-            coefficient: the gradients are multiplied by it (clipping, loss scale).
-            touched: by bucket state (its index in ``states``), which parameters got a gradient on any rank.
+            gradient_scale: the gradients are multiplied by it (clipping, loss scale).
 
         Returns: the all-gathers under way.
-        Communicates: where the row says so, one all_gather per bucket.
+        Communicates: where the row says so, one all-gather per group.
         """
-        works = []
-        for index, state in enumerate(self.states):
-            if state.unit is not unit:
-                continue
-            state.let_go()
-            if state.shelf is not None:
-                state.shelf.bring(state, reads_ahead=True)
-            if any(touched[index]):
-                state.bucket.hold_shard(is_overwritten=all(touched[index]))
-            if self._is_whole_tensor:
-                if any(touched[index]):
-                    self._step_whole(state, coefficient, touched[index])
-            else:
-                pieces = self._touched_pieces(state, touched[index])
-                if state.lane is None or not state.lane.start(state, pieces, coefficient):
-                    self._step_pieces(state, pieces, coefficient)
-            if state.lane is not None and (state.shelf is not None or state.bucket.is_on_disk):
-                state.lane.finish(state)  # memory holds few buckets of what rests on a disk
-            if state.shelf is not None:
-                state.shelf.put_away(state)
-            if any(touched[index]):
-                state.bucket.store_shard()
-            if state.lane is None:
-                works += self._make_whole(state)
-        return works
+        return [work for group in unit.trained for work in self._step_group(group, gradient_scale, has_grad[group])]
+
+    def _step_batch(self, batch: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+        """Update groups whose state is on the device, all in one call."""
+        for group in batch:
+            group.wait_for_readers()
+        with_disk = [group for group in batch if any(has_grad[group])]
+        for group in with_disk:
+            group.buffer.pin_shard(is_overwritten=all(has_grad[group]))
+        ranges = [(group, part) for group in batch for part in self._with_grad(group, has_grad[group])]
+        self._update(ranges, gradient_scale)
+        for group in with_disk:
+            group.buffer.unpin_shard()
+        return [work for group in batch for work in _update_replicas(group)]
+
+    def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Work]:
+        group.wait_for_readers()
+        if group.disk is not None:
+            group.disk.fetch(group, reads_ahead=True)
+        if any(has_grad):
+            group.buffer.pin_shard(is_overwritten=all(has_grad))
+        if self._is_whole_tensor:
+            if any(has_grad):
+                self._step_whole(group, gradient_scale, has_grad)
+        else:
+            ranges = self._with_grad(group, has_grad)
+            cpu = self.cpu_optimizer if group.updates is not None else None
+            if cpu is None or not cpu.start(group, ranges, gradient_scale):
+                self._step_ranges(group, ranges, gradient_scale)
+        if group.updates is not None and (group.disk is not None or group.buffer.is_on_disk):
+            group.updates.finish(group)  # memory holds few groups of what is stored on a disk
+        if group.disk is not None:
+            group.disk.store(group)
+        if any(has_grad):
+            group.buffer.unpin_shard()
+        return _update_replicas(group) if group.updates is None else []
 
     def finish_unit(self, unit: Unit) -> list[Work]:
-        """After ``step_unit`` of every unit: as there, for what is updated on the host.
+        """After ``step_unit`` of every unit: as there, for what the CPU optimizer updates.
 
-        Where parameters rest as shards, who gathers the unit next waits for its update.
+        Where parameters are stored as shards, the next ``unit.gather()`` waits for the update.
         """
         works = []
-        for state in self.states:
-            if state.unit is unit and state.lane is not None and not state.bucket.is_sharded:
-                state.lane.finish(state)
-                works += self._make_whole(state)
+        for group in unit.trained:
+            if group.updates is not None and not group.buffer.is_sharded:
+                group.updates.finish(group)
+                works += _update_replicas(group)
         return works
 
-    def _make_whole(self, state: BucketState) -> list[Work]:
-        bucket = state.bucket
-        if state.unit.row.after_step != "all_gather" or bucket.comm.size == 1:
-            return []
-        return [bucket.comm.all_gather(bucket.full, label=bucket.label)]
-
-    def _touched_pieces(self, state: BucketState, touched: bytes) -> list[Piece]:
-        """The pieces of which some rank has a gradient; a piece that is so in part is cut."""
-        if all(touched):
-            return list(state.pieces)
-        found: list[Piece] = []
-        for piece in list(state.pieces):
-            flags = {bool(touched[segment.slot]) for segment in piece.segments}
+    def _with_grad(self, group: ParameterGroup, has_grad: bytes) -> list[ParameterRange]:
+        """The ranges of which some rank has a gradient; a range that is so in part is cut."""
+        if all(has_grad):
+            return list(group.ranges)
+        found: list[ParameterRange] = []
+        for part in list(group.ranges):
+            flags = {bool(has_grad[segment.slot]) for segment in part.segments}
             if len(flags) > 1:
-                found += [part for part in self._split(state, piece, touched) if touched[part.segments[0].slot]]
+                found += [cut for cut in self._split(group, part, has_grad) if has_grad[cut.segments[0].slot]]
             elif flags == {True}:
-                found.append(piece)
+                found.append(part)
         return found
 
-    def _step_pieces(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
-        batch: list[Piece] = []
+    def _step_ranges(self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float) -> None:
+        """Update ranges in calls of at most one block."""
+        limit = self._block_of(group)
+        batch: list[ParameterRange] = []
         numel = 0
-        limits = [limit for limit in (self._block_of(state), self._chunk_numel) if limit]
-        for piece in pieces:
-            if batch and limits and numel + piece.stop - piece.start > min(limits):
-                self._update(state, batch, coefficient)
+        for part in ranges:
+            if batch and limit and numel + part.stop - part.start > limit:
+                self._update([(group, one) for one in batch], gradient_scale)
                 batch, numel = [], 0
-            batch.append(piece)
-            numel += piece.stop - piece.start
-        if batch:
-            self._update(state, batch, coefficient)
+            batch.append(part)
+            numel += part.stop - part.start
+        self._update([(group, one) for one in batch], gradient_scale)
 
-    def _load_gradients(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
-        """Give each piece its gradient, in the master dtype and scaled."""
-        if state.lane is not None:
-            arrived = state.lane.gradient(state)
-            gradients = [arrived[piece.start : piece.stop] for piece in pieces]
-        else:
-            gradients = [state.gradient.part(piece.start, piece.stop, piece.segments) for piece in pieces]
-        if gradients and gradients[0].dtype != state.master.dtype:
-            sizes = [gradient.numel() for gradient in gradients]
-            scratch = self._scratch_of(sum(sizes), state.master.dtype, gradients[0].device)
-            casts = list(scratch[: sum(sizes)].split(sizes))
-            torch._foreach_copy_(casts, gradients)
-            gradients = casts
-        if coefficient != 1.0 and gradients:
-            torch._foreach_mul_(gradients, coefficient)
-        for piece, gradient in zip(pieces, gradients, strict=True):
-            piece.param.grad = gradient
+    def _load_gradients(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
+        """Give each range its gradient, in the main parameters' dtype and scaled."""
+        flat = {id(group): group for group, _ in ranges}
+        source = {
+            key: self.cpu_optimizer.gradient(group)
+            if self.cpu_optimizer is not None and group.updates is not None
+            else group.gradient.owned()
+            for key, group in flat.items()
+        }
+        gradients = [source[id(group)][part.start : part.stop] for group, part in ranges]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, (group, _) in enumerate(ranges):
+            if gradients[index].dtype != group.main.dtype:
+                by_dtype.setdefault(group.main.dtype, []).append(index)
+        for dtype, indices in by_dtype.items():
+            sizes = [gradients[index].numel() for index in indices]
+            casts = list(self._scratch_of(sum(sizes), dtype, gradients[indices[0]].device)[: sum(sizes)].split(sizes))
+            torch._foreach_copy_(casts, [gradients[index] for index in indices])
+            for index, cast in zip(indices, casts, strict=True):
+                gradients[index] = cast
+        if gradient_scale != 1.0 and gradients:
+            torch._foreach_mul_(gradients, gradient_scale)
+        for (_, part), gradient in zip(ranges, gradients, strict=True):
+            part.param.grad = gradient
 
-    def _update(self, state: BucketState, pieces: Sequence[Piece], coefficient: float) -> None:
-        self._load_gradients(state, pieces, coefficient)
-        groups = self.optimizer.param_groups
-        for index, group in enumerate(groups):
-            group["params"] = [piece.param for piece in pieces if piece.group == index]
-        self.optimizer.step()
-        self._store(state, pieces)
-
-    def _store(self, state: BucketState, pieces: Sequence[Piece]) -> None:
-        """Round the updated master weights into the parameters."""
-        for piece in pieces:
-            piece.param.grad = None
-        if not state.has_own_master or not pieces:
+    def _update(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
+        if not ranges:
             return
-        if state.lane is not None and not state.bucket.is_shard_apart:
-            # Rounded on the host, so that half the bytes travel.
-            rounded = state.lane.rounded(state)
-            torch._foreach_copy_([rounded[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
-            state.lane.send_back(state, pieces)
-        else:
-            parameters = state.resting_parameters
-            torch._foreach_copy_([parameters[p.start : p.stop] for p in pieces], [p.param.detach() for p in pieces])
+        self._load_gradients(ranges, gradient_scale)
+        for index, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [part.param for _, part in ranges if part.group == index]
+        self.optimizer.step()
+        self._round(ranges)
 
-    def _step_whole(self, state: BucketState, coefficient: float, touched: bytes) -> None:
-        optimizer = self.optimizer
+    def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:
+        """Round the updated main parameters into the parameters."""
+        targets, sources = [], []
+        for group, part in ranges:
+            part.param.grad = None
+            if not group.has_own_main:
+                continue
+            if group.updates is not None and not group.buffer.is_shard_offloaded:
+                # Rounded on the host, so that half the bytes are copied.
+                assert self.cpu_optimizer is not None
+                flat = self.cpu_optimizer.rounded(group)
+            else:
+                flat = group.buffer.owned_parameters
+            targets.append(flat[part.start : part.stop])
+            sources.append(part.param.detach())
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for group in dict.fromkeys(group for group, _ in ranges):
+            if group.has_own_main and group.updates is not None and not group.buffer.is_shard_offloaded:
+                assert self.cpu_optimizer is not None
+                self.cpu_optimizer.send_back(group, [part for owner, part in ranges if owner is group])
+
+    def _step_whole(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> None:
+        optimizer, buffer = self.optimizer, group.buffer
         assert isinstance(optimizer, WholeTensorOptimizer)
-        self._load_gradients(state, state.pieces, coefficient)
+        ranges = [(group, part) for part in group.ranges]
+        self._load_gradients(ranges, gradient_scale)
         whole = []
-        are_all_touched = all(touched)
-        for piece in state.pieces:
-            members = [i for i, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
+        for part in group.ranges:
+            members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]
             index_of = {slot: index for index, slot in enumerate(members)}
-            segments = tuple(
-                WholeSegment(
+            specs = [buffer.layout.specs[i] for i in members]
+            parts = tuple(
+                ParameterPart(
                     index_of[s.slot],
-                    torch.Size(state.bucket.layout.slots[s.slot].shape),
+                    torch.Size(buffer.layout.specs[s.slot].shape),
                     s.start,
                     s.stop,
                     s.offset,
                 )
-                for s in piece.segments
-                if s.slot in index_of and touched[s.slot]
+                for s in part.segments
+                if s.slot in index_of and has_grad[s.slot]
             )
-            slots = [state.bucket.layout.slots[i] for i in members]
             whole.append(
-                WholePiece(
-                    param=piece.param,
-                    group=optimizer.param_groups[piece.group],
-                    segments=segments,
-                    shapes=tuple(torch.Size(slot.shape) for slot in slots),
-                    names=tuple(slot.name for slot in slots),
-                    offsets=tuple(slot.offset for slot in slots) if are_all_touched else None,
-                    shard_numel=state.bucket.end - state.bucket.begin,
+                OwnedRange(
+                    param=part.param,
+                    group=optimizer.param_groups[part.group],
+                    parts=parts,
+                    shapes=tuple(torch.Size(spec.shape) for spec in specs),
+                    names=tuple(spec.name for spec in specs),
+                    offsets=tuple(spec.offset for spec in specs) if all(has_grad) else None,
+                    shard_numel=group.owned_numel,
                 )
             )
-        is_whole = state.bucket.end - state.bucket.begin == state.bucket.layout.numel
-        optimizer.step_unit(whole, SingleCommunicator(self._comm.axis) if is_whole else self._comm)
-        self._store(state, state.pieces)
+        is_whole = group.owned_numel == buffer.layout.numel
+        comm = SingleCommunicator(self._comm.axis) if is_whole else self._comm
+        optimizer.step_unit(whole, comm, buffer.full.device)
+        self._round(ranges)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         held = self._scratch
@@ -382,99 +398,97 @@ class ShardedStep:
             self._scratch = held = torch.empty(numel, dtype=dtype, device=device)
         return held
 
-    # state, by parameter
+    # loading
 
-    def pieces_of_slot(self, state: BucketState, slot: int) -> Iterator[tuple[Piece, Segment]]:
-        """The pieces that hold a part of one parameter, with that part."""
-        for piece in state.pieces:
-            for segment in piece.segments:
-                if segment.slot == slot:
-                    yield piece, segment
-
-    def make_room(
-        self, state: BucketState, scalars: Sequence[Mapping[str, Any]], dtypes: Sequence[Mapping[str, torch.dtype]]
+    def allocate_state(
+        self, group: ParameterGroup, scalars: Sequence[Mapping[str, Any]], dtypes: Sequence[Mapping[str, torch.dtype]]
     ) -> None:
-        """Drop one bucket's optimizer state and make room for a loaded one, its elements zero.
+        """Drop one group's optimizer state and allocate a loaded one's, its elements zero.
 
         Args:
             scalars: by slot, state that is one value for the whole parameter.
             dtypes: by slot, the keys of state of one element per element.
 
-        A piece is cut where its parameters' scalars or keys differ (they did not take the same steps).
+        A range is cut where its parameters' scalars or keys differ (they did not take the same steps).
         """
-        for piece in state.pieces:
-            self.optimizer.state.pop(piece.param, None)
-        state.pieces = list(self._pieces_of(state))
+        for part in group.ranges:
+            self.optimizer.state.pop(part.param, None)
+        group.ranges = list(self._ranges_of(group))
         if self._is_whole_tensor:
-            for piece in state.pieces:
-                self._fill_whole(state, piece, scalars, dtypes)
+            for part in group.ranges:
+                self._fill_whole(group, part, scalars, dtypes)
             return
         labels = [_label(s, d) for s, d in zip(scalars, dtypes, strict=True)]
-        for piece in list(state.pieces):
+        for part in list(group.ranges):
             runs: list[list[int]] = []  # [start, stop, slot]
-            for segment in piece.segments:
+            for segment in part.segments:
                 if runs and labels[runs[-1][2]] == labels[segment.slot]:
-                    runs[-1][1] = piece.start + segment.stop
+                    runs[-1][1] = part.start + segment.stop
                 else:
-                    runs.append([piece.start + segment.start, piece.start + segment.stop, segment.slot])
+                    runs.append([part.start + segment.start, part.start + segment.stop, segment.slot])
             if len(runs) == 1:
-                self._fill_piece(piece, scalars[runs[0][2]], dtypes[runs[0][2]])
+                self._fill_range(part, scalars[runs[0][2]], dtypes[runs[0][2]])
             elif runs:
-                parts = [self._piece(state, piece.group, start, stop) for start, stop, _ in runs]
-                for part, (_, _, slot) in zip(parts, runs, strict=True):
-                    self._fill_piece(part, scalars[slot], dtypes[slot])
-                index = state.pieces.index(piece)
-                state.pieces[index : index + 1] = parts
+                cuts = [self._range(group, part.group, start, stop) for start, stop, _ in runs]
+                for cut, (_, _, slot) in zip(cuts, runs, strict=True):
+                    self._fill_range(cut, scalars[slot], dtypes[slot])
+                index = group.ranges.index(part)
+                group.ranges[index : index + 1] = cuts
 
     def _fill_whole(
         self,
-        state: BucketState,
-        piece: Piece,
+        group: ParameterGroup,
+        part: ParameterRange,
         scalars: Sequence[Mapping[str, Any]],
         dtypes: Sequence[Mapping[str, torch.dtype]],
     ) -> None:
-        """One piece holds several whole parameters, which count their steps one by one."""
-        own = [segment.slot for segment in piece.segments if scalars[segment.slot]]
+        """One range holds several whole parameters, which count their steps one by one."""
+        own = [segment.slot for segment in part.segments if scalars[segment.slot]]
         if not own:
             return
-        members = [index for index, slot in enumerate(state.bucket.layout.slots) if slot.group == piece.group]
+        members = [i for i, spec in enumerate(group.buffer.layout.specs) if spec.group == part.group]
         steps = [float(scalars[index].get("step", 0)) for index in members]
         step = max(float(scalars[index].get("step", 0)) for index in own)
         keys = {key: dtype for index in own for key, dtype in dtypes[index].items()}
-        self._fill_piece(piece, {**scalars[own[0]], "step": torch.tensor(step)}, keys)
-        if len(piece.segments) > 1 or piece.segments[0].stop - piece.segments[0].start < piece.stop - piece.start:
-            # A piece of one parameter counts in "step" alone.
-            self.optimizer.state[piece.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
+        self._fill_range(part, {**scalars[own[0]], "step": torch.tensor(step)}, keys)
+        if len(part.segments) > 1 or part.segments[0].stop - part.segments[0].start < part.stop - part.start:
+            # A range of one parameter counts in "step" alone.
+            self.optimizer.state[part.param]["steps"] = torch.tensor([steps], dtype=torch.float32)
 
-    def _fill_piece(self, piece: Piece, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
+    def _fill_range(self, part: ParameterRange, scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> None:
         if not scalars and not dtypes:
             return
-        group = self.optimizer.param_groups[piece.group]
-        is_on_device = bool(group.get("fused") or group.get("capturable"))
+        options = self.optimizer.param_groups[part.group]
+        is_on_device = bool(options.get("fused") or options.get("capturable"))
         held: dict[str, Any] = {}
         for key, value in scalars.items():
             is_moved = isinstance(value, torch.Tensor) and is_on_device
-            held[key] = value.to(piece.param.device, copy=True) if is_moved else copy.copy(value)
+            held[key] = value.to(part.param.device, copy=True) if is_moved else copy.copy(value)
             if isinstance(value, torch.Tensor) and not is_moved:
                 held[key] = value.clone()
         for key, dtype in dtypes.items():
-            held[key] = torch.zeros_like(piece.param.detach(), dtype=dtype)
-        self.optimizer.state[piece.param] = held
+            held[key] = torch.zeros_like(part.param.detach(), dtype=dtype)
+        self.optimizer.state[part.param] = held
 
     def free(self) -> None:
-        if self.lane is not None:
-            self.lane.close()
-        for state in self.states:
-            state.shelf = None
-            for piece in state.pieces:
-                self.optimizer.state.pop(piece.param, None)
-            state.pieces = []
-        self.states = []
+        """End the CPU optimizer, and drop the optimizer state of all ranges."""
+        if self.cpu_optimizer is not None:
+            self.cpu_optimizer.close()
+        for group in self.groups:
+            group.disk = group.updates = None
+            for part in group.ranges:
+                self.optimizer.state.pop(part.param, None)
+            group.ranges = []
+        self.groups = []
         self._scratch = None
 
 
+def _update_replicas(group: ParameterGroup) -> list[Work]:
+    return [] if group.row.after_step == "nothing" else [group.buffer.update_replicas()]
+
+
 def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:
-    """Equal where two parameters may lie in one piece. (A tensor's ``repr`` shows four digits only.)"""
+    """Equal where two parameters may lie in one range. (A tensor's ``repr`` shows four digits only.)"""
     numbers = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in scalars.items()}
     return sorted((key, repr(number)) for key, number in numbers.items()), sorted(dtypes.items(), key=str)
 
@@ -484,7 +498,7 @@ def _is_elementwise(value: Any, numel: int) -> bool:
 
 
 def _cut(value: Any, numel: int, low: int, high: int) -> Any:
-    """The part of one state entry that belongs to ``[low, high)`` of its piece."""
+    """The part of one state entry that belongs to ``[low, high)`` of its range."""
     if _is_elementwise(value, numel) and numel != 1:
         return value[low:high]
     if isinstance(value, torch.Tensor):

@@ -121,6 +121,16 @@ def test_an_optimizer_of_the_config_is_fused_and_trains_alike() -> None:
     assert largest_difference(train_shoal(models.Plain, None, settings), expected) <= 1e-4
 
 
+@pytest.mark.parametrize("kind", ["Muon", "Lamb"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_optimizers_of_whole_tensors_train_alike_from_host_memory(kind: str, stage: int) -> None:
+    optimizer = {"type": kind, "params": {"lr": 1e-2}}
+    expected = train_shoal(models.Plain, None, config(stage, optimizer=optimizer))
+    away = {"offload_optimizer": {"device": "cpu"}}
+    found = train_shoal(models.Plain, None, config(stage, optimizer=optimizer, zero_optimization=away))
+    assert largest_difference(found, expected) <= 1e-3
+
+
 class Wide(models.Plain):
     def __init__(self) -> None:
         super().__init__(num_blocks=4, hidden=1024)

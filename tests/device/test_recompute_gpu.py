@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from shoal.device import Device
-from shoal.memory.placement import Tier
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
+from shoal.sharding.placement import Tier
 
 pytestmark = pytest.mark.device
 
@@ -48,7 +48,7 @@ def test_inputs_rest_on_the_host_and_come_back_with_their_bits(num_blocks: int) 
     model = nn.Sequential(*(Block() for _ in range(num_blocks))).to(gpu())
     x = torch.randn(ROWS, HIDDEN, device=gpu())
     loss, gradients, _ = run(model, x)
-    made = Recompute(RecomputeSettings(is_on_host=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True))
     recompute_blocks(model, Block, recompute=made)
     for _ in range(3):
         ours, our_gradients, held = run(model, x)
@@ -62,7 +62,7 @@ def test_inputs_rest_on_the_host_and_come_back_with_their_bits(num_blocks: int) 
 
 def test_the_bytes_are_on_the_host() -> None:
     model = nn.Sequential(Block(), Block(), Block()).to(gpu())
-    made = Recompute(RecomputeSettings(is_on_host=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True))
     recompute_blocks(model, Block, recompute=made)
     loss = model(torch.randn(ROWS, HIDDEN, device=gpu())).sum()
     assert made.saved_bytes_by_tier() == {Tier.HOST: 3 * X_NBYTES}

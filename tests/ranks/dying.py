@@ -107,7 +107,7 @@ def save_and_die(rank: int, folder: str, is_async: bool, victim: int, phase: str
     engine = engine_of(run)
     engine.load_checkpoint(folder, tag=tag)
     micro_steps(engine, run, step, 1)
-    pids = engine.axes.all.gather_objects(os.getpid(), label="test: pids")
+    pids = engine.axes.world.gather_objects(os.getpid(), label="test: pids")
 
     def kill(name: str) -> None:
         if name == phase:

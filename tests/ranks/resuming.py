@@ -122,7 +122,7 @@ def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
         for value in step.optimizer.state.values():
             mine |= {key for key, item in value.items() if isinstance(item, torch.Tensor) and item.dim() == 1}
         scalars = copy.deepcopy(local_shards_of(engine).scalars())
-    keys = sorted(set().union(*engine.axes.all.gather_objects(sorted(mine), label="test: keys")))
+    keys = sorted(set().union(*engine.axes.world.gather_objects(sorted(mine), label="test: keys")))
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key in keys:
         for name, parameter in held.items():

@@ -58,10 +58,10 @@ def train_through(run: Run, folder: Path, on_phase: Callable[[str], None], then:
         micro_steps(engine, run, 1, 1)
         engine.checkpoints.on_phase = on_phase
         outcomes.append(attempt(lambda: save_and_finish(engine, folder)))
-        engine.axes.all.barrier(label="test: all have failed")
+        engine.axes.world.barrier(label="test: all have failed")
         if engine.global_rank == 0:
             then()
-        engine.axes.all.barrier(label="test: mended")
+        engine.axes.world.barrier(label="test: mended")
         engine.checkpoints.on_phase = lambda phase: None
         micro_steps(engine, run, 2, 1)
         outcomes.append(attempt(lambda: save_and_finish(engine, folder)))
@@ -200,7 +200,7 @@ def test_a_read_only_disk_costs_one_checkpoint_and_no_step(
         for how in ("ro", "rw"):
             if engine.global_rank == 0:
                 remount(disk, how)
-            engine.axes.all.barrier(label="test: remounted")
+            engine.axes.world.barrier(label="test: remounted")
             micro_steps(engine, run, engine.global_steps, 1)
             outcomes.append(attempt(lambda: engine.save_checkpoint(folder)))
         state = state_of(engine)

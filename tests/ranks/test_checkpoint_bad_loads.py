@@ -150,7 +150,7 @@ def test_a_folder_that_this_user_may_not_read_is_a_clear_error_on_every_rank(tmp
         engine = engine_of(run)
         micro_steps(engine, run, 0, 2)
         before = state_of(engine)
-        comm = engine.axes.all
+        comm = engine.axes.world
         comm.barrier(label="test: before")
         if engine.global_rank == 0:
             os.seteuid(NOBODY)  # of the whole process
@@ -252,20 +252,20 @@ def test_bits_flipped_anywhere_are_never_loaded(tmp_path: Path) -> None:
         engine = engine_of(run)
         silent = []
         for path, bit in chosen:
-            engine.axes.all.barrier(label="test: before")
+            engine.axes.world.barrier(label="test: before")
             if engine.global_rank == 0:
                 data = bytearray(path.read_bytes())
                 data[bit // 8] ^= 1 << bit % 8
                 path.write_bytes(data)
-            engine.axes.all.barrier(label="test: flipped")
+            engine.axes.world.barrier(label="test: flipped")
             said = attempt_load(engine, tmp_path)
             if path.name not in said:
                 silent.append(f"{path.name} bit {bit}: {said}")
-            engine.axes.all.barrier(label="test: loaded")
+            engine.axes.world.barrier(label="test: loaded")
             if engine.global_rank == 0:
                 data[bit // 8] ^= 1 << bit % 8
                 path.write_bytes(data)
-        engine.axes.all.barrier(label="test: mended")
+        engine.axes.world.barrier(label="test: mended")
         assert attempt_load(engine, tmp_path) == ""
         engine.destroy()
         return silent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import directory
-from shoal.checkpoint.local_shards import LocalShard, ParameterSpec, local_rectangles
+from shoal.checkpoint.local_shards import LocalShard, local_rectangles
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, ParameterRecord
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.save import Save, SavedState, SaveOptions
@@ -20,8 +19,8 @@ from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.memory.layout import Slot
 from shoal.mesh import Mesh
+from shoal.sharding.layout import ParameterSpec
 from tests.unit.formats_source import MemorySource
 
 MATRIX = torch.arange(24, dtype=torch.float32).view(4, 6)
@@ -29,17 +28,8 @@ MOMENTUM = -MATRIX
 NORM = torch.arange(5, dtype=torch.float32) + 100
 
 
-@dataclass(frozen=True)
-class PartSlot(Slot):
-    """A slot that says which part of which tensor it is, as a tensor-parallel layer's will."""
-
-    global_shape: tuple[int, ...] = ()
-    local: tuple[tuple[int, int], ...] = ()
-
-
-def slot(name: str, whole: torch.Tensor, *local: tuple[int, int]) -> PartSlot:
-    shape = tuple(stop - start for start, stop in local)
-    return PartSlot(name, shape, math.prod(shape), 0, 0, tuple(whole.shape), local)
+def part(name: str, whole: torch.Tensor, *local: tuple[int, int]) -> ParameterSpec:
+    return ParameterSpec.part(name, tuple(whole.shape), local)
 
 
 def cut(whole: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
@@ -47,23 +37,25 @@ def cut(whole: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
 
 
 def shard(
-    kind: str, part: Slot, whole: torch.Tensor, dp: tuple[int, int], *, copies: tuple[int, int] = (1, 0)
+    kind: str, spec: ParameterSpec, whole: torch.Tensor, dp: tuple[int, int], *, copies: tuple[int, int] = (1, 0)
 ) -> LocalShard:
     """What data-parallel rank ``dp[0]`` of ``dp[1]`` has of a tensor-parallel part."""
-    spec = ParameterSpec.of(part)
     flat = cut(whole, spec).reshape(-1)
     rank, size = dp
     begin, end = flat.numel() * rank // size, flat.numel() * (rank + 1) // size
     return LocalShard(kind, spec, begin, (flat[begin:end].clone(),), *copies)
 
 
-def test_a_slot_is_the_whole_tensor_unless_it_says_otherwise() -> None:
-    assert ParameterSpec.of(Slot("w", (4, 6), 24, 0, 0)) == ParameterSpec("w", (4, 6), ((0, 4), (0, 6)))
-    assert ParameterSpec.of(slot("w", MATRIX, (0, 4), (2, 4))) == ParameterSpec("w", (4, 6), ((0, 4), (2, 4)))
+def test_a_parameter_is_the_whole_tensor_unless_its_spec_names_a_part() -> None:
+    whole, columns = ParameterSpec("w", (4, 6), 24, 0, 0), part("w", MATRIX, (0, 4), (2, 4))
+    assert (whole.global_shape, whole.local) == ((4, 6), ((0, 4), (0, 6)))
+    assert (columns.shape, columns.global_shape, columns.local) == ((4, 2), (4, 6), ((0, 4), (2, 4)))
+    with pytest.raises(ValueError, match="exceeds its global shape"):
+        part("w", MATRIX, (0, 5), (0, 6))
 
 
 def test_a_range_of_a_column_part_is_these_rectangles() -> None:
-    spec = ParameterSpec("w", (4, 6), ((0, 4), (2, 4)))
+    spec = ParameterSpec.part("w", (4, 6), ((0, 4), (2, 4)))
     found = [(begin, r.start, r.shape) for begin, r in local_rectangles(spec, 1, 6)]
     assert found == [(1, (0, 3), (1, 1)), (2, (1, 2), (2, 2))]
 
@@ -74,7 +66,7 @@ def parts(draw: st.DrawFn) -> tuple[ParameterSpec, int, int]:
     local = tuple(tuple(sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))) for size in shape)
     numel = math.prod(stop - start for start, stop in local)
     begin, end = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
-    return ParameterSpec("w", shape, local), begin, end
+    return ParameterSpec.part("w", shape, local), begin, end
 
 
 @given(parts())
@@ -95,11 +87,11 @@ def save(folder: Path, dp_size: int) -> None:
     def job() -> None:
         comm = current_world().communicator("dp", Mesh.of(2 * dp_size))
         tp, dp = divmod(comm.rank, dp_size)
-        columns = slot("w", MATRIX, (0, 4), (3 * tp, 3 * tp + 3))
+        columns = part("w", MATRIX, (0, 4), (3 * tp, 3 * tp + 3))
         shards = [
             shard(MODEL, columns, MATRIX, (dp, dp_size)),
             shard(OPTIMIZER + "momentum_buffer", columns, MOMENTUM, (dp, dp_size)),
-            shard(MODEL, Slot("norm", (5,), 5, 0, 0), NORM, (0, 1), copies=(comm.size, comm.rank)),
+            shard(MODEL, ParameterSpec.whole("norm", (5,)), NORM, (0, 1), copies=(comm.size, comm.rank)),
         ]
         records = [
             ParameterRecord(name=name, dtype="float32", shape=tuple(value.shape), group=0)
@@ -140,10 +132,10 @@ def test_other_parts_load_what_column_parts_saved(
         reader = CheckpointReader(storage, "tag", directory.inspect(storage, "tag"))
     else:
         reader = SourceReader(MemorySource({MODEL: {"w": MATRIX}}), "tag")
-    part = slot("w", MATRIX, *local)
+    spec = part("w", MATRIX, *local)
     for rank in range(2):
-        expected = shard(MODEL, part, MATRIX, (rank, 2))
-        target = shard(MODEL, part, torch.zeros(4, 6), (rank, 2))
+        expected = shard(MODEL, spec, MATRIX, (rank, 2))
+        target = shard(MODEL, spec, torch.zeros(4, 6), (rank, 2))
         plan = reader.plan([target])
         reader.check(plan)
         reader.run(plan)

@@ -104,7 +104,7 @@ def test_a_system_without_threads_is_told_on_all_ranks(tmp_path: Path, monkeypat
         micro_steps(engine, run, 0, 1)
         monkeypatch.setattr(threading.Thread, "start", refuse)
         outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpoints.finish)]
-        engine.axes.all.barrier(label="test: both have failed")
+        engine.axes.world.barrier(label="test: both have failed")
         monkeypatch.setattr(threading.Thread, "start", start)
         outcomes.append(attempt(lambda: save_and_finish(engine, tmp_path)))
         engine.destroy()
@@ -136,7 +136,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         everything = (*shards.model(), *shards.optimizer())
         for piece in (piece for shard in everything if not shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
-        for bucket_state in engine.bucket_states:
+        for bucket_state in engine.trained_groups:
             bucket_state.let_go()  # as whoever changes what only Shoal can reach
         for piece in (piece for shard in everything if shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
@@ -226,10 +226,10 @@ def test_the_last_good_checkpoint_stays_when_newer_ones_are_damaged(tmp_path: Pa
         for step in range(4):
             micro_steps(engine, run, step, 1)
             engine.save_checkpoint(tmp_path)
-            engine.axes.all.barrier(label="test: saved")
+            engine.axes.world.barrier(label="test: saved")
             if engine.global_rank == 0 and step in (1, 2):
                 os.truncate(tmp_path / f"global_step{step + 1}" / "rank-00001.safetensors", 99)
-            engine.axes.all.barrier(label="test: damaged")
+            engine.axes.world.barrier(label="test: damaged")
         engine.destroy()
 
     run_ranks(SIZE, rank)

@@ -32,7 +32,7 @@ def own_world(rank: int, size: int, name: str, shared_memory: bool) -> World:
 
 
 def inner_of(comm: Any) -> Any:
-    return comm._inner
+    return comm.backend
 
 
 def all_collectives(rank: int, size: int, shared_memory: bool) -> str:
@@ -89,8 +89,8 @@ def fall_back(rank: int, size: int) -> list[bool]:
     store = PrefixStore("test/fall-back", dist.distributed_c10d._get_default_store())
     transport = ProcessTransport(store, rank, size, CPU, 30.0)
     if rank == 1:
-        neighbours = transport._neighbours
-        assert neighbours is not None
+        local_peers = transport._local_peers
+        assert local_peers is not None
         store.set("shm/process/1", store.get("shm/process/1").decode().replace(f'"pid": {os.getpid()}', '"pid": 1'))
     world = World(rank, size, rank, CPU, "gloo", transport)
     dist.barrier()
@@ -194,7 +194,7 @@ def fork_and_end(rank: int, size: int) -> list[float]:
         os._exit(0)
     os.waitpid(pid, 0)
     total = comm.all_reduce(torch.ones(1), label="after").wait().item()
-    return [total, float(any(inner_of(comm)._board.has_left(peer) for peer in range(size)))]
+    return [total, float(any(inner_of(comm)._group.has_left(peer) for peer in range(size)))]
 
 
 def test_a_forked_child_that_ends_leaves_its_parents_world_alone(gloo: Gloo) -> None:

@@ -88,9 +88,9 @@ def test_an_engine_without_it_has_its_communicators_as_they_are() -> None:
     def job() -> tuple[bool, bool, bool]:
         plain, timed = start(models.Plain, config(1)), start(models.Plain, config(1, **on()))
         return (
-            isinstance(plain.axes.all, TimedCommunicator),
-            isinstance(timed.axes.all, TimedCommunicator),
-            timed.axes.all is timed.axes.inner,
+            isinstance(plain.axes.world, TimedCommunicator),
+            isinstance(timed.axes.world, TimedCommunicator),
+            timed.axes.world is timed.axes.shard,
         )
 
     assert run_ranks(2, job) == [(False, True, True)] * 2

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 
 import shoal
 from shoal.comm.threads import run_ranks
@@ -307,3 +307,42 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_whole_state_dict_has_the_keys_of_torchs_own_tied_ones_too(stage: int, tmp_path: Path) -> None:
+    """The weights that a trainer exports into the checkpoint's folder are not what ``zero_to_fp32`` reads."""
+
+    def train() -> dict[str, list[str]]:
+        engine, *_ = initialize(
+            model=make(Plain), optimizer=adamw, config=config(stage, bf16={"enabled": True}), dist_init_required=False
+        )
+        engine.backward(engine(*batch(0, current_world().rank, 2)))
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.save_16bit_model(tmp_path, "model.safetensors")
+        engine.save_16bit_model(tmp_path, "pytorch_model.bin")
+        given = {
+            "module_state_dict": list(engine.module_state_dict()),
+            "consolidated": list(engine._zero3_consolidated_16bit_state_dict() or {}),
+        }
+        engine.destroy()
+        return given
+
+    keys = run_ranks(2, train)[0]
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "converted.bin")
+    whole = {
+        "zero_to_fp32": get_fp32_state_dict_from_zero_checkpoint(tmp_path),
+        "converted": torch.load(tmp_path / "converted.bin", weights_only=True),
+        "save_16bit_model": torch.load(tmp_path / "pytorch_model.bin", weights_only=True),
+    }
+    model = make(Plain)
+    expected = list(model.state_dict())
+    assert "head.weight" in expected
+    for name, found in {**keys, **{name: list(values) for name, values in whole.items()}}.items():
+        assert sorted(found) == sorted(expected), name
+    for values in whole.values():
+        model.load_state_dict(values, strict=True)
+        assert model.head.weight is model.embedding.weight
+    assert any((value != value.bfloat16()).any() for value in whole["zero_to_fp32"].values())  # fp32, not rounded
+    load_model(model, tmp_path / "model.safetensors", strict=True)

@@ -18,7 +18,7 @@ from shoal.compat.deepspeed import initialize
 from shoal.compat.zero_init import Init
 from shoal.errors import UsageError
 from shoal.zero import GatheredParameters
-from shoal.zero.early import EARLY
+from shoal.zero.parameter_owner import OWNERS
 from tests.ranks.models import Plain
 from tests.ranks.training import batch, config, sgd, start, start_with
 
@@ -52,7 +52,7 @@ def test_the_configs_dtype_is_that_of_parameters_and_of_tensors() -> None:
     def build() -> list[torch.dtype]:
         with Init(config_dict_or_path=WITH_AUTO):
             model = Rotary()
-        assert EARLY.get(model.weight) is not None
+        assert OWNERS.get(model.weight) is not None
         assert model.weight.shape == (3, 2)
         return [t.dtype for t in (model.weight, model.steps, model.table, model.counts, model.asked)]
 
@@ -128,7 +128,7 @@ def test_without_a_half_dtype_in_the_config_all_is_fp32(sections: dict[str, Any]
 def test_a_context_that_is_not_enabled_does_nothing() -> None:
     with Init(config_dict_or_path=WITH_AUTO, enabled=False, remote_device="cpu"):
         model = Rotary()
-    assert EARLY.get(model.weight) is None
+    assert OWNERS.get(model.weight) is None
     assert model.weight.dtype == torch.float32
 
 
@@ -157,9 +157,9 @@ def test_initialize_inside_an_open_context_keeps_what_code_has_changed_and_casts
             with torch.no_grad():
                 model.head.weight.fill_(0.25)
             engine = start_with(model, config(3, bf16={"enabled": True}), sgd)
-            masters = [state.master.dtype for state in engine.bucket_states]
+            masters = [group.main.dtype for group in engine.trained_groups]
             later = nn.Linear(2, 2)
-            assert EARLY.get(later.weight) is not None
+            assert OWNERS.get(later.weight) is not None
         weight = engine.module_state_dict()["head.weight"]
         engine.destroy()
         return weight, masters, later.weight.detach(), later.weight.dtype
@@ -174,8 +174,8 @@ def test_nested_contexts_and_modules_are_sharded_once() -> None:
     def build() -> list[int]:
         with Init(config_dict_or_path={"train_batch_size": 2}), Init(config_dict_or_path={"train_batch_size": 2}):
             model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2)))
-        shards = [EARLY.get(p) for p in model.parameters()]
-        return [shard.shard.numel() for shard in shards if shard is not None]
+        owners = [(parameter, OWNERS.get(parameter)) for parameter in model.parameters()]
+        return [owner.shard_of(parameter).numel() for parameter, owner in owners if owner is not None]
 
     assert on_two(build) == [[8, 2, 4, 1]] * 2
 
@@ -204,7 +204,7 @@ def test_apply_inside_the_context_sees_whole_parameters_and_rank_0s_values_count
         assert torch.equal(value, torch.ones(3, 3))
 
 
-def early_model() -> nn.Module:
+def model_of_init() -> nn.Module:
     with Init(config_dict_or_path={"train_batch_size": 2}):
         return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
 
@@ -216,7 +216,7 @@ def value_of(parameter: nn.Parameter) -> torch.Tensor:
 
 def test_gathering_takes_nothing_none_duplicates_generators_and_ordinary_tensors() -> None:
     def gather() -> None:
-        model = early_model()
+        model = model_of_init()
         ordinary = nn.Parameter(torch.ones(2))
         with GatheredParameters([]), GatheredParameters(()), GatheredParameters([None, ordinary, torch.zeros(1)]):
             assert torch.equal(ordinary.detach(), torch.ones(2))
@@ -234,7 +234,7 @@ def test_parameters_are_gathered_in_one_order_whatever_the_ranks_say() -> None:
     """As where Transformers hands over a set."""
 
     def gather() -> None:
-        for model in (early_model(), start(Plain, config(3), sgd).module):
+        for model in (model_of_init(), start(Plain, config(3), sgd).module):
             parameters = list(model.parameters())
             shuffled = parameters if current_world().rank == 0 else parameters[::-1]
             with GatheredParameters(shuffled, modifier_rank=0), torch.no_grad():
@@ -249,7 +249,7 @@ def test_parameters_are_gathered_in_one_order_whatever_the_ranks_say() -> None:
 @pytest.mark.parametrize("is_live", [False, True])
 def test_rank_0_alone_may_run_the_body_and_gather_within(is_live: bool) -> None:
     def gather() -> None:
-        model = start(Plain, config(3), sgd).module if is_live else early_model()
+        model = start(Plain, config(3), sgd).module if is_live else model_of_init()
         parameters = list(model.parameters())
         with GatheredParameters(parameters, modifier_rank=0):
             if current_world().rank == 0:
@@ -265,7 +265,7 @@ def test_rank_0_alone_may_run_the_body_and_gather_within(is_live: bool) -> None:
 
 def test_a_block_that_keeps_changes_inside_one_that_does_not_keeps_them() -> None:
     def gather() -> None:
-        weight = early_model()[0].weight
+        weight = model_of_init()[0].weight
         with GatheredParameters(weight):
             with GatheredParameters(weight, modifier_rank=0), torch.no_grad():
                 weight.fill_(2.0)
@@ -366,7 +366,7 @@ def test_a_normalised_weight_and_a_0_d_parameter_train_as_one_process_does() -> 
             torch.testing.assert_close(found[name], value)
 
 
-def test_a_model_that_was_trained_destroyed_and_born_sharded_is_initialized_again() -> None:
+def test_a_model_that_was_trained_destroyed_and_sharded_at_init_is_initialized_again() -> None:
     def twice() -> None:
         rank = current_world().rank
         with Init(config_dict_or_path={"train_batch_size": 2}):
@@ -451,7 +451,7 @@ def test_a_copy_of_a_sharded_module_is_whole_and_its_own(is_held: bool) -> None:
             copied.first.weight.zero_()
         with GatheredParameters([model.first.weight]):
             kept = model.first.weight.detach().clone()
-        assert again.second.weight is again.first.weight and EARLY.get(again.first.weight) is None
+        assert again.second.weight is again.first.weight and OWNERS.get(again.first.weight) is None
         assert again.first.weight.requires_grad and not again.scale.requires_grad
         return [again.first.weight.detach(), kept, again.scale.item()]
 

@@ -113,7 +113,7 @@ def test_each_kind_alone_moves_with_every_optimizer(kind: str, optimizer: str) -
 def test_gradients_that_autograd_keeps_move_too(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config(1, "fp32", "AdamW", (), 2)
     straight = run_ranks(1, train, settings, {})
-    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_apart=True))
+    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_separate=True))
     moved = run_ranks(1, train, settings, {1: None, 3: ["lp_grads"]})
     assert same(straight[0], moved[0])
 
@@ -128,13 +128,14 @@ def tiers(engine: shoal.Engine) -> dict[tuple[str, str], int]:
 
 
 def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
-    tensors = [b.shard if b.is_sharded else b.full for unit in engine.sharded.units for b in unit.buckets]
+    buffers = [group.buffer for group in engine.sharded.groups]
+    tensors = [b.shard if b.is_sharded else b.full for b in buffers]
     assert engine.optimizer is not None
-    for state in engine.bucket_states:
-        tensors += [state.master, state.gradient.accumulator()]
+    for state in engine.trained_groups:
+        tensors += [state.main, state.gradient.accumulator()]
         tensors += [
             value
-            for piece in state.pieces
+            for piece in state.ranges
             for value in engine.optimizer.optimizer.state[piece.param].values()
             if value.dim()
         ]

@@ -17,7 +17,7 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, TierError
-from shoal.memory.placement import Tier
+from shoal.sharding.placement import Tier
 from shoal.zero.settings import ZeroSettings
 
 VOCABULARY = 13
@@ -84,7 +84,7 @@ def train(settings: dict[str, Any], folder: str | None = None, steps: int = 3) -
 
 def make_apart(monkeypatch: pytest.MonkeyPatch, is_apart: bool = True) -> None:
     """Gradients that autograd keeps are summed for the norm in another order, so neither side leaves them there."""
-    settings = partial(ZeroSettings, is_host_apart=is_apart, can_be_native=False)
+    settings = partial(ZeroSettings, is_host_separate=is_apart)
     monkeypatch.setattr("shoal.engine.settings.ZeroSettings", settings)
 
 
@@ -111,6 +111,47 @@ def test_training_from_host_memory_gives_the_same_bits(
     for (losses, values), (other_losses, other_values) in zip(plain, away, strict=True):
         assert losses == other_losses
         assert all(torch.equal(values[name], other_values[name]) for name in values)
+
+
+def client_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+
+
+@pytest.mark.parametrize("places", [("optimizer",), ("optimizer", "param")])
+def test_an_optimizer_that_is_not_fused_is_updated_by_the_cpu_optimizer_with_its_own_bits(
+    places: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(places: tuple[str, ...]) -> tuple[dict[str, Any], float]:
+        model = copy.deepcopy(MODEL)
+        settings = config(3, "bf16", "AdamW", places, 1)
+        del settings["optimizer"]
+        engine, *_ = shoal.initialize(model=model, optimizer=client_adamw(model), config=settings)
+        for step in range(3):
+            tokens = torch.arange(10).view(2, 5) + step
+            engine.backward(engine(tokens % VOCABULARY).float().square().mean())
+            engine.step()
+        values = engine.module_state_dict()
+        lane = engine._optimizer_step.lane
+        seconds = 0.0 if lane is None else lane.update_seconds
+        engine.destroy()
+        return values, seconds
+
+    make_apart(monkeypatch, is_apart=False)
+    (plain, _), *_ = run_ranks(2, run, ())
+    assert not [line for line in caplog.messages if line.startswith("offload_optimizer")]
+    make_apart(monkeypatch)
+    (away, seconds), *_ = run_ranks(2, run, places)
+    assert seconds > 0  # of updates in the CPU optimizer's threads
+    assert all(torch.equal(plain[name], away[name]) for name in plain)
+    assert len([line for line in caplog.messages if "AdamW was built without fused=True" in line]) == 1
+
+
+def test_an_optimizer_of_whole_matrices_says_where_it_works(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_apart(monkeypatch)
+    run_ranks(2, train, config(2, "bf16", "Muon", ("optimizer",), 1), None, 1)
+    assert len([line for line in caplog.messages if "Muon's matrices are orthogonalized on the device" in line]) == 1
 
 
 def test_a_checkpoint_moves_between_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +208,10 @@ def test_a_stage_that_cannot_offload_what_was_asked_is_an_error() -> None:
 
 def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:
     cpu = torch.device("cpu")
-    assert not ZeroSettings().is_apart(Tier.HOST, cpu)
-    assert ZeroSettings().is_apart(Tier.HOST, torch.device("cuda"))
-    assert not ZeroSettings().is_apart(Tier.DEVICE, torch.device("cuda"))
-    assert ZeroSettings(is_host_apart=True).is_apart(Tier.HOST, cpu)
+    assert not ZeroSettings().is_offloaded(Tier.HOST, cpu)
+    assert ZeroSettings().is_offloaded(Tier.HOST, torch.device("cuda"))
+    assert not ZeroSettings().is_offloaded(Tier.DEVICE, torch.device("cuda"))
+    assert ZeroSettings(is_host_separate=True).is_offloaded(Tier.HOST, cpu)
 
 
 def on_disk(settings: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import UsageError
-from shoal.memory.placement import Tier
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.activations import HostActivations
+from shoal.sharding.placement import Tier
 from tests.slow_copies import SlowCopies
 
 torch.manual_seed(0)

@@ -216,9 +216,11 @@ def test_a_read_that_fails_or_comes_short_stops_all_ranks(
         one_step(engine)
         barrier.wait(10)
         if current_world().rank == 1:
-            for shelf in (engine.sharded.disks.parameters, engine.sharded.disks.state):
-                if shelf is not None:
-                    shelf.drain()
+            disks = engine.sharded.disks
+            if disks.parameters is not None:
+                disks.parameters.synchronize()
+            if disks.state is not None:
+                disks.state._store.synchronize()
             is_faulty.set()
             if fault == "truncated":
                 for path in tmp_path.glob("*rank1/extent-*"):

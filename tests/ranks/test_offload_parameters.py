@@ -13,8 +13,8 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, OutOfMemoryError
-from shoal.memory.shelf import Shelf
-from shoal.zero.tiers import Free
+from shoal.memory.disk_store import DiskStore
+from shoal.zero.offload_policy import Free
 from tests.ranks.composing import MODEL as COMPOSED
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.test_offload import MODEL, accessed, config, go_on, held, loaded, make_apart, train
@@ -184,14 +184,14 @@ def test_masters_and_shards_go_to_the_disk_unit_by_unit_as_the_engine_is_built(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: list[int] = []
-    take = Shelf._take
+    take = DiskStore._acquire_memory
 
-    def count(self: Shelf, nbytes: int) -> torch.Tensor:
+    def count(self: DiskStore, nbytes: int) -> torch.Tensor:
         buffer = take(self, nbytes)
         peaks.append(live.now() + self.host_nbytes)
         return buffer
 
-    monkeypatch.setattr(Shelf, "_take", count)
+    monkeypatch.setattr(DiskStore, "_acquire_memory", count)
     with torch.device("meta"):
         model = Deep()
     with LiveStorages() as live:

@@ -10,11 +10,11 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.parallel import recompute
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.parallel.selective import operations_of
+from shoal.sharding.placement import Tier
 from tests.ranks import models
 from tests.ranks.models import HIDDEN, SEQUENCE
 from tests.ranks.training import (
@@ -36,7 +36,7 @@ X_NBYTES = ROWS * SEQUENCE * HIDDEN * 4
 
 SETTINGS = {
     "in place": RecomputeSettings(),
-    "on the host": RecomputeSettings(is_on_host=True),
+    "on the host": RecomputeSettings(is_offloaded=True),
     "matmuls kept": RecomputeSettings(operations=operations_of("matmul")),
     "timed": RecomputeSettings(has_times=True),
 }
@@ -121,7 +121,7 @@ class Calls(models.Plain):
 def test_a_model_that_calls_checkpoint_finds_the_configuration_of_its_rank(stage: int) -> None:
     def train_configured() -> tuple[Trained, dict[Tier, int], int]:
         world = current_world()
-        made = Recompute(RecomputeSettings(is_on_host=world.rank == 1))
+        made = Recompute(RecomputeSettings(is_offloaded=world.rank == 1))
         recompute.install(made, world)
         engine = start(Calls, config(stage))
         loss = engine(*batch(0, world.rank, world.size))
@@ -144,7 +144,7 @@ def test_a_model_that_calls_checkpoint_finds_the_configuration_of_its_rank(stage
 def test_blocks_wrapped_before_initialize_and_accumulated_gradients_give_the_same_bits() -> None:
     def wrapped() -> models.Plain:
         model = models.Plain()
-        recompute_blocks(model, recompute=Recompute(RecomputeSettings(is_on_host=True)))
+        recompute_blocks(model, recompute=Recompute(RecomputeSettings(is_offloaded=True)))
         return model
 
     settings = config(3, gradient_accumulation_steps=2, bf16={"enabled": True})
@@ -199,7 +199,7 @@ def shares(size: int, *, is_on_host: bool) -> list[tuple[int, int, bool, list[tu
         with world.recorder.recording() as calls:
             held, ours = gradients(
                 Recompute(
-                    RecomputeSettings(is_in_parts=True, is_on_host=is_on_host),
+                    RecomputeSettings(is_partitioned=True, is_offloaded=is_on_host),
                     model_parallel=comm,
                     copies_of=lambda _: slow if is_on_host else None,
                 )
@@ -226,12 +226,12 @@ def test_each_rank_keeps_its_share_and_gathers_the_rest_in_backward(size: int, i
 
 def test_one_model_parallel_rank_keeps_everything_and_says_so() -> None:
     world = current_world()
-    made = Recompute(RecomputeSettings(is_in_parts=True), model_parallel=world.communicator("tp", Mesh.of(1)))
+    made = Recompute(RecomputeSettings(is_partitioned=True), model_parallel=world.communicator("tp", Mesh.of(1)))
     made.checkpoint(torch.sin, torch.ones(3, requires_grad=True))
     assert made.notes() == [
         "partition_activations: no effect, because there is one model-parallel rank: no other has the same activations."
     ]
-    assert not made.is_in_parts
+    assert not made.is_partitioned
 
 
 # --- real processes ---
@@ -248,7 +248,7 @@ def trained_with_dropout(rank: int, size: int, stage: int) -> dict[str, Any]:
         block = DroppedInside
 
     found: dict[str, Any] = {}
-    for name, settings in (("plain", None), ("host", RecomputeSettings(is_on_host=True))):
+    for name, settings in (("plain", None), ("host", RecomputeSettings(is_offloaded=True))):
         engine = start(Dropped, config(stage))
         if settings is not None:
             recompute_blocks(engine.module, "DroppedInside", recompute=Recompute(settings))

@@ -177,7 +177,7 @@ def test_state_goes_along_when_a_model_is_initialized_again() -> None:
 
 
 def test_states_that_rest_elsewhere_for_a_while_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_apart=True))
+    monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_separate=True))
     model = head_of()
 
     def job(*, is_moved: bool) -> dict[str, torch.Tensor]:

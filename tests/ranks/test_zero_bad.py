@@ -89,7 +89,7 @@ def test_after_an_error_that_all_ranks_caught_training_goes_on_as_if_nothing_had
 
     plain, failed = run_ranks(world, job, False), run_ranks(world, job, True)
     for (expected, _), (parameters, states) in zip(plain, failed, strict=True):
-        assert states <= {"RESTING"}
+        assert states <= {"SHARDED"}
         assert are_bit_equal(parameters, expected)
 
 
@@ -102,12 +102,12 @@ def test_an_error_inside_gathered_parameters_leaves_every_unit_at_rest() -> None
             engine(*batch(1, 0, 1))
         handle.remove()
         run_steps(engine, 2, first=1)
-        states = [(unit.state.value, unit.holds) for unit in engine.sharded.sharded]
+        states = [(unit.state.value, unit.pin_count) for unit in engine.sharded.sharded]
         engine.destroy()
         return states
 
     for states in run_ranks(2, job):
-        assert states == [("RESTING", 0)] * 4
+        assert states == [("SHARDED", 0)] * 4
 
 
 class TooLarge(Plain):

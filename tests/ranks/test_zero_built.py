@@ -14,8 +14,8 @@ import shoal
 from shoal import zero
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import ModelError
-from shoal.zero.early import EARLY
+from shoal.errors import ConfigError, ModelError
+from shoal.zero.parameter_owner import OWNERS
 from tests.ranks.models import HIDDEN, VOCABULARY, Block, Plain, WithBuffers, cross_entropy
 from tests.ranks.training import STAGES, are_bit_equal, config, finish, make, masters, run_steps, start, start_with
 
@@ -83,10 +83,10 @@ def test_modules_whose_initialisation_is_skipped_are_sharded_too() -> None:
             with torch.no_grad():
                 for parameter in built.parameters():
                     parameter.fill_(2.0)
-        shards = [EARLY.get(parameter) for parameter in built.parameters()]
+        owners = [(parameter, OWNERS.get(parameter)) for parameter in built.parameters()]
         with zero.GatheredParameters(built.parameters()):
             assert all(bool((parameter == 2.0).all()) for parameter in built.parameters())
-        return [shard.shard.numel() for shard in shards if shard is not None]
+        return [owner.shard_of(parameter).numel() for parameter, owner in owners if owner is not None]
 
     before = nn.Module.to_empty
     assert run_ranks(2, job) == [[15, 3, 15, 3]] * 2
@@ -115,6 +115,38 @@ def test_parameters_under_zero_init_hold_this_ranks_part_only() -> None:
         return held, tuple(model.weight.shape), bool(model.weight.isnan().all())
 
     assert run_ranks(2, job) == [(4, (10, 12), True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        ({"bf16": {"enabled": True}}, None, torch.bfloat16),
+        ({"fp16": {"enabled": True}}, None, torch.float16),
+        ({"bf16": {"enabled": True}}, torch.float32, torch.float32),
+        ({"bf16": {"enabled": "auto"}}, None, torch.float64),
+        (None, None, torch.float64),
+    ],
+)
+def test_the_configs_dtype_is_that_of_the_shards(
+    config: dict[str, Any] | None, dtype: torch.dtype | None, expected: torch.dtype
+) -> None:
+    def job() -> tuple[torch.dtype, torch.dtype]:
+        with zero.Init(config_dict_or_path=config, dtype=dtype):
+            model = nn.Linear(3, 3, dtype=torch.float64)
+        owner = OWNERS.get(model.weight)
+        assert owner is not None
+        return model.weight.dtype, owner.shard_of(model.weight).dtype
+
+    assert run_ranks(2, job) == [(expected, expected)] * 2
+
+
+def test_a_config_that_initialize_refuses_is_refused_before_the_model_is_built() -> None:
+    def job() -> None:
+        with pytest.raises(ConfigError, match="zero_optimisation"):
+            zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimisation": {"stage": 3}})
+        zero.Init(config_dict_or_path={"zero_optimisation": {"stage": 3}}, enabled=False)
+
+    run_ranks(1, job)
 
 
 def test_zero_init_leaves_module_classes_as_they_were() -> None:

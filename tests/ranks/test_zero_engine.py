@@ -311,7 +311,7 @@ def test_the_table_and_the_ledger_are_printed_at_start_up(caplog: pytest.LogCapt
     with caplog.at_level("INFO", logger="shoal"):
         run_ranks(2, job)
     text = "\n".join(record.message for record in caplog.records)
-    assert text.count("parameter at rest") == 1  # rank 0 only
+    assert text.count("parameter, stored") == 1  # rank 0 only
     assert "blocks.2 (4)" in text
     assert "bytes per parameter" in text
 

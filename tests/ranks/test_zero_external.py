@@ -21,9 +21,9 @@ def test_a_registered_external_parameter_is_gathered_with_its_reader() -> None:
         engine = start(ReadsOthers, config(3))
         zero.register_external_parameter(engine.module, engine.module.blocks[1].up.weight)
         root = next(unit for unit in engine.sharded.units if unit.name == "root")
-        externals = [unit.name for unit in root.externals]
+        externals = [unit.name for unit in root.shared]
         zero.unregister_external_parameter(engine.module, engine.module.blocks[1].up.weight)
-        assert root.externals == []
+        assert root.shared == []
         run_steps(engine, 3)
         return finish(engine, []).parameters, externals
 

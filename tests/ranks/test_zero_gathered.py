@@ -101,7 +101,7 @@ def test_what_was_made_of_gathered_parameters_outlives_the_block(world: int) -> 
         run_steps(engine, 1, first=1)
         with zero.GatheredParameters([weight]):
             now = weight.detach().clone()
-        storages = {bucket.full.untyped_storage().nbytes() for bucket in engine.sharded.unit_of[id(weight)].buckets}
+        storages = {group.buffer.full.untyped_storage().nbytes() for group in engine.sharded.unit_of[id(weight)].groups}
         master = engine.access.full_parameter(weight).clone()
         engine.destroy()
         return kept, wanted, now, master, storages
@@ -117,7 +117,7 @@ def test_gathered_parameters_take_no_other_memory_where_nobody_else_holds_it() -
     def job() -> bool:
         engine = start(Plain, config(3))
         weight = named(engine)["blocks.1.up.weight"]
-        buckets = engine.sharded.unit_of[id(weight)].buckets
+        buckets = [group.buffer for group in engine.sharded.unit_of[id(weight)].groups]
         before = [bucket.full for bucket in buckets]
         for _ in range(2):
             with zero.GatheredParameters([weight]):
@@ -146,7 +146,7 @@ def test_gathered_parameters_nest_and_hold_until_the_outermost_ends() -> None:
         engine.destroy()
         return states
 
-    assert run_ranks(2, job) == [["RESTING", "FULL", "FULL", "FULL", "RESTING"]] * 2
+    assert run_ranks(2, job) == [["SHARDED", "FULL", "FULL", "FULL", "SHARDED"]] * 2
 
 
 def test_training_while_parameters_are_gathered_gives_the_same_numbers() -> None:

@@ -23,7 +23,7 @@ from shoal import zero
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.device import MemoryReading
-from shoal.observe.ledger import Entry, Ledger
+from shoal.observe.ledger import Ledger, LedgerEntry
 from tests.ranks.live_storages import LiveStorages
 from tests.ranks.models import VOCABULARY, Plain, cross_entropy
 from tests.ranks.training import BF16, STAGES, config, run_steps, sgd, start, start_with
@@ -412,7 +412,7 @@ def test_several_engines_in_one_process_train_side_by_side() -> None:
 
 def ledger_of(*, parameter: int, gradient: int, state: int, peak: int) -> Ledger:
     kinds = {"parameter": parameter, "gradient": gradient, "optimizer state": state}
-    entries = tuple(Entry("root", kind, "device", nbytes, nbytes) for kind, nbytes in kinds.items())
+    entries = tuple(LedgerEntry("root", kind, "device", nbytes, nbytes) for kind, nbytes in kinds.items())
     return Ledger(entries, 1000, MemoryReading(peak, peak, "test"))
 
 

@@ -217,7 +217,7 @@ def test_a_gradient_penalty_taken_outside_the_model_trains_as_in_one_process(wor
             loss = loss_of(engine, index, current_world().rank)
             engine.backward(loss) if style == "engine" else loss.backward()
             engine.step()
-            assert all(unit.is_at_rest for unit in engine.sharded.sharded)
+            assert all(unit.is_released for unit in engine.sharded.sharded)
         return finish(engine, []).parameters
 
     for stage in STAGES:

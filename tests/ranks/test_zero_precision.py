@@ -72,9 +72,9 @@ def test_under_torch_autocast_gradients_of_linear_modules_travel_in_its_dtype() 
             sections = {"torch_autocast": section, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
             engine, *_ = shoal.initialize(model=make(Plain), config=config(2, **sections))
             numels: dict[torch.dtype, int] = {}
-            for state in engine.bucket_states:
-                dtype = state.gradient.policy.wire_dtype or state.bucket.dtype
-                held = sum(slot.numel for slot in state.bucket.layout.slots)
+            for group in engine.trained_groups:
+                dtype = group.gradient.policy.reduce_dtype or group.buffer.dtype
+                held = sum(slot.numel for slot in group.buffer.layout.specs)
                 numels[dtype] = numels.get(dtype, 0) + held
             engine.destroy()
             return numels
@@ -267,7 +267,7 @@ def test_bf16_gradients_accumulate_in_fp32_unless_the_file_says_otherwise() -> N
             sections["data_types"] = {"grad_accum_dtype": dtype}
         engine = start(Plain, config(2, **sections), adamw)
         run_steps(engine, 1)
-        found = {state.gradient.accumulator().dtype for state in engine.bucket_states}
+        found = {group.gradient.accumulator().dtype for group in engine.trained_groups}
         engine.destroy()
         return found
 
@@ -323,7 +323,7 @@ def test_many_tiny_gradients_are_not_lost_in_bf16(how: str, world: int) -> None:
         for _ in range(2):
             add_up(engine, how)
         value = float(engine.access.full_parameter(model.weight)[0])
-        dtypes = [state.gradient.dtype for state in engine.bucket_states]
+        dtypes = [group.gradient.dtype for group in engine.trained_groups]
         engine.destroy()
         return value, dtypes
 
@@ -341,7 +341,7 @@ def test_what_no_sync_holds_is_in_the_ledger_until_it_is_reduced(stage: int) -> 
             with engine.no_sync() if is_quiet else contextlib.nullcontext():
                 micro_step(engine, index)
             held.append(engine.memory_report().by_kind()["gradient"])
-        whole = sum(state.bucket.layout.numel * 4 for state in engine.bucket_states)
+        whole = sum(group.buffer.layout.numel * 4 for group in engine.trained_groups)
         engine.destroy()
         return [number - held[0] - (whole if index == 2 else 0) for index, number in enumerate(held)]
 
@@ -355,7 +355,7 @@ def test_16_bit_accumulators_stay_so_where_the_file_or_the_masters_say_so() -> N
         run_steps(engine, 1)
         with engine.no_sync():
             run_steps(engine, 1, first=2)
-        found = {state.gradient.dtype for state in engine.bucket_states}
+        found = {group.gradient.dtype for group in engine.trained_groups}
         engine.destroy()
         return found
 

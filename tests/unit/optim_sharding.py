@@ -11,9 +11,9 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.memory.layout import BucketLayout, lay_out
 from shoal.mesh import Mesh
-from shoal.optim.whole import Piece, Segment, WholeTensorOptimizer
+from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
+from shoal.sharding.layout import BufferLayout, lay_out
 
 Make = Callable[[list[dict[str, Any]]], WholeTensorOptimizer]
 
@@ -75,18 +75,18 @@ def step_sharded(case: Case, make: Make, size: int, *, knows_layout: bool) -> li
 
     ranges = run_ranks(size, on_rank, timeout=30)
     bucket = torch.cat(ranges)
-    return [bucket[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.slots]
+    return [bucket[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in layout.specs]
 
 
-def _bucket(layout: BucketLayout, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _bucket(layout: BufferLayout, tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
     bucket = torch.zeros(layout.numel)
-    for slot, tensor in zip(layout.slots, tensors, strict=True):
+    for slot, tensor in zip(layout.specs, tensors, strict=True):
         if tensor is not None:
             bucket[slot.offset : slot.offset + slot.numel] = tensor.flatten()
     return bucket
 
 
-def _steps(case: Case, make: Make, layout: BucketLayout, comm: Communicator, knows_layout: bool) -> torch.Tensor:
+def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, knows_layout: bool) -> torch.Tensor:
     begin, end = layout.owned(comm.rank)
     master = _bucket(layout, case.tensors(0))[begin:end].clone()
     params = []
@@ -101,15 +101,15 @@ def _steps(case: Case, make: Make, layout: BucketLayout, comm: Communicator, kno
         pieces = []
         for group, low, param in params:
             param.grad = gradient[low : low + param.numel()].clone()
-            members = [i for i, slot in enumerate(layout.slots) if slot.group == group]
-            slots = [layout.slots[i] for i in members]
+            members = [i for i, slot in enumerate(layout.specs) if slot.group == group]
+            slots = [layout.specs[i] for i in members]
             segments = tuple(
-                Segment(members.index(s.slot), torch.Size(layout.slots[s.slot].shape), s.start, s.stop, s.offset)
+                ParameterPart(members.index(s.slot), torch.Size(layout.specs[s.slot].shape), s.start, s.stop, s.offset)
                 for s in layout.segments_in(begin + low, begin + low + param.numel())
                 if s.slot in members and grads[s.slot] is not None
             )
             pieces.append(
-                Piece(
+                OwnedRange(
                     param,
                     optimizer.param_groups[group],
                     segments,

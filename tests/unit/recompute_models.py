@@ -22,7 +22,7 @@ X_NBYTES = ROWS * HIDDEN * 4
 
 PLACES = {
     "in place": RecomputeSettings(),
-    "on the host": RecomputeSettings(is_on_host=True),
+    "on the host": RecomputeSettings(is_offloaded=True),
     "timed": RecomputeSettings(has_times=True),
     "matmuls kept": RecomputeSettings(operations=operations_of("matmul")),
 }

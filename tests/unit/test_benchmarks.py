@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks import checkpoint
-from benchmarks.arena import Result, compete, table
+from benchmarks.arena import ROOT, Result, compete, table
+from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
-from benchmarks.offload import Plan, num_parameters, run
+from benchmarks.offload import TrainingPlan, num_parameters, run
 
 
 def test_the_memory_formula_is_the_papers() -> None:
@@ -46,7 +49,7 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_told_of() -> None:
 
 
 def test_the_largest_model_fills_both_memories() -> None:
-    plan = Plan("", device=4, state=12, host=16, config={})
+    plan = TrainingPlan("", device=4, state=12, host=16, config={})
     assert plan.best(40e9, 1e15) == (10e9, 1.0)  # the device holds parameters and gradients alone
     numel, ratio = plan.best(140e9, 120e9)
     assert numel * (4 + (1 - ratio) * 12) == pytest.approx(140e9)
@@ -68,6 +71,7 @@ def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
         ranks=2,
         rounds=1,
         layers=1,
+        hidden=64,  # bf16 products take 58 times as long as fp32 on a processor without bf16 instructions
         sequences=1,
         folder=tmp_path / "disk",
         out=tmp_path / "found.json",
@@ -77,7 +81,7 @@ def test_the_offload_benchmark_runs_its_phases_small_and_writes_what_it_found(
     rows = {row["contender"]: row for row in found["step-host"]["rows"]}
     assert rows["shoal-host"]["loss"] == rows["shoal-2"]["loss"]
     assert rows["shoal-host"]["times_as_fast_as_fsdp2-host"] > 0
-    assert 1_000_000 < found["largest"]["largest"] < 20_000_000
+    assert 200_000 < found["largest"]["largest"] < 4_000_000
     assert "error" in found["link"]  # there is no GPU: the phase fails, the others do not
     assert "the largest that trained" in capsys.readouterr().out
 
@@ -96,3 +100,43 @@ def test_the_checkpoint_benchmark_saves_and_loads_small(tmp_path: Path) -> None:
     for key in ("save", "gigabytes"):
         assert len(saved[key]) == len(written[key]) == checkpoint.REPEATS
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gloo
+def test_two_versions_of_shoal_are_compared_in_one_run(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(ROOT / "shoal", old / "shoal", ignore=shutil.ignore_patterns("__pycache__"))
+    task = Task(small_layers=4, more={"gradient_clipping": 1.0})
+    roots = {"old": old, "new": ROOT}
+    row = compare("fp32-3-disk", task, roots, tmp_path / "case", ranks=1, rounds=2, steps=1, checkpoints=1)
+    assert "error" not in row, row["error"]
+    assert row["differences"] == []
+    assert row["step"] > 0 and row["save"] > 0 and row["load"] > 0
+    assert row["peak"] == pytest.approx(1, abs=0.2)
+    roots["old"] = tmp_path
+    missing = compare("fp32-0", task, roots, tmp_path / "other", ranks=1, rounds=1, steps=1, checkpoints=0)
+    assert f"the old version imports shoal from ['{ROOT}']" in missing["error"]
+
+
+def test_a_bit_that_differs_between_two_versions_is_named() -> None:
+    old = Measured([1.0], losses=[["0x1", "0x2"], ["0x5", "0x6"]], parameters={"a": "1", "b": "2"})
+    new = Measured([2.0], losses=[["0x1", "0x2"], ["0x5", "0x7"]], parameters={"a": "1", "b": "3"})
+    row = summary(old, new)
+    assert row["differences"] == ["loss of rank 1 in step 2: 0x6, now 0x7", "parameter b"]
+    assert show({"fp32-3": row}).splitlines()[2].split()[:4] == ["fp32-3", "1000.0", "2000.0", "2.000"]
+    assert show({"fp32-3": row}).count("differ") == 2
+
+
+def test_the_package_of_an_old_commit_is_extracted(tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "shoal").mkdir(parents=True)
+    source = repository / "shoal" / "__init__.py"
+    git = ["git", "-C", str(repository), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for text in ("first", "second"):
+        source.write_text(text)
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", text], check=True)
+    assert (extract("HEAD~1", tmp_path / "old", repository) / "shoal" / "__init__.py").read_text() == "first"
+    with pytest.raises(SystemExit, match="no-such-commit"):
+        extract("no-such-commit", tmp_path / "none", repository)

@@ -153,7 +153,7 @@ def test_bad_requests_say_what_to_do() -> None:
         ({}, None),
         ({"RANK": "3"}, None),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a shell in an allocation
-        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, 0, None, None, "env")),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch(3, 4, None, None, None, "env")),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
             Launch(3, 4, 1, "a", 5, "env"),

@@ -171,6 +171,10 @@ NOT_THERE = {
 }
 
 
+# What a module has beside its absent names.
+THERE_TOO = {"runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"}}
+
+
 @pytest.fixture(autouse=True)
 def lent() -> Iterator[None]:
     finder.install(children=False)
@@ -195,8 +199,8 @@ def test_what_is_not_built_is_importable_and_says_what_to_do_when_it_is_used(mod
 @pytest.mark.parametrize("name", sorted(ABSENT))
 def test_a_listed_module_without_counterpart_is_imported_with_its_names(name: str) -> None:
     found = importlib.import_module(f"deepspeed.{name}")
-    assert sorted(ABSENT[name][1].split()) == sorted(found.__all__)
-    for each in found.__all__:
+    assert set(ABSENT[name][1].split()) == set(found.__all__) - THERE_TOO.get(name, set())
+    for each in ABSENT[name][1].split():
         with pytest.raises(NotBuiltError, match=rf"\[deepspeed-part\] deepspeed\.{name}\.{each} is not (.|\n)*do: "):
             getattr(found, each)()
 

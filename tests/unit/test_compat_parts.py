@@ -13,7 +13,7 @@ import torch
 from shoal.compat import finder
 from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
-from shoal.zero.partition import UnitRules, cut
+from shoal.sharding.partition import UnitRules, partition
 
 
 @pytest.fixture(autouse=True)
@@ -103,11 +103,11 @@ def test_a_marked_module_is_one_unit() -> None:
 
     model = torch.nn.Sequential(Mixture(), Mixture(), torch.nn.Linear(4, 4))
     rules = UnitRules(classes=("Expert",))
-    assert [spec.name for spec in cut(model, rules)][1:] == [f"{m}.parts.{e}" for m in (0, 1) for e in (0, 1, 2)]
+    assert [spec.name for spec in partition(model, rules)][1:] == [f"{m}.parts.{e}" for m in (0, 1) for e in (0, 1, 2)]
     found = deepspeed.utils.set_z3_leaf_modules(model, [Mixture])
     assert found == [model[0], model[1]] == deepspeed.utils.get_z3_leaf_modules(model)
     assert model[0]._z3_leaf is True and deepspeed.utils.z3_leaf_module(model[0])
-    units = {spec.name: len(spec.parameters) for spec in cut(model, rules)}
+    units = {spec.name: len(spec.parameters) for spec in partition(model, rules)}
     assert units == {"root": 2, "0": 12, "1": 12}
     deepspeed.utils.unset_z3_leaf_modules(model, ["Mixture"])
     assert deepspeed.utils.get_z3_leaf_modules(model) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+import shoal
 from shoal import compiler
-from shoal.compiler import make_optimizer, untraced
+from shoal.compiler import make_optimizer, refuse_cuda_graphs, untraced
+from shoal.errors import ModelError
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 
@@ -162,3 +165,56 @@ def test_a_compiled_caller_calls_and_does_not_look_inside() -> None:
     assert [result.tolist() for result in results] == [[2.0 * n + 5] * 2 for n in range(4)]
     assert was_traced == [False] * 4
     assert graphs.num_nodes == [1, 1]  # before the call and after it; nothing of the call, and nothing twice
+
+
+def compiled_model(how: str, **settings: Any) -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if how == "wrapped":
+        model[1] = torch.compile(model[1], **settings)
+    elif how == "in place":
+        model[1].compile(**settings)
+    else:
+        model[1].forward = torch.compile(model[1].forward, **settings)
+    return model
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place", "forward"])
+@pytest.mark.parametrize(
+    ("settings", "has_graphs"),
+    [
+        ({"mode": "reduce-overhead"}, True),
+        ({"mode": "max-autotune"}, True),
+        ({"options": {"triton.cudagraphs": True}}, True),
+        ({"mode": "max-autotune-no-cudagraphs"}, False),
+        ({}, False),
+        ({"backend": "eager"}, False),
+    ],
+)
+def test_cuda_graphs_are_refused_where_parameters_have_no_fixed_address(
+    how: str, settings: dict[str, Any], has_graphs: bool
+) -> None:
+    model = compiled_model(how, **settings)
+    refuse_cuda_graphs(model, 2, torch.device("cuda"))
+    refuse_cuda_graphs(model, 3, torch.device("cpu"))
+    if not has_graphs:
+        refuse_cuda_graphs(model, 3, torch.device("cuda"))
+        return
+    with pytest.raises(ModelError, match=r"1 modules are compiled with CUDA graphs.*: 1\.") as caught:
+        refuse_cuda_graphs(model, 3, torch.device("cuda"))
+    assert caught.value.code == "model-cuda-graphs"
+
+
+def test_an_engine_refuses_cuda_graphs_at_the_start_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def as_on_a_gpu(model: nn.Module, stage: int, device: torch.device) -> None:
+        refuse_cuda_graphs(model, stage, torch.device("cuda"))
+
+    for name in ("shoal.engine.initialize", "shoal.engine.deepspeed_face"):
+        monkeypatch.setattr(importlib.import_module(name), "refuse_cuda_graphs", as_on_a_gpu)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ModelError, match="CUDA graphs"):
+        shoal.initialize(model=compiled_model("in place", mode="reduce-overhead"), config=config)
+    engine, *_ = shoal.initialize(model=nn.Linear(2, 2), config=config)
+    with pytest.raises(ModelError, match="CUDA graphs"):
+        engine.compile(compile_kwargs={"mode": "reduce-overhead"})
+    assert not engine.is_compiled
+    engine.destroy()

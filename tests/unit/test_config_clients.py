@@ -10,7 +10,7 @@ import pytest
 from shoal.config import load
 from shoal.config.problems import ConfigProblems, ConfigWarning
 from shoal.engine.settings import plan_of
-from shoal.memory.placement import Tier
+from shoal.sharding.placement import Tier
 
 ACCELERATE: dict[str, Any] = {
     "train_batch_size": 8,

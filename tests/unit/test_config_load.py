@@ -152,7 +152,7 @@ def test_the_message_names_the_file_and_the_line(tmp_path: pathlib.Path) -> None
         "  1. fp16.enabld (line 3): no such key in fp16. -> did you mean 'enabled'?",
         "  2. gradient_clipping (line 5): -1 is not a number, at least 0.",
         f"  where: {path}",
-        "  do: mend each of them.",
+        "  do: fix each of them.",
     ]
 
 

@@ -68,7 +68,7 @@ def test_what_is_not_json_is_an_error_that_says_where(text: str, part: str) -> N
 def test_a_duplicate_key_is_an_error_with_both_lines() -> None:
     with pytest.raises(ConfigError) as caught:
         read('{\n"fp16": {\n  "enabled": true,\n  "enabled": false}}', "ds.json")
-    assert "the key 'fp16.enabled' stands on line 3 and again on line 4" in str(caught.value)
+    assert "the key 'fp16.enabled' is on line 3 and again on line 4" in str(caught.value)
 
 
 def test_every_key_keeps_its_line() -> None:

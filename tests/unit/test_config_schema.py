@@ -1,9 +1,10 @@
-"""The schema: every key has a verdict, is found when misspelt, and is written out for editors and readers."""
+"""The schema: every key has its support, is found when misspelt, and is written out for editors and readers."""
 
 from __future__ import annotations
 
 import json
 import pathlib
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,15 +12,15 @@ from typing import Any
 import jsonschema
 import pytest
 
-from shoal.config import ConfigProblems, json_schema, load, reference, schema_paths, verdict_of
+from shoal.config import ConfigProblems, json_schema, load, reference, schema_paths, support_of
 from shoal.config.base import Section
-from shoal.config.clean import NEVER_EXISTED, clean
+from shoal.config.normalise import NEVER_EXISTED, normalise
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
+from shoal.config.support import SUPPORT
 from shoal.config.tree import below, keys_of, names_of, walk
-from shoal.config.verdicts import VERDICTS
 from shoal.optim.build import RECIPES
-from shoal.optim.named import accepted_names
+from shoal.optim.options import accepted_names
 from shoal.optim.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -33,8 +34,8 @@ def test_the_schema_has_all_of_deepspeeds_keys() -> None:
     assert len(LEAVES) == len(set(LEAVES))
 
 
-def test_every_key_has_a_verdict_with_its_reason() -> None:
-    without = [path for path in LEAVES if verdict_of(path).kind != "obeyed" and not verdict_of(path).reason]
+def test_every_key_has_its_support_with_the_reason() -> None:
+    without = [path for path in LEAVES if support_of(path).kind != "obeyed" and not support_of(path).reason]
     assert without == []
 
 
@@ -42,9 +43,9 @@ def test_every_key_has_a_description() -> None:
     assert [path for path, key in walk(Schema) if len(key.description) < 3] == []
 
 
-def test_every_verdict_is_about_a_key_that_exists() -> None:
+def test_every_line_on_support_is_about_a_key_that_exists() -> None:
     plain = [re.sub(r"\[\]|\.<name>", "", path) for path in PATHS]
-    for rule in VERDICTS:
+    for rule in SUPPORT:
         if rule.endswith(".**"):
             assert any(path.startswith(rule.removesuffix("**")) for path in plain), rule
         else:
@@ -52,7 +53,7 @@ def test_every_verdict_is_about_a_key_that_exists() -> None:
 
 
 def test_every_switch_is_a_key() -> None:
-    assert [rule for rule, verdict in VERDICTS.items() if verdict.switch and verdict.switch not in LEAVES] == []
+    assert [rule for rule, support in SUPPORT.items() if support.switch and support.switch not in LEAVES] == []
 
 
 def test_every_keys_own_default_is_read_and_asks_for_nothing() -> None:
@@ -98,7 +99,7 @@ def test_every_key_without_one_letter_is_an_error_that_suggests_the_key(path: st
         mutated = {name[:position] + name[position + 1 :]: name for name in names if position < len(name)}
         mutated = {wrong: name for wrong, name in mutated.items() if wrong not in names_of(model)}
         source = filled(path, dict.fromkeys(mutated, 0)) if path else dict.fromkeys(mutated, 0)
-        found = {problem.path.rpartition(".")[2]: problem.do for problem in clean(source, {}).problems}
+        found = {problem.path.rpartition(".")[2]: problem.do for problem in normalise(source, {}).problems}
         for wrong, name in mutated.items():
             assert repr(name) in found[wrong], (wrong, name)
 
@@ -163,7 +164,7 @@ def test_the_json_schema_passes_the_recipes(path: pathlib.Path) -> None:
 )
 def test_the_json_schema_passes_what_is_read(source: dict[str, Any]) -> None:
     VALIDATOR.validate(source)
-    assert clean(source, {}).problems == []
+    assert normalise(source, {}).problems == []
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_the_json_schema_fails_what_is_an_error(source: dict[str, Any]) -> None:
         load(source)
 
 
-def test_the_json_schema_describes_every_key_with_its_verdict() -> None:
+def test_the_json_schema_describes_every_key_with_its_support() -> None:
     schema = json_schema()
     stage = schema["properties"]["zero_optimization"]["anyOf"][0]["properties"]["stage"]
     assert stage["default"] == 0
@@ -202,3 +203,10 @@ def test_the_reference_page_names_every_key() -> None:
     page = reference()
     missing = [path for path in LEAVES if f"| `{path.rpartition('.')[2]}`" not in page]
     assert missing == []
+
+
+def test_a_configuration_is_pickled_with_the_sections_of_the_table() -> None:
+    config = load({"hybrid_engine": {"max_out_tokens": 9}, "zero_optimization": {"zenflow": None}})
+    again = pickle.loads(pickle.dumps(config))  # noqa: S301
+    assert again.effective() == config.effective()
+    assert again.effective()["hybrid_engine"]["max_out_tokens"] == 9

@@ -20,7 +20,7 @@ from shoal.comm.recorder import Entry
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, fake_world
 from shoal.errors import PlacementError
-from shoal.zero.unit import Unit, UnitState
+from shoal.sharding.unit import Unit, UnitState
 from tests.ranks.models import Plain, cross_entropy
 from tests.ranks.training import (
     adamw,
@@ -195,7 +195,7 @@ def test_a_unit_is_gathered_and_released_by_any_caller() -> None:
         engine.destroy()
         return seen
 
-    assert run_ranks(2, job) == [["RESTING", "GATHERING", "FULL", "RESTING"]] * 2
+    assert run_ranks(2, job) == [["SHARDED", "GATHERING", "FULL", "SHARDED"]] * 2
 
 
 def test_units_held_by_a_schedule_stay_whole_over_forward_and_backward_and_change_no_number() -> None:
@@ -206,8 +206,8 @@ def test_units_held_by_a_schedule_stay_whole_over_forward_and_backward_and_chang
         with current_world().recorder.recording() as entries, engine.sharded.gathered(units if holds else []):
             micro_step(engine, 1)
             states = {unit.state for unit in units}
-        assert states == ({UnitState.FULL} if holds else {UnitState.RESTING})
-        assert {unit.state for unit in units} == {UnitState.RESTING}
+        assert states == ({UnitState.FULL} if holds else {UnitState.SHARDED})
+        assert {unit.state for unit in units} == {UnitState.SHARDED}
         gathers = sum(entry.op == "all_gather" for entry in entries)
         return finish(engine, []).parameters, gathers
 
@@ -221,9 +221,9 @@ def test_units_held_by_a_schedule_stay_whole_over_forward_and_backward_and_chang
 def test_a_move_that_does_not_exist_is_an_error_that_names_the_moves_that_do() -> None:
     def job() -> None:
         engine = start(Plain, config(3))
-        with pytest.raises(PlacementError, match=r"'blocks\.0' cannot go from RESTING to FULL") as caught:
+        with pytest.raises(PlacementError, match=r"'blocks\.0' cannot go from SHARDED to FULL") as caught:
             unit_named(engine, "blocks.0")._move(UnitState.FULL)
-        assert "from RESTING the moves are: AWAY, GATHERING" in str(caught.value)
+        assert "from SHARDED the moves are: GATHERING, ON_DISK" in str(caught.value)
         engine.destroy()
 
     run_ranks(2, job)
@@ -246,12 +246,12 @@ def test_the_optimizer_can_be_run_unit_by_unit_in_any_order(stage: int, sections
         engine = start(Plain, config(stage, **sections), adamw)
         engine.backward(engine(*batch(0, current_world().rank, 2)))
         step = engine.optimizer.sharded_step
-        touched = {index: bytes(state.gradient.touched) for index, state in enumerate(step.states)}
+        has_grad = {group: bytes(group.gradient.has_grad) for group in step.groups}
         step.begin()
         try:
             for unit in reversed(engine.sharded.units):
                 with torch.no_grad():
-                    works = step.step_unit(unit, 1.0, touched)
+                    works = step.step_unit(unit, 1.0, has_grad)
                 assert len(works) == (1 if stage in (1, 2) else 0)
                 for work in works:
                     work.wait()

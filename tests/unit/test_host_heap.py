@@ -109,7 +109,7 @@ for _ in range(2):
     engine.step()
 heap = next(line for line in open("/proc/self/maps") if line.endswith("[heap]\\n"))
 start, end = (int(address, 16) for address in heap.split()[0].split("-"))
-pieces = [piece.param for state in engine.optimizer.sharded_step.states for piece in state.pieces]
+pieces = [part.param for group in engine.optimizer.sharded_step.groups for part in group.ranges]
 moments = [value for state in engine.optimizer.optimizer.state.values() for value in state.values() if value.dim()]
 large = [tensor for tensor in pieces + moments if tensor.nbytes >= 2**17]
 print(sum(start <= tensor.data_ptr() < end for tensor in large), len(large))

@@ -1,9 +1,8 @@
-"""The host's step gives the bits of the optimizer's own step, on every path, and falls back where it cannot compile."""
+"""The host's step gives the bits of the optimizer's own step, on every path."""
 
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -12,15 +11,17 @@ import pytest
 import torch
 
 from shoal.errors import OptimizerError
-from shoal.optim import host_compiled
 from shoal.optim.build import build
-from shoal.optim.host import Choice, HostStep, Kind, Path, choose_path, kind_of
-from shoal.optim.host_rules import Rule
+from shoal.optim.host import Choice, HostStep, RuleName, UpdatePath, choose_path, kind_of
+from shoal.optim.host_rules import Rule, host_note
+from shoal.optim.lamb import Lamb
+from shoal.optim.lion import Lion
+from shoal.optim.muon import Muon
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NUMEL = 3 * 4096 + 37  # whole blocks, a last one that is short, and a tail that fills no vector
 
-RULES: dict[str, tuple[Kind, dict[str, Any]]] = {
+RULES: dict[str, tuple[RuleName, dict[str, Any]]] = {
     "Adam": ("Adam", {"adam_w_mode": False, "lr": 3e-3, "weight_decay": 0.1}),
     "Adam without decay": ("Adam", {"adam_w_mode": False, "betas": [0.3, 0.9]}),
     "AdamW": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95]}),
@@ -31,6 +32,12 @@ RULES: dict[str, tuple[Kind, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),
     "SGD, momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
     "SGD, nesterov": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adam, not fused": ("Adam", {"adam_w_mode": False, "lr": 3e-3, "weight_decay": 0.1, "fused": False}),
+    "AdamW, not fused": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "amsgrad": True, "fused": False}),
+    "AdamW, foreach": ("AdamW", {"lr": 3e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "foreach": True}),
+    "Adagrad, not fused": ("Adagrad", {"lr": 0.05, "lr_decay": 0.01, "weight_decay": 0.1, "fused": False}),
+    "SGD, not fused": ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True, "fused": False}),
+    "SGD, foreach, no momentum": ("SGD", {"lr": 0.1, "weight_decay": 0.1, "foreach": True}),
 }
 
 
@@ -76,7 +83,7 @@ def by_the_host(
     target = None if parameter is None else torch.zeros(start.numel(), dtype=parameter)
     for number, grad in enumerate(grads, start=1):
         before = grad.clone()
-        step.update(kind, master, states, grad, target, hyper, step=number, coefficient=coefficient)
+        step.start(kind, master, states, grad, target, hyper, step=number, gradient_scale=coefficient).wait()
         assert torch.equal(grad.nan_to_num(), before.nan_to_num())
     return [master, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
 
@@ -168,75 +175,6 @@ def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> 
     assert_equal_bits(found, [torch.cat(parts) for parts in zip(*expected, strict=True)])
 
 
-def _has_compiler() -> bool:
-    return shutil.which("g++") is not None or shutil.which("clang++") is not None
-
-
-@pytest.fixture(scope="module")
-def torchs_compiler() -> None:
-    """Let torch start the threads of its compiler, which it keeps, before a test counts threads."""
-    if not _has_compiler():
-        return
-    with torch.no_grad():
-        torch.compile(lambda values: torch.sin(values) + 1)(torch.ones(64))
-
-
-@pytest.fixture
-def compiled(torchs_compiler: None) -> Iterator[HostStep]:
-    if not _has_compiler():
-        pytest.skip("no C++ compiler")
-    step = HostStep("compiled", num_threads=2)
-    yield step
-    step.close()
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Lion", "SGD, nesterov"])
-def test_the_compiled_loop_gives_the_bits_of_the_optimizers_own_step(
-    compiled: HostStep, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    start, grads = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)), gradients(NUMEL, BF16)
-    expected = by_the_optimizer(name, start, grads, BF16, 0.37)
-    assert_equal_bits(by_the_host(compiled, name, start, grads, BF16, 0.37), expected)
-    assert [record for record in caplog.records if record.name == "shoal"] == []
-
-
-def test_a_loop_that_cannot_be_compiled_falls_back_with_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("no C++ compiler found\nand more lines")
-
-    monkeypatch.setattr(torch, "compile", fail)
-    host_compiled.compiled_loop.cache_clear()
-    step = HostStep("compiled", num_threads=2, block_numel=4096)
-    start, grads = torch.linspace(-1, 1, NUMEL), gradients(NUMEL, BF16)
-    with caplog.at_level(logging.INFO, "shoal"):
-        found = by_the_host(step, "AdamW", start, grads, BF16, 1.0)
-    step.close()
-    host_compiled.compiled_loop.cache_clear()
-    assert_equal_bits(found, by_the_optimizer("AdamW", start, grads, BF16, 1.0))
-    assert [record.getMessage() for record in caplog.records] == [
-        "host optimizer: AdamW is not compiled, 'threads' is used: RuntimeError: no C++ compiler found"
-    ]
-
-
-def test_a_loop_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_wrongly(loop: Any, **_: object) -> Any:
-        def wrong(numbers: torch.Tensor, master: torch.Tensor, *rest: Any) -> None:
-            loop(numbers, master, *rest)
-            master[100] = master[100].nextafter(torch.tensor(9.0))
-
-        return wrong
-
-    monkeypatch.setattr(torch, "compile", compile_wrongly)
-    host_compiled.compiled_loop.cache_clear()
-    rule = Rule(kind="AdamW", step=2, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)
-    reason = host_compiled.compiled_loop(host_compiled.Shape.of(rule, BF16, BF16, 2))
-    host_compiled.compiled_loop.cache_clear()
-    assert isinstance(reason, str)
-    assert reason.startswith("its master differs from torch's kernel in ")
-
-
 def test_the_path_is_measured_once_and_said_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -259,11 +197,9 @@ def test_the_path_is_measured_once_and_said_in_one_line(
 
 
 def test_auto_takes_the_measured_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[Path] = ["plain"]
+    chosen: list[UpdatePath] = ["plain"]
     monkeypatch.setattr("shoal.optim.host.choose_path", lambda *_: Choice(chosen[0], {}))
     step = HostStep("auto", num_threads=2)
-    hyper = optimizer_of("AdamW", torch.nn.Parameter(torch.zeros(1))).param_groups[0]
-    assert step.prepare("AdamW", hyper, BF16, BF16) == "plain"
     by_the_host(step, "AdamW", torch.zeros(640), gradients(640, BF16, 1), BF16, 1.0)
     assert (step._threads, step.scratch_nbytes) == (None, 640 * 4)
     step.close()
@@ -278,15 +214,30 @@ def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same
 
     found = {name: kind_of(optimizer_of(name, weight)) for name in RULES}
     assert found == {name: kind for name, (kind, _) in RULES.items()}
-    assert kind_of(torch.optim.AdamW([weight])) is None
+    assert kind_of(torch.optim.AdamW([weight])) == "AdamW"
+    assert kind_of(torch.optim.AdamW([weight], lr=torch.tensor(1e-3))) is None  # its arithmetic is a tensor's
+    assert kind_of(torch.optim.Adagrad([weight], differentiable=True)) is None
     assert kind_of(Own([weight], fused=True)) is None
     assert kind_of(torch.optim.RMSprop([weight])) is None
 
 
-def test_bytes_moved_are_those_of_the_paper_and_pencil() -> None:
-    adamw = Rule(kind="AdamW", step=1, lr=0.1)
-    assert (adamw.nbytes_moved(BF16, BF16), adamw.nbytes_moved(FP32, None)) == (28, 28)
-    assert Rule(kind="SGD", step=1, lr=0.1).nbytes_moved(BF16, BF16) == 12
+@pytest.mark.parametrize(
+    ("optimizer", "note"),
+    [
+        (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))], fused=True), None),
+        (Lion([torch.nn.Parameter(torch.zeros(8))]), None),
+        (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))]), "AdamW was built without fused=True"),
+        (
+            torch.optim.RMSprop([torch.nn.Parameter(torch.zeros(8))]),
+            "RMSprop.step() runs on the host as it is; the step",
+        ),
+        (Lamb([torch.nn.Parameter(torch.zeros(8))]), "Lamb.step() runs on the host as it is; the step waits for it"),
+        (Muon([torch.nn.Parameter(torch.zeros(8, 8))]), "Muon's matrices are orthogonalized on the device"),
+    ],
+)
+def test_an_update_that_is_slow_on_the_host_is_named(optimizer: torch.optim.Optimizer, note: str | None) -> None:
+    found = host_note(optimizer)
+    assert found is None if note is None else found is not None and found.startswith(f"offload_optimizer: {note}")
 
 
 @pytest.mark.parametrize(
@@ -308,7 +259,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: st
     } | change
     hyper = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     with pytest.raises(OptimizerError) as caught:
-        HostStep("plain").update("AdamW", **arguments, hyper=hyper, step=1)
+        HostStep("plain").start("AdamW", **arguments, hyper=hyper, step=1)
     assert caught.value.code == "host-step-tensors"
     assert message in str(caught.value)
 
@@ -317,7 +268,7 @@ def test_a_rule_or_a_number_that_is_not_there_is_refused() -> None:
     weight = torch.zeros(8)
     arguments: dict[str, Any] = {"master": weight, "states": {}, "gradient": weight, "parameter": None, "step": 1}
     unknown: Any = "Adamax"
-    with pytest.raises(OptimizerError, match=r"does not know the rule 'Adamax'"):
-        HostStep("plain").update(unknown, **arguments, hyper={})
+    with pytest.raises(OptimizerError, match=r"has no rule 'Adamax'"):
+        HostStep("plain").start(unknown, **arguments, hyper={})
     with pytest.raises(OptimizerError, match=r"hyperparameters of SGD have no 'weight_decay'"):
-        HostStep("plain").update("SGD", **arguments, hyper={"lr": 0.1})
+        HostStep("plain").start("SGD", **arguments, hyper={"lr": 0.1})

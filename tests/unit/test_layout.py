@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.memory.layout import ALIGNMENT, BucketLayout, Segment, Slot, lay_out
+from shoal.sharding.layout import ALIGNMENT, BufferLayout, ParameterSpec, Segment, lay_out
 
 
 def test_parameters_begin_at_multiples_of_the_alignment_and_the_end_divides_by_the_ranks() -> None:
     layout = lay_out([("w", (10, 10), 0), ("b", (10,), 0), ("scalar", (), 0)], num_shards=3)
-    assert [(slot.name, slot.offset, slot.numel) for slot in layout.slots] == [
+    assert [(slot.name, slot.offset, slot.numel) for slot in layout.specs] == [
         ("w", 0, 100),
         ("b", 128, 10),
         ("scalar", 192, 1),
@@ -37,7 +37,7 @@ def test_each_rank_owns_the_parts_that_lie_in_its_range() -> None:
 
 def test_parameters_of_one_group_lie_side_by_side_and_keep_their_order() -> None:
     layout = lay_out([("a", (3,), 1), ("b", (3,), 0), ("c", (3,), 1), ("d", (3,), -1)], num_shards=1)
-    assert [(slot.name, slot.offset, slot.group) for slot in layout.slots] == [
+    assert [(slot.name, slot.offset, slot.group) for slot in layout.specs] == [
         ("d", 0, -1),
         ("b", 64, 0),
         ("a", 128, 1),
@@ -52,7 +52,7 @@ def test_parameters_of_one_group_lie_side_by_side_and_keep_their_order() -> None
 
 def test_empty_parameters_take_no_room_and_an_empty_bucket_has_none() -> None:
     layout = lay_out([("a", (0, 4), 0), ("b", (2,), 0), ("c", (0,), 0)], num_shards=2)
-    assert [(slot.offset, slot.numel) for slot in layout.slots] == [(0, 0), (0, 2), (64, 0)]
+    assert [(slot.offset, slot.numel) for slot in layout.specs] == [(0, 0), (0, 2), (64, 0)]
     assert layout.numel == 128
     assert lay_out([("a", (0, 4), 0)], num_shards=4).numel == 0
 
@@ -67,16 +67,24 @@ def test_buckets_whose_parameters_lie_alike_have_one_signature() -> None:
 @pytest.mark.parametrize(
     ("slots", "numel", "message"),
     [
-        ([Slot("a", (100,), 100, 0, 0), Slot("b", (4,), 4, 64, 0)], 256, "'b' at 64 overlaps"),
-        ([Slot("a", (4,), 4, 3, 0)], 128, "'a' at 3 overlaps its predecessor or is not aligned"),
-        ([Slot("a", (4,), 4, 0, 0), Slot("b", (4,), 4, 64, 1), Slot("c", (4,), 4, 128, 0)], 256, "not contiguous"),
-        ([Slot("a", (4,), 4, 0, 0)], 100, "do not divide over 2 shards"),
-        ([Slot("a", (400,), 400, 0, 0)], 128, "128 elements do not hold 400"),
+        ([ParameterSpec("a", (100,), 100, 0, 0), ParameterSpec("b", (4,), 4, 64, 0)], 256, "'b' at 64 overlaps"),
+        ([ParameterSpec("a", (4,), 4, 3, 0)], 128, "'a' at 3 overlaps its predecessor or is not aligned"),
+        (
+            [
+                ParameterSpec("a", (4,), 4, 0, 0),
+                ParameterSpec("b", (4,), 4, 64, 1),
+                ParameterSpec("c", (4,), 4, 128, 0),
+            ],
+            256,
+            "not contiguous",
+        ),
+        ([ParameterSpec("a", (4,), 4, 0, 0)], 100, "do not divide over 2 shards"),
+        ([ParameterSpec("a", (400,), 400, 0, 0)], 128, "128 elements do not hold 400"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(slots: list[Slot], numel: int, message: str) -> None:
+def test_a_layout_that_cannot_be_is_refused(slots: list[ParameterSpec], numel: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        BucketLayout(tuple(slots), numel, 2)
+        BufferLayout(tuple(slots), numel, 2)
 
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
@@ -96,11 +104,11 @@ def test_every_element_lies_on_exactly_one_rank(
         num_shards=num_shards,
         alignment=alignment,
     )
-    found = {slot.name: [0] * slot.numel for slot in layout.slots}
+    found = {slot.name: [0] * slot.numel for slot in layout.specs}
     for rank in range(num_shards):
         begin, _ = layout.owned(rank)
         for segment in layout.segments(rank):
-            slot = layout.slots[segment.slot]
+            slot = layout.specs[segment.slot]
             assert begin + segment.start == slot.offset + segment.offset
             for element in range(segment.offset, segment.offset + segment.stop - segment.start):
                 found[slot.name][element] += 1
@@ -114,6 +122,6 @@ def test_every_element_lies_on_exactly_one_rank(
         begin, end = layout.owned(rank)
         for group in layout.groups:
             low, high = layout.group_range(group, begin, end)
-            inside = [s for s in layout.segments(rank) if layout.slots[s.slot].group == group]
+            inside = [s for s in layout.segments(rank) if layout.specs[s.slot].group == group]
             assert all(low <= s.start and s.stop <= high for s in inside)
             assert not inside or inside[0].start == low

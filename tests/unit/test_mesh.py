@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import doctest
+import time
+from typing import get_args
 
 import pytest
 
 import shoal.mesh
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.mesh import Coordinate, Mesh
+from shoal.mesh import Axis, Coordinate, Mesh, tied_axis
 
-AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "dp", "world")
+AXES = get_args(Axis)
 
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(shoal.mesh)
-    assert result.attempted == 5
+    assert result.attempted == 8
     assert result.failed == 0
 
 
@@ -64,7 +66,51 @@ def test_groups_partition_the_ranks_at_4096(mesh: Mesh) -> None:
         assert {len(group) for group in groups} == {mesh.size(axis)}, axis
         for group in groups[:: max(1, len(groups) // 16)]:
             assert group[-1] == group[0] or mesh.ranks_along(axis, group[-1]) == group
+            assert [mesh.index(axis, rank) for rank in group[-3:]] == list(range(len(group)))[-3:]
     assert all(mesh.rank(mesh.coordinate(rank)) == rank for rank in range(0, mesh.world_size, 37))
+
+
+def test_the_derived_axes_are_products_of_the_basic_ones() -> None:
+    mesh = Mesh.of(32, pp=2, dp_replicate=2, sp=2, tp=2)  # dp_shard = 2
+    assert mesh.ranks_along("fsdp", 0) == (0, 2, 4, 6)
+    assert mesh.ranks_along("batch", 0) == mesh.ranks_along("dp", 0) == (0, 4, 8, 12)
+    assert mesh.ranks_along("loss", 0) == (0, 2, 4, 6, 8, 10, 12, 14)
+    assert mesh.ranks_along("loss", 17) == (17, 19, 21, 23, 25, 27, 29, 31)
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_expert_dp_and_ep_factor_the_fsdp_ranks(ep: int) -> None:
+    mesh = Mesh.of(64, dp_replicate=2, sp=2, tp=4, ep=ep)
+    for rank in (0, 5, 63):
+        fsdp = mesh.ranks_along("fsdp", rank)
+        assert mesh.size("expert_dp") * ep == len(fsdp) == 8
+        # Each of the ranks that shard one expert is in another ep group; together these are the fsdp ranks.
+        reached = [other for shard in mesh.ranks_along("expert_dp", rank) for other in mesh.ranks_along("ep", shard)]
+        assert sorted(reached) == list(fsdp)
+        assert {mesh.index("ep", shard) for shard in mesh.ranks_along("expert_dp", rank)} == {mesh.index("ep", rank)}
+
+
+def test_a_tied_axis_joins_the_pipeline_stages_that_it_names() -> None:
+    mesh = Mesh.of(8, pp=4, tp=2)
+    axis = tied_axis([3, 0])
+    assert mesh.ranks_along(axis, 7) == (1, 7)
+    assert mesh.ranks_along(axis, 2) == (2,)
+    assert mesh.groups(axis) == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
+    assert (mesh.size(axis), mesh.index(axis, 7), mesh.index(axis, 2)) == (2, 1, 0)
+    assert mesh.groups(tied_axis([0, 1, 3]))[0] == (0, 2, 6)
+    for wrong in ("tied:", "tied:0,4", "tied:1,0", "tied:a", "tied:,"):
+        with pytest.raises(ConfigError, match="does not fit a mesh of 4 pipeline stages"):
+            mesh.groups(wrong)
+
+
+def test_the_groups_of_65536_ranks_are_arithmetic() -> None:
+    mesh = Mesh.of(65_536, pp=8, dp_replicate=4, sp=4, tp=8, ep=16)
+    start = time.process_time()
+    for axis in (*AXES, tied_axis([0, 7])):
+        groups = mesh.groups(axis)
+        assert sum(len(group) for group in groups) == 65_536, axis
+        assert mesh.ranks_along(axis, groups[-1][-1]) == groups[-1], axis
+    assert time.process_time() - start < 10.0
 
 
 def test_a_size_that_does_not_multiply_up_names_the_sizes_that_do() -> None:

@@ -13,7 +13,7 @@ from shoal.comm.single import SingleCommunicator
 from shoal.errors import OptimizerError
 from shoal.optim.lamb import Lamb
 from shoal.optim.tree_sum import node_keys, partial_sums, plan_sums
-from shoal.optim.whole import Piece, Segment
+from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.unit.optim_sharding import Case, step_sharded, step_whole
 
 
@@ -154,6 +154,6 @@ def test_a_part_of_a_parameter_on_a_single_rank_is_refused() -> None:
     param.grad = torch.ones(4)
     optimizer = Lamb([torch.nn.Parameter(torch.ones(2, 4))])
     shape = torch.Size((2, 4))
-    piece = Piece(param, optimizer.param_groups[0], (Segment(0, shape, 0, 4, 0),), (shape,), ("w",))
+    piece = OwnedRange(param, optimizer.param_groups[0], (ParameterPart(0, shape, 0, 4, 0),), (shape,), ("w",))
     with pytest.raises(OptimizerError, match=r"parameter 'w' has 8 elements, but one rank.* holds 4"):
         optimizer.step_unit([piece], SingleCommunicator("dp_shard"))

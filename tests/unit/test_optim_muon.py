@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import OptimizerError
 from shoal.mesh import Mesh
 from shoal.optim.muon import Muon, share_out
 from shoal.optim.orthogonal import orthogonalize
-from shoal.optim.whole import Piece, Segment
+from shoal.optim.whole import OwnedRange, ParameterPart
 from tests.unit.optim_sharding import Case, step_sharded, step_whole
 
 # Another rank may multiply a matrix in another order; five iterations multiply what that rounds.
@@ -138,6 +141,38 @@ def test_any_matrices_agree_on_any_number_of_ranks(shapes: list[tuple[int, int]]
         torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
 
 
+class HostMemoryComm:
+    """A communicator that notes on which device memory was asked for, and gives host memory."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self.asked: list[tuple[str, torch.dtype]] = []
+
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.asked.append((device.type, dtype))
+        return self._comm.empty(numel, dtype, torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+
+def test_weights_in_host_memory_are_gathered_and_orthogonalized_on_the_device() -> None:
+    def on_rank() -> list[tuple[str, torch.dtype]]:
+        comm: Any = HostMemoryComm(current_world().communicator("dp_shard", Mesh.of(2)))
+        param = torch.nn.Parameter(torch.ones(32))
+        param.grad = torch.ones(32)
+        shape = torch.Size((8, 8))
+        optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
+        part = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
+        piece = OwnedRange(param, optimizer.param_groups[0], (part,), (shape,), ("w",), (0,), 32)
+        optimizer.step_unit([piece], comm, torch.device("cuda"))
+        assert (param < 1).all()
+        return comm.asked
+
+    # the updates, then the results in the 16 bits in which a GPU iterates
+    assert run_ranks(2, on_rank) == [[("cuda", torch.float32), ("cuda", torch.float16)]] * 2
+
+
 def test_a_unit_costs_two_gathers_and_no_more() -> None:
     def on_rank() -> list[tuple[str, str, int]]:
         world = current_world()
@@ -145,9 +180,9 @@ def test_a_unit_costs_two_gathers_and_no_more() -> None:
         param = torch.nn.Parameter(torch.ones(32))
         param.grad = torch.ones(32)
         shape = torch.Size((8, 8))
-        segment = Segment(0, shape, 0, 32, 32 * comm.rank)
+        segment = ParameterPart(0, shape, 0, 32, 32 * comm.rank)
         optimizer = Muon([torch.nn.Parameter(torch.zeros(8, 8))])
-        piece = Piece(param, optimizer.param_groups[0], (segment,), (shape,), ("w",), (0,), 32)
+        piece = OwnedRange(param, optimizer.param_groups[0], (segment,), (shape,), ("w",), (0,), 32)
         with world.recorder.recording() as entries:
             optimizer.step_unit([piece], comm)
         return [(entry.op, entry.label, entry.nbytes) for entry in entries]

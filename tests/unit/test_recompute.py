@@ -107,7 +107,7 @@ def test_a_list_that_the_function_fills_is_the_callers() -> None:
 def test_segments_inside_segments_keep_only_the_inputs_of_the_outer_one() -> None:
     model, (x, _) = Chain(), inputs()
     plain = run(model, x)
-    made = Recompute(RecomputeSettings(is_on_host=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True))
     blocks = recompute_blocks(model, Block, recompute=made)
     torch.manual_seed(3)
     model.zero_grad()
@@ -125,7 +125,7 @@ def test_segments_inside_segments_keep_only_the_inputs_of_the_outer_one() -> Non
 def test_a_graph_that_is_kept_can_be_gone_through_again(is_slow: bool) -> None:
     model, (x, _) = Chain(), inputs()
     slow = SlowCopies()
-    with recomputed(model, RecomputeSettings(is_on_host=True), copies_of=lambda _: slow if is_slow else None):
+    with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow if is_slow else None):
         loss = model(x)
         first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         second = torch.autograd.grad(loss, list(model.parameters()))
@@ -149,14 +149,14 @@ def test_a_gradient_of_a_gradient_is_the_same(name: str) -> None:
 
 
 def test_without_gradients_the_function_just_runs() -> None:
-    made = Recompute(RecomputeSettings(is_on_host=True, has_times=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True, has_times=True))
     with torch.no_grad():
         out = made.checkpoint(lambda x: x * 2, torch.ones(3, requires_grad=True))
     assert out.tolist() == [2.0, 2.0, 2.0]
     assert (made.num_segments, made.saved_bytes, made.times.take()) == (0, 0, {})
 
 
-@pytest.mark.parametrize("settings", [RecomputeSettings(), RecomputeSettings(is_on_host=True)], ids=["plain", "host"])
+@pytest.mark.parametrize("settings", [RecomputeSettings(), RecomputeSettings(is_offloaded=True)], ids=["plain", "host"])
 def test_compiled_blocks_are_recomputed(settings: RecomputeSettings) -> None:
     model, (x, _) = Chain(2), inputs()
     plain = run(model, x)
@@ -183,7 +183,7 @@ def test_a_compiler_takes_plain_segments_into_its_graph_and_leaves_others_out(
     with recomputed(model, RecomputeSettings()):
         assert_same(run(torch.compile(model, backend="aot_eager", fullgraph=True), x), plain)
     torch._dynamo.reset()
-    with recomputed(model, RecomputeSettings(is_on_host=True)) as made:
+    with recomputed(model, RecomputeSettings(is_offloaded=True)) as made:
         assert_same(run(torch.compile(model, backend="aot_eager"), x), plain)
     assert made.peak_saved_bytes == 2 * X_NBYTES
     told = [record.getMessage() for record in caplog.records if "runs uncompiled" in record.getMessage()]

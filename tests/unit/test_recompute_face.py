@@ -21,7 +21,7 @@ from torch import nn
 from shoal.config import load
 from shoal.config.saving import ActivationCheckpointing
 from shoal.errors import ModelError, NotBuiltError, UsageError
-from shoal.parallel import kept, recompute, segment_times, selective
+from shoal.parallel import recompute, saved_tensors, segment_times, selective
 from shoal.parallel import recompute_blocks as recompute_blocks_module
 from shoal.parallel.recompute import Recompute, RecomputeSettings, recompute_blocks
 from shoal.parallel.segment_times import Times
@@ -100,7 +100,7 @@ def test_a_removed_model_is_freed() -> None:
     assert ref() is None
 
 
-@pytest.mark.parametrize("module", [kept, recompute_blocks_module, segment_times, selective])
+@pytest.mark.parametrize("module", [saved_tensors, recompute_blocks_module, segment_times, selective])
 def test_the_examples_in_docstrings_are_right(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert (result.failed, result.attempted > 0) == (0, True)
@@ -115,12 +115,12 @@ def test_configure_takes_the_section_and_arguments_win(caplog: pytest.LogCapture
                             synchronize=True, partition_activations=True, profile=True)  # fmt: skip
         assert recompute.is_configured()
         assert recompute.current_recompute().settings == RecomputeSettings(
-            is_on_host=True, is_in_parts=True, has_times=True
+            is_offloaded=True, is_partitioned=True, has_times=True
         )
         told = [record.getMessage().partition(":")[0] for record in caplog.records if record.name == "shoal"]
         assert told == ["partition_activations", "contiguous_checkpointing", "num_checkpoints", "synchronize"]
         recompute.partition_activations_in_checkpoint(False)
-        assert recompute.current_recompute().settings == RecomputeSettings(is_on_host=True, has_times=True)
+        assert recompute.current_recompute().settings == RecomputeSettings(is_offloaded=True, has_times=True)
         x = torch.ones(2, requires_grad=True)
         out = recompute.checkpoint_wrapped(torch.sin)(x)
         assert recompute.current_recompute().saved_bytes == 8
@@ -153,7 +153,7 @@ def test_settings_follow_from_the_section() -> None:
 
 
 def test_settings_that_nothing_uses_are_told() -> None:
-    made = Recompute(RecomputeSettings(is_on_host=True))
+    made = Recompute(RecomputeSettings(is_offloaded=True))
     note = made.unused_note()
     assert note is not None and note.startswith("activation_checkpointing is set, but nothing was recomputed")
     made.checkpoint(torch.sin, torch.ones(2, requires_grad=True))

@@ -10,31 +10,32 @@ from torch import nn
 
 from shoal.comm.single import SingleCommunicator
 from shoal.errors import PlacementError
-from shoal.memory.bucket import ParameterBucket
-from shoal.memory.layout import lay_out
-from shoal.zero.table import row_of_stage
-from shoal.zero.unit import Unit, UnitState
+from shoal.sharding.layout import lay_out
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.table import row_of_stage
+from shoal.sharding.unit import Unit, UnitState
 
 LEGAL = {
-    ("AWAY", "FETCHING"),
-    ("FETCHING", "RESTING"),
-    ("RESTING", "GATHERING"),
-    ("RESTING", "AWAY"),
+    ("ON_DISK", "FETCHING"),
+    ("FETCHING", "SHARDED"),
+    ("SHARDED", "GATHERING"),
+    ("SHARDED", "ON_DISK"),
     ("GATHERING", "FULL"),
-    ("FULL", "RESTING"),
+    ("FULL", "SHARDED"),
 }
 
 
 def unit_of(stage: int, *, is_sharded: bool) -> Unit:
     parameter = nn.Parameter(torch.ones(4))
     layout = lay_out([("w", (4,), 0)], num_shards=1)
-    bucket = ParameterBucket(
+    bucket = ParameterBuffer(
         "u", layout, torch.float32, torch.device("cpu"), SingleCommunicator("dp"), [parameter], is_sharded=is_sharded
     )
     bucket.views[0].copy_(parameter.data)
     bucket.write_back()
-    bucket.adopt()
-    return Unit("u", 0, row_of_stage(stage, "u"), [bucket])
+    bucket.attach_views()
+    return Unit("u", 0, [ParameterGroup(row_of_stage(stage, "u"), bucket)])
 
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations([state.value for state in UnitState], 2)))
@@ -50,11 +51,11 @@ def test_a_move_is_made_or_refused_with_the_names_of_both_states(source: str, ta
         assert unit.state.value == source
 
 
-def test_a_sharded_unit_goes_from_full_to_rest_and_back() -> None:
+def test_a_unit_is_released_and_gathered_again() -> None:
     unit = unit_of(3, is_sharded=True)
-    parameter = unit.buckets[0].parameters[0]
+    parameter = next(unit.parameters)
     unit.release()
-    assert unit.is_at_rest
+    assert unit.is_released
     assert parameter.isnan().all()
     unit.release()  # once more changes nothing
     unit.gather()
@@ -71,22 +72,21 @@ def test_a_unit_that_is_on_the_way_is_awaited_before_it_is_released() -> None:
     unit.start_gather()  # it is on the way already
     assert unit.state is UnitState.GATHERING
     unit.release()
-    assert unit.is_at_rest
+    assert unit.is_released
 
 
-def test_a_unit_that_somebody_holds_is_not_released() -> None:
+def test_a_unit_that_is_pinned_is_not_released() -> None:
     unit = unit_of(3, is_sharded=True)
-    unit.holds = 1
+    unit.pin_count = 1
     unit.release()
     assert unit.state is UnitState.FULL
-    unit.holds = 0
+    unit.pin_count = 0
     unit.release()
-    assert unit.is_at_rest
+    assert unit.is_released
 
 
 def test_a_replicated_unit_is_full_for_ever() -> None:
     unit = unit_of(2, is_sharded=False)
     unit.release()
-    unit.settle_at_rest()
     assert unit.state is UnitState.FULL
     assert repr(unit) == "Unit('u', FULL)"

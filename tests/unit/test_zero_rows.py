@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.comm.single import SingleCommunicator
-from shoal.zero.rows import RowSum, add_rows, rows_in
-from shoal.zero.sparse import row_names, summed
+from shoal.sharding.sparse_sum import SparseSum, add_rows, rows_in, sparse_names, summed
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 64])
@@ -49,7 +48,7 @@ def test_a_row_that_is_not_finite_and_one_that_adds_up_to_zero_are_sent(value: f
     full[:20].view(10, 2)[7, 1] = value
     expected = full * 0.5
     out = torch.empty_like(full)
-    RowSum(SingleCommunicator("dp"), 10, 2).reduce_scatter(full, out, scale=0.5, label="table")
+    SparseSum(SingleCommunicator("dp"), 10, 2).reduce_scatter(full, out, scale=0.5, label="table")
     torch.testing.assert_close(out, expected, equal_nan=True)
 
 
@@ -73,5 +72,5 @@ def test_the_names_are_those_of_trained_embeddings_tied_ones_once() -> None:
         }
     )
     model["head"].weight = model["lazy"].weight
-    assert row_names(model, takes_all=False) == {"lazy.weight"}
-    assert row_names(model, takes_all=True) == {"lazy.weight", "bag.weight"}
+    assert sparse_names(model, takes_all=False) == {"lazy.weight"}
+    assert sparse_names(model, takes_all=True) == {"lazy.weight", "bag.weight"}

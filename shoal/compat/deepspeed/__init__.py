@@ -4,7 +4,8 @@
     shoal.compat.deepspeed.install()        # first of all
     import deepspeed
 
-Every module below is thin: it gives Shoal's own objects the names that DeepSpeed's users and clients know.
+The modules below give Shoal's own objects the names that DeepSpeed's users and clients know. Those without a file are
+made when they are imported; see ``shoal.compat.names``.
 """
 
 from __future__ import annotations
@@ -13,35 +14,32 @@ from importlib import import_module
 from typing import Any
 
 from shoal.compat.absent import absent_class, absent_function
-from shoal.compat.deepspeed import comm, ops, utils
+from shoal.compat.deepspeed import comm, utils
 from shoal.compat.deepspeed import comm as dist
 from shoal.compat.deepspeed.accelerator import get_accelerator
 from shoal.compat.deepspeed.runtime import zero
-from shoal.compat.deepspeed.runtime.activation_checkpointing import checkpointing
-from shoal.compat.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from shoal.compat.deepspeed.runtime.compiler import is_compile_supported
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from shoal.compat.deepspeed.runtime.engine import (
-    DeepSpeedEngine,
+from shoal.compat.deepspeed.runtime.entry import (
     DeepSpeedOptimizerCallable,
     DeepSpeedSchedulerCallable,
-)
-from shoal.compat.deepspeed.runtime.entry import (
     default_inference_config,
     init_inference,
     initialize,
     set_autotp_mode,
     tp_model_init,
 )
-from shoal.compat.deepspeed.runtime.hybrid_engine import DeepSpeedHybridEngine
 from shoal.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments
-from shoal.compat.deepspeed.runtime.pipe.engine import PipelineEngine
-from shoal.compat.deepspeed.runtime.pipe.module import PipelineModule
 from shoal.compat.deepspeed.utils import OnDevice, log_dist, logger
 from shoal.compat.distribution import lent_version
 from shoal.compat.finder import install, is_installed, uninstall
+from shoal.compat.small_functions import is_compile_supported
+from shoal.compat.table_finder import register, submodules_of
 from shoal.config import add_config_arguments
+from shoal.engine.engine import Engine as DeepSpeedEngine
+from shoal.zero.optimizer import DeepSpeedOptimizer
+
+register()
 
 init_distributed = comm.init_distributed
 
@@ -60,23 +58,14 @@ revert_transformer_layer = absent_function("deepspeed.revert_transformer_layer",
 InferenceEngine = absent_class("deepspeed.InferenceEngine", _SERVING)
 DeepSpeedInferenceConfig = absent_class("deepspeed.DeepSpeedInferenceConfig", _SERVING)
 
-# What is reached as attributes of these is made by the finder; see ``shoal.compat.absent_modules``.
-_ABSENT = ("autotuning", "compression", "inference", "model_implementations", "module_inject", "nebula")
-
-# Parts that a script reaches as attributes after a bare ``import deepspeed``, imported when they are asked for.
-_PARTS = (
-    "accelerator",
-    "checkpoint",
-    "elasticity",
-    "launcher",
-    "linear",
-    "moe",
-    "monitor",
-    "pipe",
-    "profiling",
-    "runtime",
-    "sequence",
-)
+# Names of modules that are made from the tables, imported when they are asked for.
+_LATER = {
+    "DeepSpeedHybridEngine": "runtime.hybrid_engine",
+    "PipelineEngine": "runtime.pipe.engine",
+    "PipelineModule": "runtime.pipe.module",
+    "checkpointing": "runtime.activation_checkpointing",
+}
+_submodule = submodules_of(__name__)
 
 __all__ = [
     "DeepSpeedConfig",
@@ -122,9 +111,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a part at its first use (PEP 562)."""
-    if name in _PARTS:
-        return import_module(f"{__name__}.{name}")
-    if name in _ABSENT and is_installed():
-        return import_module(f"deepspeed.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Import a submodule, or a name of one, when it is asked for (PEP 562)."""
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    return _submodule(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

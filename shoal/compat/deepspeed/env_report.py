@@ -10,9 +10,9 @@ import torch
 
 from shoal.compat.announce import TESTED
 from shoal.compat.deepspeed.accelerator import get_accelerator
-from shoal.compat.deepspeed.ops import __compatible_ops__
 from shoal.compat.distribution import lent_version
 from shoal.compat.finder import real_deepspeed
+from shoal.compat.op_builders import __compatible_ops__
 from shoal.text import format_bytes, table
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shoal.compat.deepspeed.ops import __compatible_ops__ as compatible_ops
 from shoal.compat.distribution import lent_version
+from shoal.compat.op_builders import __compatible_ops__ as compatible_ops
 
 version = lent_version()
 git_hash = git_branch = "shoal"

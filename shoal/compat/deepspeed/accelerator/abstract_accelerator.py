@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shoal.compat import op_builders
 from shoal.compat.absent import not_built
 from shoal.compat.environment import local_size
 from shoal.host_heap import resident_nbytes
@@ -273,9 +274,7 @@ class DeepSpeedAccelerator:
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        from shoal.compat.deepspeed.ops import op_builder
-
-        return vars(op_builder).get(class_name, op_builder.NotImplementedBuilder)
+        return vars(op_builders).get(class_name, op_builders.BUILDERS["NotImplementedBuilder"])
 
     def create_op_builder(self, class_name: str) -> Any:
         builder = self.get_op_builder(class_name)

@@ -40,7 +40,11 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self.world_size: int = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
-        self.checked: Config = load(config, world_size=self.world_size)
+        self.checked: Config = load(
+            config,
+            world_size=self.world_size,
+            replaced=("optimizer", "scheduler"),  # a client may pass its own to initialize()
+        )
 
     def _configure_train_batch_size(self) -> None:
         """Fill in what of the three batch sizes is None, after they were set as attributes.

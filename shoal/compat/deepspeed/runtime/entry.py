@@ -17,20 +17,22 @@ from shoal.compat.assertions import be_assertion
 from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
 from shoal.compat.config_optimizers import mark
-from shoal.compat.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from shoal.compat.deepspeed.ops.adam import DeepSpeedCPUAdam
-from shoal.compat.deepspeed.ops.lion import DeepSpeedCPULion
 from shoal.compat.deepspeed.utils.timer import ThroughputTimer
 from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules,
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine import Engine
 from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
-from shoal.zero.registry import OWNERS
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.parameter_owner import OWNERS
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 class AssertedConfigError(ConfigError, AssertionError):
@@ -126,10 +128,10 @@ def _round_masters(engine: Engine) -> None:
     Shoal by its own name begins with the model's values.
     """
     with torch.no_grad():
-        for state in engine.bucket_states:
-            if state.has_own_master:
-                with state.at_hand(), state.bucket.shard_at_hand():
-                    state.master.copy_(state.owned_parameters)
+        for group in engine.trained_groups:
+            if group.has_own_main:
+                with group.resident(), group.buffer.resident_shard():
+                    group.main.copy_(group.owned_parameters)
 
 
 def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
@@ -196,14 +198,13 @@ def _take_over(model: nn.Module) -> None:
 
     Communicates: destroy()'s, on all ranks.
     """
-    held = {id(owner): owner for parameter in model.parameters() if (owner := OWNERS.get(parameter)) is not None}
-    for owner in held.values():
-        if isinstance(owner, Engine):
+    for owner, _ in OWNERS.grouped(list(model.parameters())):
+        if isinstance(owner, EngineParameters) and isinstance(owner.engine, Engine):
             say_on_rank_0(
                 current_world().rank,
                 f"deepspeed.initialize: {type(model).__name__} belonged to another engine, which is destroyed now.",
             )
-            owner.destroy()
+            owner.engine.destroy()
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:

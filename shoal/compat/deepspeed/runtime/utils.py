@@ -16,7 +16,8 @@ from shoal.compat.partitioned_tensor import PartitionedTensor
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import UsageError
 from shoal.text import format_bytes
-from shoal.zero.registry import OWNERS
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.parameter_owner import OWNERS
 
 
 class DummyOptim:
@@ -68,7 +69,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch's, for parameters that no engine holds. Raises: UsageError: an engine holds one; it clips in ``step()``."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(OWNERS.get(parameter) is not None for parameter in given):
+    if any(isinstance(OWNERS.get(parameter), EngineParameters) for parameter in given):
         raise UsageError(
             "clip_grad_norm_() was given parameters of an engine, whose gradients rest in shards.",
             do="set gradient_clipping in the config; engine.get_global_grad_norm() has the norm.",

@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from shoal.engine.engine import Engine
-from shoal.zero import safe
-from shoal.zero.registry import OWNERS
-from shoal.zero.safe import (
+from shoal import zero
+from shoal.zero import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
@@ -22,52 +20,54 @@ from shoal.zero.safe import (
     safe_set_local_grad,
     safe_set_local_optimizer_state,
 )
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.parameter_owner import OWNERS
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
     """Does an engine hold it, without training it?"""
     owner = OWNERS.get(parameter)
-    return isinstance(owner, Engine) and not owner.access.knows(parameter)
+    return isinstance(owner, EngineParameters) and not owner.knows(parameter)
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
     owner = OWNERS.get(parameter)
-    return isinstance(owner, Engine) and owner.access.has_gradient(parameter)
+    return isinstance(owner, EngineParameters) and owner.has_gradient(parameter)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The fp32 master weight, whole; None of a frozen parameter. Every rank calls."""
-    return None if _is_frozen(param) else safe.safe_get_full_fp32_param(param)
+    return None if _is_frozen(param) else zero.safe_get_full_fp32_param(param)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """The reduced gradient, whole, fp32; None before backward, and of a frozen parameter. Every rank calls."""
-    return None if _is_frozen(param) else safe.safe_get_full_grad(param)
+    return None if _is_frozen(param) else zero.safe_get_full_grad(param)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """One optimizer state, whole; None before the first step, and of a frozen parameter. Every rank calls."""
-    return None if _is_frozen(param) else safe.safe_get_full_optimizer_state(param, optim_state_key)
+    return None if _is_frozen(param) else zero.safe_get_full_optimizer_state(param, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the master weight, 1-D; None of a frozen parameter."""
-    return None if _is_frozen(param) else _or_nothing(safe.safe_get_local_fp32_param(param))
+    return None if _is_frozen(param) else _or_nothing(zero.safe_get_local_fp32_param(param))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's part of the reduced gradient, 1-D, fp32; None before backward, and of a frozen parameter."""
     if _is_frozen(param) or not _has_gradient(param):
         return None
-    return _or_nothing(safe.safe_get_local_grad(param))
+    return _or_nothing(zero.safe_get_local_grad(param))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's part of one optimizer state, 1-D; None of a frozen parameter, and before the first step."""
     if _is_frozen(param):
         return None
-    found = safe.safe_get_local_optimizer_state(param, optim_state_key)
-    if found is None and safe.safe_get_local_fp32_param(param) is None:
+    found = zero.safe_get_local_optimizer_state(param, optim_state_key)
+    if found is None and zero.safe_get_local_fp32_param(param) is None:
         return torch.empty(0)
     return found
 

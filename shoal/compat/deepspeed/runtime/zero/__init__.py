@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from shoal.compat.deepspeed.runtime.zero.mics import MiCS_Init
-from shoal.compat.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from shoal.compat.deepspeed.runtime.zero.partition_parameters import (
     DeepSpeedTensorOverride,
     GatheredParameters,
@@ -15,6 +13,11 @@ from shoal.compat.deepspeed.runtime.zero.partition_parameters import (
 )
 from shoal.compat.deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
+from shoal.compat.table_finder import submodules_of
+from shoal.compat.zero_init import Init as MiCS_Init
+from shoal.zero.hook_switch import ParameterOffload as DeepSpeedZeRoOffload
+
+__getattr__ = submodules_of(__name__)
 
 __all__ = [
     "DeepSpeedTensorOverride",

@@ -40,7 +40,7 @@ class DeepSpeedZeroConfig:
 
     def __init__(self, **keys: Any) -> None:
         self.given = dict(keys)
-        seen = examine({"train_micro_batch_size_per_gpu": 1, ZERO_OPTIMIZATION: keys}, check_built=False)
+        seen = examine({"train_micro_batch_size_per_gpu": 1, ZERO_OPTIMIZATION: keys}, check_supported=False)
         known = names_of(ZeroOptimization)
         # Known keys with values that each can be: what contradicts another key is for the whole configuration to say.
         if seen.config is None or any(problem.path.split(".")[1] not in known for problem in seen.problems):

@@ -8,14 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from shoal.compat.by_stage import kind, stage_of
+from shoal.compat.by_stage import DeepSpeedZeroOptimizer_Stage3
 from shoal.compat.estimates import row, show, sizes_of, stage_3_bytes
 from shoal.engine.engine import Engine
 from shoal.zero import GatheredParameters
-
-DeepSpeedZeroOptimizer_Stage3 = kind(
-    "DeepSpeedZeroOptimizer_Stage3", "An optimizer at stage 3.", lambda optimizer: stage_of(optimizer) == 3
-)
 
 
 @contextmanager

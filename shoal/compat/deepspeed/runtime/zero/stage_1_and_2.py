@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from shoal.compat.by_stage import kind, stage_of
+from shoal.compat.by_stage import DeepSpeedZeroOptimizer
 from shoal.compat.estimates import row, show, sizes_of, stage_2_bytes
-
-DeepSpeedZeroOptimizer = kind(
-    "DeepSpeedZeroOptimizer", "An optimizer at stage 1 or 2.", lambda optimizer: stage_of(optimizer) in (1, 2)
-)
 
 
 def estimate_zero2_model_states_mem_needs(

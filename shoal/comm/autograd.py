@@ -1,0 +1,261 @@
+"""Collectives that autograd differentiates: the pairs that tensor, sequence and expert parallel layers are made of.
+
+    function        forward                          backward             Megatron's name
+    copy            the tensor itself                all_reduce           copy_to_tensor_model_parallel_region
+    all_reduce      sum over ranks                   the gradient itself  reduce_from_tensor_model_parallel_region
+    split           this rank's part along dim       gather               scatter_to_tensor_model_parallel_region
+    gather          all parts, concatenated          split                gather_from_tensor_model_parallel_region
+    all_gather      all parts, concatenated          reduce_scatter       gather_from_sequence_parallel_region
+    reduce_scatter  this rank's part of the sum      all_gather           reduce_scatter_to_sequence_parallel_region
+    all_to_all      parts along one dim for another  all_to_all back      all_to_all (Ulysses; dispatch of tokens)
+
+Which of two functions with the same forward is right depends on what the ranks compute from the result. After
+``gather`` all ranks compute the same: each has the whole gradient, and its own part of it is enough. After
+``all_gather`` each rank computes something of its own: the gradient of a part is the sum over the ranks.
+
+Every function takes a tensor of any shape, returns a new tensor (``copy``: the same values), and waits for its result.
+Ranks call them in the same order. The backward's collectives have the label ``"<label> backward"``.
+
+    y = all_reduce(linear(copy(x, tp, label="mlp in")), tp, label="mlp out")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
+
+
+def copy(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
+    """``tensor``; its gradient is summed over the ranks, which compute different parts from it."""
+    return _apply(_Copy, tensor, comm, label)
+
+
+def all_reduce(tensor: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
+    """The sum over the ranks; every rank computes the same from it, so that its gradient is taken as it is."""
+    return _apply(_AllReduce, tensor, comm, label)
+
+
+def split(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+    """This rank's part of ``tensor``, which all ranks have, along ``dim``."""
+    return _apply(_Split, tensor, comm, dim, label)
+
+
+def gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+    """The ranks' tensors concatenated along ``dim``; every rank computes the same from them."""
+    return _apply(_Gather, tensor, comm, dim, label)
+
+
+def all_gather(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+    """The ranks' tensors concatenated along ``dim``; each rank computes something of its own from them."""
+    return _apply(_AllGather, tensor, comm, dim, label)
+
+
+def reduce_scatter(tensor: torch.Tensor, comm: Communicator, *, dim: int = 0, label: str) -> torch.Tensor:
+    """This rank's part, along ``dim``, of the sum over the ranks."""
+    return _apply(_ReduceScatter, tensor, comm, dim, label)
+
+
+def all_to_all(
+    tensor: torch.Tensor, comm: Communicator, *, split_dim: int = 0, concat_dim: int = 0, label: str
+) -> torch.Tensor:
+    """Send part ``r`` of ``tensor`` along ``split_dim`` to rank ``r``; concatenate the received parts."""
+    return _apply(_AllToAll, tensor, comm, split_dim, concat_dim, label)
+
+
+def all_to_all_uneven(
+    tensor: torch.Tensor, comm: Communicator, *, out_splits: Sequence[int], source_splits: Sequence[int], label: str
+) -> torch.Tensor:
+    """As :func:`all_to_all` along dim 0, with the number of rows for each rank and from each rank.
+
+    Args:
+        out_splits: rows received from each rank.
+        source_splits: rows sent to each rank.
+    """
+    return _apply(_AllToAllUneven, tensor, comm, list(out_splits), list(source_splits), label)
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+        ctx.comm, ctx.label = comm, label
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _sum(gradient, ctx.comm, f"{ctx.label} backward"), None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+        return _sum(tensor, comm, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.label = comm, dim, label
+        return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.label = comm, dim, label
+        return _gather(tensor, comm, dim, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        own = _parts(gradient, ctx.comm.size, ctx.dim, ctx.label)[ctx.comm.rank]
+        return own.contiguous(), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.label = comm, dim, label
+        return _gather(tensor, comm, dim, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _sum_part(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+        ctx.comm, ctx.dim, ctx.label = comm, dim, label
+        return _sum_part(tensor, comm, dim, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, comm: Communicator, split_dim: int, concat_dim: int, label: str
+    ) -> torch.Tensor:
+        ctx.comm, ctx.dims, ctx.label = comm, (split_dim, concat_dim), label
+        return _exchange_parts(tensor, comm, split_dim, concat_dim, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        split_dim, concat_dim = ctx.dims
+        back = _exchange_parts(gradient, ctx.comm, concat_dim, split_dim, f"{ctx.label} backward")
+        return back, None, None, None, None
+
+
+class _AllToAllUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, comm: Communicator, out_splits: list[int], source_splits: list[int], label: str
+    ) -> torch.Tensor:
+        ctx.comm, ctx.splits, ctx.label = comm, (out_splits, source_splits), label
+        return _exchange_rows(tensor, comm, out_splits, source_splits, label)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        out_splits, source_splits = ctx.splits
+        back = _exchange_rows(gradient, ctx.comm, source_splits, out_splits, f"{ctx.label} backward")
+        return back, None, None, None, None
+
+
+# The moves themselves. Each drains its work: the caller may overwrite source and result at once.
+
+
+def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
+    full = comm.empty(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape).copy_(tensor)
+    comm.all_reduce(full.view(-1), label=label).drain()
+    return full
+
+
+def _sum_part(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+    """Memory: a copy of ``tensor`` in which each rank's part is contiguous, and the result."""
+    parts = _parts(tensor, comm.size, dim, label)
+    full = _as_one(parts, comm)
+    out = torch.empty(parts[0].shape, dtype=tensor.dtype, device=tensor.device)
+    comm.reduce_scatter(full, out.view(-1), label=label).drain()
+    return out
+
+
+def _gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+    full = torch.empty((comm.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    comm.all_gather(full.view(-1), tensor.contiguous().view(-1), label=label).drain()
+    return _concatenated(full, dim)
+
+
+def _exchange_parts(
+    tensor: torch.Tensor, comm: Communicator, split_dim: int, concat_dim: int, label: str
+) -> torch.Tensor:
+    parts = _parts(tensor, comm.size, split_dim, label)
+    received = torch.empty((comm.size, *parts[0].shape), dtype=tensor.dtype, device=tensor.device)
+    comm.all_to_all(received.view(-1), _as_one(parts, comm), label=label).drain()
+    return _concatenated(received, concat_dim)
+
+
+def _exchange_rows(
+    tensor: torch.Tensor, comm: Communicator, out_splits: list[int], source_splits: list[int], label: str
+) -> torch.Tensor:
+    out = torch.empty((sum(out_splits), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    width = tensor[:1].numel() if tensor.shape[0] else out[:1].numel()
+    comm.all_to_all(
+        out.view(-1),
+        tensor.contiguous().view(-1),
+        out_splits=[rows * width for rows in out_splits],
+        source_splits=[rows * width for rows in source_splits],
+        label=label,
+    ).drain()
+    return out
+
+
+def _parts(tensor: torch.Tensor, size: int, dim: int, label: str) -> tuple[torch.Tensor, ...]:
+    if tensor.shape[dim] % size:
+        raise UsageError(
+            f"{label!r}: dim {dim} of a tensor of shape {tuple(tensor.shape)} does not divide by {size} ranks",
+            do="pad the dim to a multiple of the ranks.",
+        )
+    return tensor.chunk(size, dim)
+
+
+def _as_one(parts: Sequence[torch.Tensor], comm: Communicator) -> torch.Tensor:
+    """The parts one after the other, in memory that ``comm`` sends from without a copy. Shape: [numel]."""
+    shape = len(parts), *parts[0].shape
+    full = comm.empty(len(parts) * parts[0].numel(), parts[0].dtype, parts[0].device)
+    torch.stack(list(parts), out=full.view(shape))
+    return full
+
+
+def _concatenated(stacked: torch.Tensor, dim: int) -> torch.Tensor:
+    """The tensors along dim 0 of ``stacked``, concatenated along ``dim`` of theirs."""
+    if dim % (stacked.dim() - 1) == 0:
+        return stacked.flatten(0, 1)
+    return torch.cat(stacked.unbind(0), dim)

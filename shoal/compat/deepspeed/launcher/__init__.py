@@ -1,1 +1,0 @@
-"""``deepspeed.launcher``: starting ranks."""

@@ -1,7 +1,0 @@
-"""``deepspeed.pipe``: pipeline parallelism, which is not built yet."""
-
-from __future__ import annotations
-
-from shoal.compat.deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
-
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

@@ -1,1 +1,0 @@
-"""``deepspeed.profiling``: profilers."""

@@ -1,1 +1,0 @@
-"""``deepspeed.runtime.comm``: collectives that DeepSpeed's optimizers are made of."""

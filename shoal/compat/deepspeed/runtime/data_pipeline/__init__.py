@@ -1,1 +1,0 @@
-"""``deepspeed.runtime.data_pipeline``: the schedule of curriculum learning; sampling and routing are not built."""

@@ -1,1 +1,0 @@
-"""``deepspeed.runtime.fp16``: loss scales and the classes of optimizer wrappers."""

@@ -1,1 +1,0 @@
-"""``deepspeed.runtime.sequence_parallel``: sequence parallelism."""

@@ -1,1 +1,0 @@
-"""``deepspeed.sequence``: sequence parallelism, which is not built yet."""

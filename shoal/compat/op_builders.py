@@ -1,0 +1,81 @@
+"""DeepSpeed's builders of compiled operators. They build nothing.
+
+DeepSpeed's tests and scripts ask a builder whether an operator is there. The optimizers are (torch's kernels); what a
+builder of another operator would load is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.compat.absent import not_built
+
+
+class OpBuilder:
+    """One operator, by name."""
+
+    NAME = "none"
+    IS_THERE = False
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name or self.NAME
+
+    def absolute_name(self) -> str:
+        return f"deepspeed.ops.{self.name}"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Does Shoal do what the operator is for?"""
+        return self.IS_THERE
+
+    def load(self, verbose: bool = True) -> Any:
+        """Raises: NotBuiltError: always: there is no compiled module."""
+        raise not_built(
+            f"the compiled operator {self.name!r}",
+            "use the optimizer classes of deepspeed.ops themselves, or torch's functions: nothing is compiled here.",
+        )
+
+    jit_load = load
+
+
+CUDAOpBuilder = CPUOpBuilder = OpBuilder
+
+# The operator that each class is for.
+_OPERATORS = {
+    "CPUAdamBuilder": "cpu_adam",
+    "CPUAdagradBuilder": "cpu_adagrad",
+    "CPULionBuilder": "cpu_lion",
+    "FusedAdamBuilder": "fused_adam",
+    "FusedLambBuilder": "fused_lamb",
+    "FusedLionBuilder": "fused_lion",
+    "AsyncIOBuilder": "async_io",
+    "GDSBuilder": "gds",
+    "UtilsBuilder": "utils",
+    "TransformerBuilder": "transformer",
+    "StochasticTransformerBuilder": "stochastic_transformer",
+    "InferenceBuilder": "transformer_inference",
+    "InferenceCoreBuilder": "inference_core_ops",
+    "InferenceCutlassBuilder": "cutlass_ops",
+    "QuantizerBuilder": "quantizer",
+    "FPQuantizerBuilder": "fp_quantizer",
+    "RandomLTDBuilder": "random_ltd",
+    "RaggedOpsBuilder": "ragged_device_ops",
+    "RaggedUtilsBuilder": "ragged_ops",
+    "SpatialInferenceBuilder": "spatial_inference",
+    "EvoformerAttnBuilder": "evoformer_attn",
+    "SparseAttnBuilder": "sparse_attn",
+    "DeepCompileBuilder": "dc",
+    "PinMemoryBuilder": "pin_memory",
+    "CCLCommBuilder": "deepspeed_ccl_comm",
+    "ShareMemCommBuilder": "deepspeed_shm_comm",
+    "NotImplementedBuilder": "deepspeed_not_implemented",
+}
+_THERE = {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
+BUILDERS: dict[str, type[OpBuilder]] = {
+    name: type(name, (OpBuilder,), {"NAME": operator, "IS_THERE": operator in _THERE, "__module__": __name__})
+    for name, operator in _OPERATORS.items()
+}
+globals().update(BUILDERS)
+
+__op_builders__ = [builder() for builder in BUILDERS.values()]
+ALL_OPS = {builder.name: builder for builder in __op_builders__ if builder.name != "deepspeed_not_implemented"}
+__compatible_ops__ = {builder.name: builder.is_compatible() for builder in __op_builders__}

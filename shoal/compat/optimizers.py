@@ -1,0 +1,187 @@
+"""DeepSpeed's optimizer classes: torch's own and Shoal's, with DeepSpeed's signatures and default values.
+
+torch's fused Adam is used on the device and on host memory. Lion has DeepSpeed's default betas, and LAMB is exact on
+shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.compat.config_optimizers import CountsOptimizers
+from shoal.compat.constructors import fused_where_possible, only_false, only_true
+from shoal.optim.fp32_states import FP32States
+from shoal.optim.lamb import Lamb
+from shoal.optim.lion import Lion
+
+
+class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers):
+    """Adam, or with ``adamw_mode`` AdamW.
+
+    Args:
+        bias_correction: True: torch's Adam always corrects.
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
+
+    Raises: OptimizerError: ``bias_correction`` is False.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        only_true("DeepSpeedCPUAdam", "bias_correction", bias_correction)
+        params, is_fused = fused_where_possible(model_params)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=tuple(betas),  # type: ignore[arg-type]  # JSON gives a list; mypy forgets how many
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=is_fused,
+            decoupled_weight_decay=adamw_mode,
+        )
+        self.adam_w_mode = adamw_mode
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
+    """Adam, or with ``adam_w_mode`` AdamW.
+
+    Args:
+        bias_correction: True: torch's Adam always corrects.
+        set_grad_none: no effect: gradients are always released after the step.
+
+    Raises: OptimizerError: ``bias_correction`` is False.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        only_true("FusedAdam", "bias_correction", bias_correction)
+        params, is_fused = fused_where_possible(params)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=tuple(betas),  # type: ignore[arg-type]  # JSON gives a list; mypy forgets how many
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            fused=is_fused,
+            decoupled_weight_decay=adam_w_mode,
+        )
+        self.adam_w_mode = int(adam_w_mode)
+
+
+class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptimizers):
+    """Adagrad.
+
+    Args:
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
+
+    Raises: OptimizerError: ``amsgrad`` is True.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        only_false("DeepSpeedCPUAdagrad", "amsgrad", amsgrad)
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
+    """Lion.
+
+    Args:
+        fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
+            master weights, state is in fp32 in either case.
+    """
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+
+class FusedLion(Lion, metaclass=CountsOptimizers):
+    """Lion.
+
+    Args:
+        set_grad_none: no effect: gradients are always released after the step.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class FusedLamb(Lamb, metaclass=CountsOptimizers):
+    """LAMB. Raises: OptimizerError: ``amsgrad``, or a ``max_grad_norm``: gradients are clipped by the engine."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        only_false("FusedLamb", "amsgrad", amsgrad)
+        only_false("FusedLamb", "max_grad_norm", max_grad_norm, do="set gradient_clipping in the config.")
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )

@@ -1,0 +1,303 @@
+"""Reads a raw dict against the schema: old names, unknown names, "auto", and values written loosely.
+
+What comes out is a dict that pydantic accepts, the origin of every value, and every problem found on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from shoal.config.base import Section
+from shoal.config.coerce import coerce
+from shoal.config.problems import HIDDEN, Problem, shown
+from shoal.config.schema import Schema
+from shoal.config.support import SUPPORT, SWITCHES
+from shoal.config.tree import Key, below, keys_of, members, names_of, walk
+from shoal.config.zero import OLD_KEYS, rewrite_old_keys
+from shoal.text import nearest
+
+Origin = Literal["user", "default", "auto", "derived", "deprecated alias"]
+
+DROPPED = object()  # a value that leaves the key at its default
+
+# Keys that other programs leave in the file.
+FOREIGN = {
+    "msamp": "set by Accelerate for MS-AMP",
+    "cuda_visible_devices": "the launcher chooses devices",
+    "inference": "Transformers alone reads it, for tensor parallelism in inference",
+}
+# Keys that people have read of and that never existed.
+NEVER_EXISTED = {
+    "chunk_size": "no ZeRO ever had it; reduce_bucket_size, stage3_prefetch_bucket_size and sub_group_size set sizes",
+    "profile": "flops_profiler.enabled counts operations, wall_clock_breakdown times phases",
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key that the file sets.
+
+    Args:
+        schema_path: its path with ``[]`` and ``<name>`` in place of indices and of names that the user chose; empty
+            for arguments of a constructor.
+        switches: the keys above it that turn its sections on or off, and their defaults.
+        is_inside: a section above it has a support of its own.
+    """
+
+    value: Any
+    key: Key
+    schema_path: str
+    switches: tuple[tuple[str, Any], ...] = ()
+    is_inside: bool = False
+
+
+@dataclass(frozen=True)
+class At:
+    """Where reading is: in the schema, in the file, and below which switches."""
+
+    path: str = ""
+    schema_path: str = ""
+    place: tuple[str | int, ...] = ()
+    switches: tuple[tuple[str, Any], ...] = ()
+    is_inside: bool = False
+
+    def key(self, key: Key, spelling: str | int) -> At:
+        """The place of a key of the section here."""
+        path, schema_path = _join(self.path, key.name), _join(self.schema_path, key.name)
+        return replace(self, path=path, schema_path=schema_path, place=(*self.place, spelling))
+
+    def inside(self, key: Key, name: str | int | None = None) -> At:
+        """The section that a key holds; ``name`` where it holds several."""
+        assert key.model is not None
+        at = replace(self, schema_path=below(self.schema_path, key))
+        if name is not None:
+            path = f"{self.path}[{name}]" if key.kind == "list" else f"{self.path}.{name}"
+            at = replace(at, path=path, place=(*self.place, name))
+        mine = [
+            (f"{at.path}.{switch}", inner.default) for switch, inner in keys_of(key.model).items() if switch in SWITCHES
+        ]
+        is_whole = key.kind == "section" and self.schema_path in SUPPORT
+        return replace(at, switches=(*at.switches, *mine), is_inside=self.is_inside or is_whole)
+
+
+@dataclass
+class Normalised:
+    """What reading found.
+
+    Args:
+        values: what pydantic gets.
+        origins: for each path that is not simply a default.
+        wrong: paths of keys whose value is none that they take; ``values`` is without them.
+        given: each key that the file sets, by its path; a section only where it has a support of its own.
+    """
+
+    lines: Mapping[tuple[str | int, ...], int]
+    is_strict: bool = True
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    given: dict[str, Given] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    raw_paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+
+    def problem(self, path: str, what: str, do: str = "", raw: tuple[str | int, ...] | None = None) -> None:
+        self.problems.append(Problem(path, what, do, self.line(path, raw)))
+
+    def line(self, path: str, raw: tuple[str | int, ...] | None = None) -> int | None:
+        """The line of a key, or of the nearest one above it that the file has."""
+        place = raw or self.raw_paths.get(path) or tuple(path.split("."))
+        while place and place not in self.lines:
+            place = place[:-1]
+        return self.lines.get(place)
+
+
+def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]) -> Normalised:
+    """Read a whole file."""
+    strict = coerce(raw.get("strict", True), bool | Literal["warn"])
+    found = Normalised(lines, is_strict=strict not in ("warn", False))
+    top = dict(raw)
+    _old_zero(top, found)
+    found.values = _section(top, Schema, At(), found)
+    return found
+
+
+def _old_zero(top: dict[str, Any], found: Normalised) -> None:
+    """The forms that ``zero_optimization`` had long ago, rewritten in a copy."""
+    zero = coerce(top.get("zero_optimization"), bool | dict)
+    if isinstance(zero, bool):
+        found.warnings.append(
+            f'"zero_optimization": {shown(zero)} is an old form; write {{"stage": {1 if zero else 0}}}.'
+        )
+        size = top.pop("allgather_size", None)
+        top["zero_optimization"] = {"stage": 1 if zero else 0}
+        if size is not None:
+            top["zero_optimization"]["allgather_bucket_size"] = size
+            found.warnings.append('"allgather_size" is an old name; write zero_optimization.allgather_bucket_size.')
+            found.origins["zero_optimization.allgather_bucket_size"] = "deprecated alias"
+        found.origins["zero_optimization.stage"] = "deprecated alias"
+    elif isinstance(zero, Mapping):
+        copy = {name: dict(inner) if isinstance(inner, Mapping) else inner for name, inner in zero.items()}
+        for old, new in rewrite_old_keys(copy):
+            found.warnings.append(f"zero_optimization.{old} is deprecated; write {new}.")
+            if OLD_KEYS[old] in copy:
+                found.origins[f"zero_optimization.{OLD_KEYS[old]}.device"] = "deprecated alias"
+        top["zero_optimization"] = copy
+
+
+def _section(raw: Mapping[Any, Any], model: type[Section], at: At, found: Normalised) -> dict[str, Any]:
+    spellings = names_of(model)
+    values: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for name, value in raw.items():
+        key = spellings.get(name) if isinstance(name, str) else None
+        if key is None:
+            if model.model_config.get("extra") == "allow":
+                values[str(name)] = value
+            else:
+                _unknown(name, value, model, at, found)
+            continue
+        here = at.key(key, name)
+        if key.name in spelled:
+            _twice(here, (spelled[key.name], name), (values.get(key.name), coerce(value, key.annotation)), found)
+            continue
+        spelled[key.name] = name
+        found.raw_paths[here.path] = here.place
+        if name in key.deprecated:
+            found.warnings.append(f"{_join(at.path, name)} is deprecated; write {key.name}.")
+            found.origins[here.path] = "deprecated alias"
+        read = _value(value, key, here, found)
+        if read is not DROPPED:
+            values[key.name] = read
+    return values
+
+
+def _twice(at: At, names: tuple[str, str], values: tuple[Any, Any], found: Normalised) -> None:
+    """The same key under two of its names: harmless where both say the same."""
+    if values[0] != values[1]:
+        found.problem(
+            at.path,
+            f"given twice, as {names[0]!r} = {shown(values[0])} and as {names[1]!r} = {shown(values[1])}.",
+            f"keep {at.path.rpartition('.')[2]!r}.",
+            at.place,
+        )
+
+
+def _value(value: Any, key: Key, at: At, found: Normalised) -> Any:
+    if isinstance(value, str) and value.strip().lower() == "auto" and not _takes_auto(key):
+        found.origins[at.path] = "auto"
+        return DROPPED
+    if value is None and not _takes_null(key):
+        return DROPPED  # as DeepSpeed has it, and as clients write it: the key is not set
+    if key.kind == "leaf":
+        found.origins.setdefault(at.path, "user")
+        read = coerce(value, key.annotation)
+        found.given[at.path] = Given(read, key, at.schema_path, at.switches, at.is_inside)
+        if key.accepts(read):
+            return read
+        found.wrong.append(at.path)
+        value = HIDDEN if key.is_secret else shown(read)
+        found.problem(at.path, f"{value} is not {key.expected}.", raw=at.place)
+        return DROPPED
+    assert key.model is not None
+    if key.kind == "list":
+        if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+            found.problem(at.path, f"{shown(value)} is not a list of objects.", raw=at.place)
+            return DROPPED
+        return tuple(_section(item, key.model, at.inside(key, index), found) for index, item in enumerate(value))
+    if not isinstance(value, Mapping):
+        found.problem(at.path, f"{shown(value)} is not an object.", f'write {{"{_first(key)}": ...}}.', at.place)
+        return DROPPED
+    if key.kind == "map":
+        read = {}
+        for name, inner in value.items():
+            if isinstance(inner, Mapping):
+                read[name] = _section(inner, key.model, at.inside(key, name), found)
+            else:
+                found.problem(f"{at.path}.{name}", f"{shown(inner)} is not an object.", raw=(*at.place, name))
+        return read
+    if at.schema_path in SUPPORT:
+        found.given[at.path] = Given(value, key, at.schema_path, at.switches, at.is_inside)
+    return _section(value, key.model, at.inside(key), found)
+
+
+def _first(key: Key) -> str:
+    assert key.model is not None
+    return next(iter(key.model.model_fields))
+
+
+def _takes_auto(key: Key) -> bool:
+    return any("auto" in getattr(member, "__args__", ()) for member in members(key.annotation)) or (
+        key.kind == "leaf" and key.default == "auto"
+    )
+
+
+def _takes_null(key: Key) -> bool:
+    """Does null say something? ``"none"`` is what a null among choices means."""
+    kinds = members(key.annotation)
+    return key.kind == "leaf" and any(
+        kind is Any or kind is type(None) or "none" in getattr(kind, "__args__", ()) for kind in kinds
+    )
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _unknown(given_name: object, value: Any, model: type[Section], at: At, found: Normalised) -> None:
+    name = str(given_name)
+    here = _join(at.path, name)
+    if not at.path and (name in FOREIGN or _is_flat(name)):
+        why = FOREIGN.get(name) or "a path written as one key, as TRL writes it"
+        found.warnings.append(f"{here} = {shown(value)} is ignored: {why}.")
+        return
+    what, do = "no such key" + (f" in {at.path}" if at.path else "") + ".", _suggestion(name, model, at.path)
+    if name.strip() != name and name.strip() in names_of(model):
+        what, do = "no such key: there is space around its name.", f"did you mean {name.strip()!r}, without the space?"
+    if found.is_strict:
+        found.problem(here, what, do, (*at.place, name))
+    else:
+        found.warnings.append(f"{here} = {shown(value)} is ignored: {what} {do}")
+
+
+def _is_flat(name: str) -> bool:
+    return name.partition(".")[0] in names_of(Schema) and "." in name
+
+
+def _suggestion(name: str, model: type[Section], path: str) -> str:
+    if name in NEVER_EXISTED:
+        return f"{NEVER_EXISTED[name]}."
+    near = nearest(name, names_of(model), limit=4)
+    if near:
+        return f"did you mean {_either(near)}?"
+    elsewhere: dict[str, list[str]] = {}
+    for there, key in walk(Schema):
+        for spelling in (key.name, *key.aliases):
+            elsewhere.setdefault(spelling, []).append(there)
+    if name.strip() in elsewhere:
+        return f"it belongs elsewhere: did you mean {_either(elsewhere[name.strip()][:3])}?"
+    far = [place for spelling in nearest(name, elsewhere, limit=2) for place in elsewhere[spelling][:2]]
+    if far:
+        return f"did you mean {_either(far)}?"
+    if path.endswith(".params"):
+        return f"it takes {', '.join(sorted(names_of(model)))}."
+    return "leave it out."
+
+
+def _either(names: list[str]) -> str:
+    return " or ".join(repr(name) for name in names)
+
+
+def read_params(kind: Literal["optimizer", "scheduler"], model: type[Section], found: Normalised) -> None:
+    """Read the arguments of an optimizer or schedule of a known type, in place.
+
+    Only what the file sets stays; an "auto" is taken out, and ``found.origins`` has it.
+    """
+    at = At(path=f"{kind}.params", place=(kind, "params"))
+    del found.given[at.path]
+    values = _section(found.values[kind]["params"], model, at, found)
+    for path in [path for path in found.given if path.startswith(f"{at.path}.")]:
+        found.given[path] = replace(found.given[path], schema_path="")
+    found.values[kind]["params"] = values

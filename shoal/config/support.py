@@ -1,0 +1,140 @@
+"""What this version does with each key.
+
+A key that is declared in a class is obeyed, but for those listed here; the keys of ``unsupported.txt`` are not.
+A path may end in ``**`` (everything below); the longest path that fits a key is the one that counts. A key that is
+*not built* or *refused* is an error only when the file asks for something with it: its default, false, null, "none"
+and 0 ask for nothing, and neither does a key below a section that is not switched on (``enabled``, ``device``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+from shoal.config.unsupported import all_rows
+
+SWITCHES = ("enabled", "device")  # keys that turn the section they are in on and off
+
+SupportKind = Literal["obeyed", "no effect", "not built", "refused"]
+
+
+@dataclass(frozen=True)
+class Support:
+    """What happens with a key.
+
+    Args:
+        reason: why it has no effect; the part that is missing; or what to use in a refused key's place.
+        switch: the key that must be on before this one asks for anything; empty: ``enabled`` or ``device`` above it.
+        harmless: more values that ask for nothing.
+        stands_alone: it asks even where the section it is in is switched off.
+    """
+
+    kind: SupportKind
+    reason: str = ""
+    switch: str = ""
+    harmless: tuple[Any, ...] = ()
+    stands_alone: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "not built":
+            return f"not built yet: {self.reason}"
+        return f"{self.kind}: {self.reason}" if self.reason else self.kind
+
+
+OBEYED = Support("obeyed")
+
+
+def no_effect(reason: str) -> Support:
+    return Support("no effect", reason)
+
+
+def not_built(part: str, *, switch: str = "", harmless: tuple[Any, ...] = (), stands_alone: bool = False) -> Support:
+    return Support("not built", part, switch, harmless, stands_alone)
+
+
+def refused(instead: str) -> Support:
+    return Support("refused", instead)
+
+
+OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+def _of_table() -> Iterator[tuple[str, Support]]:
+    """The rules of the sections that are not supported."""
+    for row in all_rows():
+        if not row.support:
+            continue
+        kind, _, reason = row.support.partition(": ")
+        harmless = tuple(json.loads(value) for value in row.conditions_of("harmless"))
+        switch = "".join(row.conditions_of("switch"))
+        support = Support(cast(SupportKind, kind), reason, switch, harmless, bool(row.conditions_of("stands")))
+        if row.is_section:
+            yield f"{row.path}.**", support
+        if not row.is_section or row.takes.endswith("or null"):
+            yield row.path, support
+
+
+SUPPORT: dict[str, Support] = {
+    **dict(_of_table()),
+    # Keys that are declared in the classes because code reads them, or because they share a type with others there.
+    "zero_optimization.sub_group_size": no_effect(
+        "one unit's shard is updated at a time, on the host in blocks, so there is no larger group to divide"
+    ),
+    f"{OFFLOAD}.buffer_count": no_effect("three buckets' state is in memory: the last, this one, the next"),
+    f"{OFFLOAD}.pipeline_read": no_effect("the next state is always read while this one is updated"),
+    f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),
+    f"{OFFLOAD}.fast_init": no_effect("files are made by one call"),
+    "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
+    "bf16.bf16_optimizer_states": no_effect("optimizer state has the format of the master weights"),
+    "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
+    "parallel.pp": not_built("pipeline", harmless=(1,)),
+    "parallel.cp": not_built("sequence parallel", harmless=(1,)),
+    "parallel.tp": not_built("tensor parallel", harmless=(1,)),
+    "parallel.ep": not_built("expert parallel", harmless=(1,)),
+    "activation_checkpointing.partition_activations": no_effect(
+        "there is one model-parallel rank: no other has the same activations"
+    ),
+    "activation_checkpointing.number_checkpoints": no_effect("nothing is reserved in advance"),
+    "activation_checkpointing.contiguous_memory_optimization": no_effect("saved activations are left to the allocator"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the device's own order suffices"),
+    "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
+    "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
+}
+
+# Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.
+AT_STAGE_3 = frozenset(
+    {"zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_nontrainable_weights"}
+)
+
+# Types that are known and not built; other types are checked when the optimizer is built.
+TYPES_NOT_BUILT: dict[str, str] = {
+    "onebitadam": "1-bit optimizers",
+    "zerooneadam": "1-bit optimizers",
+    "onebitlamb": "1-bit optimizers",
+    "muadam": "mu-parametrization",
+    "muadamw": "mu-parametrization",
+    "musgd": "mu-parametrization",
+}
+
+# Parameters of the optimizers whose support is not "obeyed".
+PARAMS: dict[str, Support] = {
+    "torch_adam": no_effect("the implementation is chosen by speed; all give the same numbers"),
+    "fp32_optimizer_states": no_effect("optimizer state has the format of the master weights"),
+    "set_grad_none": no_effect("gradients are always released after the step"),
+    "comm_backend_name": no_effect("the mesh's own communicator is used"),
+    "cuda_aware": no_effect("the mesh's own communicator is used"),
+    "max_grad_norm": refused("gradients are clipped by the top-level key gradient_clipping"),
+}
+
+
+@cache
+def support_of(path: str) -> Support:
+    """What happens with a key, by its path in the schema: a key that no line speaks of is obeyed."""
+    if path in SUPPORT:
+        return SUPPORT[path]
+    parts = path.replace("[]", "").split(".")
+    rules = (".".join(parts[:length]) + ".**" for length in range(len(parts) - 1, 0, -1))
+    return next((SUPPORT[rule] for rule in rules if rule in SUPPORT), OBEYED)

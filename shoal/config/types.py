@@ -1,0 +1,128 @@
+"""The types that ``optimizer`` and ``scheduler`` may name beside Shoal's own: the classes of the installed torch.
+
+torch is imported only for a type that the schema does not have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
+from shoal.config.problems import Problem, shown
+from shoal.text import nearest
+
+Section = Literal["optimizer", "scheduler"]
+
+# Optimizers of torch that cannot run on shards, and what to do instead.
+NOT_ELEMENTWISE = {
+    "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
+    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not keep",
+    "Adafactor": "it factors a matrix's second moment into rows and columns",
+    "Muon": "it orthogonalises whole matrices",
+}
+INSTEAD = {
+    "SparseAdam": "pass it as optimizer= with stage 0, alone or in an optimizer that holds it and others.",
+    "Muon": 'use Shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.',
+}
+# Schedules of torch whose arguments JSON cannot express.
+NOT_FROM_JSON = {
+    "LambdaLR": "its rate is a Python function",
+    "MultiplicativeLR": "its rate is a Python function",
+    "SequentialLR": "it is made of other schedules",
+    "ChainedScheduler": "it is made of other schedules",
+    "ReduceLROnPlateau": "its step() needs a metric",
+}
+
+
+def torch_optimizers() -> dict[str, type]:
+    """The optimizers of the installed torch, by name."""
+    import torch
+
+    return _classes(torch.optim, torch.optim.Optimizer)
+
+
+def torch_schedules() -> dict[str, type]:
+    """The schedules of the installed torch, by name."""
+    import torch
+
+    return _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
+def _classes(module: Any, base: type) -> dict[str, type]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, base) and value is not base and not name.startswith("_")
+    }
+
+
+def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
+    """What is wrong with a type that the schema does not have, or with its arguments.
+
+    Args:
+        params: without those that are "auto".
+    """
+    own, classes = (OPTIMIZERS, torch_optimizers()) if section == "optimizer" else (SCHEDULERS, torch_schedules())
+    found = next((each for each in classes if each.casefold() == name.casefold().replace("_", "")), None)
+    path, code = f"{section}.type", "optimizer-name" if section == "optimizer" else "schedule-name"
+    if found is None:
+        names = list(dict.fromkeys([*own, *classes]))
+        near = nearest(name, names)
+        do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {', '.join(names)}."
+        kind = "optimizer" if section == "optimizer" else "schedule"
+        yield Problem(path, f"there is no {kind} {shown(name)}.", do, code=code)
+    elif section == "optimizer" and found in NOT_ELEMENTWISE:
+        do = INSTEAD.get(found, "use an elementwise optimizer, such as AdamW.")
+        what = f"torch.optim.{found} is not elementwise: {NOT_ELEMENTWISE[found]}."
+        yield Problem(path, what, do, code="optimizer-not-elementwise")
+    elif section == "scheduler" and found in NOT_FROM_JSON:
+        what = f"{shown(found)} cannot come from a configuration: {NOT_FROM_JSON[found]}."
+        yield Problem(path, what, "make it in Python and pass it as lr_scheduler=.", code=code)
+    else:
+        code = "optimizer-params" if section == "optimizer" else "schedule-params"
+        for where, what, do in _argument_problems(section, classes[found], params):
+            yield Problem(where, what, do, code=code)
+
+
+def _argument_problems(section: Section, factory: type, params: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Names by the constructor's signature, values by a trial of the constructor on one parameter."""
+    path = f"{section}.params"
+    accepted = list(inspect.signature(factory).parameters.values())[1:]  # without the parameters, or the optimizer
+    names = [each.name for each in accepted if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    unknown = [name for name in params if name not in names]
+    for name in unknown:
+        near = nearest(name, names)
+        do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it takes {', '.join(names)}."
+        yield f"{path}.{name}", f"no such key in {path}.", do
+    if unknown or (section == "scheduler" and any(isinstance(value, list | tuple) for value in params.values())):
+        return  # a list has one value for each group: only the real optimizer can tell whether the number is right
+    missing = [each.name for each in accepted if each.default is each.empty and each.name in names]
+    missing = [name for name in missing if name not in params]
+    for name in missing:
+        yield f"{path}.{name}", f"missing, and {factory.__name__} needs it.", "write it."
+    if not missing and (wrong := _trial(section, factory, params)):
+        yield path, wrong, ""
+
+
+def _trial(section: Section, factory: Any, params: Mapping[str, Any]) -> str:
+    """What the constructor says against its arguments; empty: nothing."""
+    import torch
+
+    from shoal.compiler import make_optimizer
+
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if section == "optimizer":
+                # A CPU parameter cannot tell whether the real device has the fused implementation.
+                given = {name: value for name, value in params.items() if name != "fused"}
+                make_optimizer(factory, parameters, **given)
+            else:
+                factory(make_optimizer(torch.optim.SGD, parameters, lr=0.1, momentum=0.9), **params)
+        except (TypeError, ValueError, RuntimeError, ZeroDivisionError, KeyError) as error:
+            return f"{type(error).__name__}: {error}."
+    return ""

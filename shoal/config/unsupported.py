@@ -1,0 +1,152 @@
+"""The keys and sections that Shoal knows and does not support, made from the table ``unsupported.txt``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+from pydantic import create_model
+
+from shoal.config.base import Dtype, OpenSection, Section, key, section
+
+S = TypeVar("S", bound=Section)
+
+TYPES: dict[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "text": str,
+    "any": Any,
+    "null": None,
+    "object": dict[str, Any],
+    "list": tuple[Any, ...],
+    "ints": tuple[int, ...],
+    "texts": tuple[str, ...],
+    "dtype": Dtype,
+    "texts by name": dict[str, str],
+}
+BOUNDS = {">=": "ge", ">": "gt", "<=": "le", "<": "lt"}
+BOUND = re.compile(r" ([<>]=?) (\S+)")
+
+
+@dataclass
+class Row:
+    """A key of the table.
+
+    Args:
+        path: in the schema, with ``[]`` and ``<name>`` for items of lists and names that the user chooses.
+        takes: its type and bounds; or the kind of section it holds.
+        default: as JSON.
+        support: empty: that of the section it is in.
+        conditions: of the support, separated by commas.
+    """
+
+    path: str
+    takes: str
+    default: str
+    description: str
+    support: str
+    conditions: str
+    inner: list[Row] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    def conditions_of(self, kind: str) -> list[str]:
+        """What follows a word in the conditions."""
+        found = [each.partition(" ") for each in self.conditions.split(", ")]
+        return [value for word, _, value in found if word == kind]
+
+    @property
+    def is_section(self) -> bool:
+        return "section" in self.takes
+
+    @property
+    def inner_path(self) -> str:
+        return self.path + {"list of sections": "[]", "sections by name": ".<name>"}.get(self.takes, "")
+
+
+def _read() -> list[Row]:
+    """The table's outermost rows, with the others inside them."""
+    above: list[Row] = []
+    outermost: list[Row] = []
+    for line in Path(__file__).with_name("unsupported.txt").read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        name, takes, description, support, conditions = [*line.strip().split(" | "), "", ""][:5]
+        takes, _, default = takes.partition(" = ")
+        del above[(len(line) - len(line.lstrip())) // 2 :]
+        path = f"{above[-1].inner_path}.{name}" if above else name
+        row = Row(path, takes, default, description, support, conditions)
+        (above[-1].inner if above else outermost).append(row)
+        above.append(row)
+    return outermost
+
+
+ROWS = _read()
+
+
+def all_rows() -> Iterator[Row]:
+    """Every row, each section before what is in it."""
+    waiting = ROWS[::-1]
+    while waiting:
+        row = waiting.pop()
+        yield row
+        waiting += row.inner[::-1]
+
+
+def _type(text: str) -> Any:
+    parts = text.split(" or ")
+    choices = tuple(part.strip("'") for part in parts if part.startswith("'"))
+    kinds = [TYPES[part] for part in parts if not part.startswith("'")]
+    return Union[(*kinds, *((Literal[choices],) if choices else ()))]
+
+
+def _field(row: Row) -> tuple[Any, Any]:
+    """The annotation and the field of a row's key, as ``create_model`` takes them."""
+    if not row.is_section:
+        bounds = {BOUNDS[sign]: json.loads(limit) for sign, limit in BOUND.findall(row.takes)}
+        default = json.loads(row.default)
+        default = tuple(default) if isinstance(default, list) else default
+        also, was = tuple(row.conditions_of("also")), tuple(row.conditions_of("was"))
+        return _type(BOUND.sub("", row.takes)), key(default, row.description, alias=also, deprecated=was, **bounds)
+    name = "".join(part.capitalize() for part in re.findall(r"[^\W_]+", row.path))
+    base = OpenSection if row.takes.startswith("open") else Section
+    model: Any = create_model(name, __base__=base, __module__=__name__, **_fields(row.inner))
+    MODELS[name] = model
+    if row.takes == "list of sections":
+        return tuple[model, ...], key((), row.description)
+    if row.takes == "sections by name":
+        return dict[str, model], key({}, row.description)
+    if row.takes.endswith("or null"):
+        return model | None, key(None, row.description)
+    return model, section(model, row.description)
+
+
+def _fields(rows: list[Row]) -> dict[str, Any]:
+    return {row.name: _field(row) for row in rows}
+
+
+MODELS: dict[str, type[Section]] = {}
+
+
+def __getattr__(name: str) -> type[Section]:
+    """The section's class: pickle looks it up here."""
+    if name in MODELS:
+        return MODELS[name]
+    raise AttributeError(name)
+
+
+def with_unsupported(path: str = "") -> Callable[[type[S]], type[S]]:
+    """Give a section the keys that the table has directly below a path. A type checker does not see them."""
+
+    def extend(model: type[S]) -> type[S]:
+        rows = [row for row in ROWS if row.path.rpartition(".")[0] == path]
+        return create_model(model.__name__, __base__=model, __module__=model.__module__, **_fields(rows))
+
+    return extend

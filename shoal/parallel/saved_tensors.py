@@ -1,0 +1,273 @@
+"""Tensors that autograd saves for the backward pass: where they are stored until then, each once, counted in bytes.
+
+A ``TensorStore`` says where: left where they are (``InPlaceStore``), in host memory (``cpu_offload``), or partitioned
+over the ranks of an axis (``partitioned``). Wherever it was stored, a fetched tensor has the same values, shape,
+strides and device, so that a recomputation selects the same kernels and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shoal.device import is_fake
+from shoal.errors import UsageError
+from shoal.sharding.placement import Tier
+
+
+class SavedTensor(Protocol):
+    """A saved tensor. ``nbytes`` is what this rank holds of it, on ``tier``."""
+
+    tier: Tier
+    nbytes: int
+
+    @property
+    def local(self) -> SavedTensor:
+        """What this rank stores: this, or its part of a partitioned tensor."""
+        ...
+
+
+@dataclass(eq=False)
+class ForwardCall:
+    """One forward call of a checkpointed function or an offloaded block: its saved tensors, in order."""
+
+    number: int
+    tensors: list[SavedTensor]
+
+
+class TensorStore(Protocol):
+    """Where saved tensors are stored. Called by one thread at a time; tensors carry no gradient."""
+
+    def begin(self) -> ForwardCall:
+        """A forward call begins."""
+        ...
+
+    def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
+        """Store a tensor that autograd saves in this call."""
+        ...
+
+    def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
+        """The saved tensor, for this call's backward pass. May be called again."""
+        ...
+
+    def reset(self) -> None:
+        """Free what was fetched ahead of its use, and wait for copies under way."""
+        ...
+
+
+@dataclass(frozen=True)
+class Form:
+    """A tensor's shape in memory. An expanded tensor is its distinct elements: ``compact_size``.
+
+    >>> form = Form.of(torch.zeros(3, 1).expand(3, 4))
+    >>> form.compact_size, form.nbytes
+    ((3, 1), 12)
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Form:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    @property
+    def compact_size(self) -> tuple[int, ...]:
+        return tuple(1 if stride == 0 else size for size, stride in zip(self.size, self.stride, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """Distinct elements."""
+        count = 0 if 0 in self.size else 1
+        for size in self.compact_size:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def can_move(self) -> bool:
+        """Has each element an address of its own, so that a copy can have the same strides?"""
+        span = 1
+        for stride, size in sorted((t, s) for t, s in zip(self.stride, self.size, strict=True) if t and s > 1):
+            if stride < span:
+                return False
+            span = stride * (size - 1) + span
+        return self.numel > 0
+
+    def compact(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The distinct elements of a tensor of this form: a view, of ``compact_size``."""
+        for dim, (stride, size) in enumerate(zip(self.stride, self.size, strict=True)):
+            if stride == 0 and size > 1:
+                tensor = tensor.narrow(dim, 0, 1)
+        return tensor
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the distinct elements, with this form's strides. Shape: ``compact_size``."""
+        return torch.empty_strided(self.compact_size, self.stride, dtype=self.dtype, device=self.device)
+
+    def expand(self, compact: torch.Tensor) -> torch.Tensor:
+        """A tensor of this form from what ``empty`` made."""
+        return compact.as_strided(self.size, self.stride)
+
+
+class InPlaceTensor:
+    """The tensor itself.
+
+    Args:
+        tier: what it is counted as.
+    """
+
+    def __init__(self, tensor: torch.Tensor, tier: Tier) -> None:
+        self.tier = tier
+        self.nbytes = Form.of(tensor).nbytes if is_plain(tensor) else tensor.numel() * tensor.element_size()
+        self._tensor = tensor
+        self._version = version_of(tensor)
+
+    @property
+    def local(self) -> SavedTensor:
+        return self
+
+    def get(self) -> torch.Tensor:
+        """Raises: UsageError: it was changed in place since."""
+        if version_of(self._tensor) != self._version:
+            raise input_changed(self._tensor)
+        return self._tensor
+
+
+class InPlaceStore:
+    """Leaves saved tensors where they are.
+
+    Args:
+        tier: what they are counted as.
+    """
+
+    def __init__(self, tier: Tier = Tier.DEVICE) -> None:
+        self._tier = tier
+        self._number = 0
+
+    def begin(self) -> ForwardCall:
+        self._number += 1
+        return ForwardCall(self._number, [])
+
+    def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
+        return InPlaceTensor(tensor, self._tier)
+
+    def fetch(self, saved: SavedTensor, call: ForwardCall) -> torch.Tensor:
+        assert isinstance(saved, InPlaceTensor)
+        return saved.get()
+
+    def reset(self) -> None:
+        return None
+
+
+Packed = tuple[ForwardCall, SavedTensor]
+
+
+class SavedTensors:
+    """The saved tensors of one rank in one store: a tensor that several calls save is stored once.
+
+    What is not plain strided memory (a DTensor, a sparse tensor) stays where it is.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._by_identity: weakref.WeakValueDictionary[Hashable, SavedTensor] = weakref.WeakValueDictionary()
+        self._nbytes: Counter[Tier] = Counter()
+        self._lock = threading.RLock()  # any thread that frees a graph updates the count, in __del__ too
+        self.peak_nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held for calls whose backward pass is still to come."""
+        return sum(self._nbytes.values())
+
+    def nbytes_by_tier(self) -> dict[Tier, int]:
+        return {tier: nbytes for tier, nbytes in self._nbytes.items() if nbytes}
+
+    def begin(self) -> AbstractContextManager[object]:
+        """A context in which autograd saves the inputs of one checkpointed call."""
+        return torch.autograd.graph.saved_tensors_hooks(*self.hooks())
+
+    def hooks(self) -> tuple[Callable[[torch.Tensor], Packed], Callable[[Packed], torch.Tensor]]:
+        """Pack and unpack hooks for one call that begins now."""
+        call = self._store.begin()
+
+        def pack(tensor: torch.Tensor) -> Packed:
+            saved = self._save(tensor, call)
+            call.tensors.append(saved)
+            return call, saved
+
+        return pack, self._unpack
+
+    def _unpack(self, packed: Packed) -> torch.Tensor:
+        call, saved = packed
+        if isinstance(saved, InPlaceTensor):
+            return saved.get()
+        return self._store.fetch(saved, call)
+
+    def _save(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
+        if not (is_plain(tensor) or is_fake(tensor)):
+            return self._counted(InPlaceTensor(tensor, Tier.DEVICE))
+        storage = StorageWeakRef(tensor.untyped_storage())  # while it lives no other storage has this number
+        key = (
+            storage.cdata,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+            version_of(tensor),
+        )
+        found = self._by_identity.get(key)
+        if found is None:
+            found = self._counted(self._store.store(tensor, call), storage)
+            self._by_identity[key] = found
+        return found
+
+    def _counted(self, saved: SavedTensor, storage: StorageWeakRef | None = None) -> SavedTensor:
+        with self._lock:
+            self._nbytes[saved.tier] += saved.nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
+        weakref.finalize(saved, self._forget, saved.tier, saved.nbytes, storage).atexit = False
+        return saved
+
+    def _forget(self, tier: Tier, nbytes: int, storage: StorageWeakRef | None) -> None:
+        with self._lock:
+            self._nbytes[tier] -= nbytes
+
+    def reset(self) -> None:
+        self._store.reset()
+
+
+def input_changed(tensor: torch.Tensor) -> UsageError:
+    """The error for a saved tensor that was changed."""
+    return UsageError(
+        f"an input of a recomputed segment was changed in place after the segment ran ({tensor.dtype}, "
+        f"shape {tuple(tensor.shape)}). The recomputation would not give what the forward pass gave.",
+        do="write x = x + y instead of x += y for an input of a recomputed segment, or hand x.clone() to it.",
+        code="recompute-input-changed",
+    )
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place; -1 for one made in inference mode, which is not counted."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Is this strided memory and nothing else? (No DTensor, no sparse tensor, no nested one.)"""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested

@@ -1,0 +1,43 @@
+"""Which 16-bit formats the processor has instructions for. PyTorch emulates the others, which is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+Format = Literal["bf16", "fp16"]
+
+CPUINFO = Path("/proc/cpuinfo")
+# A format is native where the processor has one of these flags, as Linux names them: x86, then 64-bit ARM.
+NATIVE: Mapping[str, Mapping[Format, frozenset[str]]] = {
+    "flags": {"bf16": frozenset({"avx512_bf16", "amx_bf16"}), "fp16": frozenset({"avx512_fp16", "amx_fp16"})},
+    "Features": {"bf16": frozenset({"bf16"}), "fp16": frozenset({"asimdhp"})},
+}
+
+
+def has_instructions_for(format: Format, cpuinfo: Path | None = None) -> bool | None:
+    """Does the processor multiply matrices of this format natively? None: the platform does not say.
+
+    Args:
+        cpuinfo: the file that lists its flags; None: Linux's.
+    """
+    try:
+        lines = (cpuinfo or CPUINFO).read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if (native := NATIVE.get(name.strip())) is not None:
+            return not native[format].isdisjoint(value.split())
+    return None
+
+
+def emulation_notes(formats: Iterable[Format], cpuinfo: Path | None = None) -> list[str]:
+    """A line for each format that this processor computes without instructions for it."""
+    return [
+        f"{name}: this processor has no {name} instructions, so PyTorch emulates them on CPU ranks: a matrix product"
+        " can take 50 times as long as in fp32. Use fp32 here, or a GPU."
+        for name in formats
+        if has_instructions_for(name, cpuinfo) is False
+    ]

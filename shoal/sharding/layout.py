@@ -1,0 +1,161 @@
+"""Where each parameter lies in a flat buffer and which range each rank owns. Pure arithmetic: no tensors.
+
+    buffer   | w: 0..6 | gap | b: 64..67 | gap .. | padding |
+    ranks    |<---- rank 0: 0..128 ---->|<---- rank 1: 128..256 ---->|
+
+Every parameter begins at a multiple of ``alignment`` elements (kernels want aligned matrices) and every rank's range
+too. The parameters of one optimizer group lie side by side, so that a rank's part of a group is one contiguous range.
+
+>>> layout = lay_out([("w", (2, 3), 0), ("b", (3,), 0)], num_shards=2, alignment=64)
+>>> [(spec.name, spec.offset, spec.numel) for spec in layout.specs]
+[('w', 0, 6), ('b', 64, 3)]
+>>> layout.numel, layout.shard_numel
+(128, 64)
+>>> layout.segments(1)
+(Segment(slot=1, start=0, stop=3, offset=0),)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGNMENT = 64  # elements: 128 bytes of a 16-bit parameter, two cache lines of an fp32 one
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter in a buffer: ``full[offset : offset + numel].view(shape)``.
+
+    A parameter that is split over an axis of the model (tensor or expert parallel) is a rectangle of a larger tensor:
+    ``local`` says which elements of ``global_shape`` this one is, (start, stop) per dim. A checkpoint needs no more.
+    """
+
+    name: str  # fully qualified
+    shape: tuple[int, ...]
+    numel: int
+    offset: int
+    group: int  # index of the optimizer's parameter group; -1: none (frozen)
+    global_shape: tuple[int, ...] = ()  # default: ``shape``
+    local: tuple[tuple[int, int], ...] = ()  # default: all of it
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> ParameterSpec:
+        """A tensor that is not in a buffer."""
+        return cls(name, shape, math.prod(shape), 0, -1)
+
+    @classmethod
+    def part(cls, name: str, global_shape: tuple[int, ...], local: tuple[tuple[int, int], ...]) -> ParameterSpec:
+        """A part of a larger tensor that is not in a buffer."""
+        shape = tuple(stop - start for start, stop in local)
+        return cls(name, shape, math.prod(shape), 0, -1, global_shape, local)
+
+    def __post_init__(self) -> None:
+        if not self.global_shape:
+            object.__setattr__(self, "global_shape", self.shape)
+            object.__setattr__(self, "local", tuple((0, size) for size in self.shape))
+        if tuple(stop - start for start, stop in self.local) != self.shape:
+            raise ValueError(f"parameter {self.name!r} has shape {self.shape}, its part {self.local}")
+        if any(stop > size for (_, stop), size in zip(self.local, self.global_shape, strict=True)):
+            raise ValueError(f"the part {self.local} of {self.name!r} exceeds its global shape {self.global_shape}")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of one parameter that lies in a range of a buffer."""
+
+    slot: int
+    start: int  # in the range
+    stop: int
+    offset: int  # of its first element in the flattened parameter
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """The layout of one buffer.
+
+    Invariants (checked): parameters are in order, do not overlap and are aligned; groups are contiguous; ``numel``
+    divides by ``num_shards``.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    numel: int
+    num_shards: int
+    alignment: int = ALIGNMENT
+
+    def __post_init__(self) -> None:
+        end = 0
+        groups: list[int] = []
+        for spec in self.specs:
+            if spec.offset < end or spec.offset % self.alignment:
+                raise ValueError(f"parameter {spec.name!r} at {spec.offset} overlaps its predecessor or is not aligned")
+            end = spec.offset + spec.numel
+            if not groups or groups[-1] != spec.group:
+                groups.append(spec.group)
+        if len(groups) != len(set(groups)):
+            raise ValueError(f"groups are not contiguous: {groups}")
+        if end > self.numel or self.numel % (self.num_shards * self.alignment):
+            raise ValueError(f"{self.numel} elements do not hold {end}, or do not divide over {self.num_shards} shards")
+
+    @property
+    def shard_numel(self) -> int:
+        return self.numel // self.num_shards
+
+    @cached_property
+    def parameter_numel(self) -> int:
+        """Elements of parameters, without gaps and padding."""
+        return sum(spec.numel for spec in self.specs)
+
+    @cached_property
+    def signature(self) -> tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]:
+        """Equal for buffers whose parameters lie alike: they can share a buffer, its views and its zeroed gaps."""
+        return self.numel, tuple((spec.offset, spec.shape) for spec in self.specs)
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """The range of the buffer that ``rank`` owns."""
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def segments_in(self, begin: int, end: int) -> tuple[Segment, ...]:
+        """The parts of parameters in ``[begin, end)`` of the buffer; ``start`` and ``stop`` count from ``begin``."""
+        found = []
+        for index, spec in enumerate(self.specs):
+            low, high = max(spec.offset, begin), min(spec.offset + spec.numel, end)
+            if low < high:
+                found.append(Segment(index, low - begin, high - begin, low - spec.offset))
+        return tuple(found)
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """The parts of parameters that ``rank`` owns."""
+        return self.segments_in(*self.owned(rank))
+
+    def group_range(self, group: int, begin: int, end: int) -> tuple[int, int]:
+        """The part of ``[begin, end)`` that belongs to ``group``, gaps inside included, counted from ``begin``."""
+        members = [spec for spec in self.specs if spec.group == group]
+        if not members:
+            return 0, 0
+        low = max(members[0].offset, begin)
+        high = min(members[-1].offset + members[-1].numel, end)
+        return (low - begin, high - begin) if low < high else (0, 0)
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """The optimizer groups in this buffer, in order."""
+        return tuple(dict.fromkeys(spec.group for spec in self.specs))
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, tuple[int, ...], int]], *, num_shards: int, alignment: int = ALIGNMENT
+) -> BufferLayout:
+    """Lay parameters, given as (name, shape, group), out in one buffer. The order within a group is kept.
+
+    Returns: a layout whose ``specs`` are sorted by group.
+    """
+    specs, offset = [], 0
+    for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
+        numel = math.prod(shape)
+        specs.append(ParameterSpec(name, tuple(shape), numel, offset, group))
+        offset += -(-numel // alignment) * alignment
+    unit = num_shards * alignment
+    return BufferLayout(tuple(specs), -(-offset // unit) * unit, num_shards, alignment)

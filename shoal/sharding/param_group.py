@@ -1,0 +1,192 @@
+"""A parameter group: parameters that share dtype, trainability and mesh axes, and everything that belongs to them.
+
+    parameters   ``buffer``      the flat parameter buffer: sharded or whole, on its tier
+    gradients    ``gradient``    the accumulator, and the reduction over the ranks
+    main         ``main``        this rank's range of the main parameters: what the optimizer updates
+    state        ``ranges``      the ranges that the optimizer updates as one tensor, with the optimizer state of each
+
+A frozen group has a buffer only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shoal.sharding.gradient import GradientBuffer
+from shoal.sharding.layout import Segment
+from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.table import Row
+
+
+@dataclass(eq=False)
+class ParameterRange:
+    """A range of a group's main parameters that the optimizer updates as one tensor."""
+
+    param: torch.nn.Parameter  # 1-D view of the main parameters
+    group: int  # index of the optimizer's parameter group
+    start: int  # in the owned range
+    stop: int
+    segments: tuple[Segment, ...]
+
+
+class Updates(Protocol):
+    """What updates a group beside the device's work (the CPU optimizer)."""
+
+    def send_gradient(self, group: ParameterGroup, *, at_step: bool) -> None:
+        """The group's gradient was reduced: start to copy it to the host."""
+        ...
+
+    def finish(self, group: ParameterGroup) -> None:
+        """Wait for the group's update, and start to copy its parameters to where they are stored."""
+        ...
+
+    def synchronize(self, group: ParameterGroup) -> None:
+        """As ``finish``; also undo an update that ran ahead of the step."""
+        ...
+
+
+class DiskState(Protocol):
+    """Where a group's main parameters and optimizer state are stored on a disk."""
+
+    def resident(self, group: ParameterGroup) -> AbstractContextManager[None]:
+        """Keep them in memory inside the block; changes are stored."""
+        ...
+
+    def fetch(self, group: ParameterGroup, *, reads_ahead: bool = False) -> None:
+        """Read them into memory; begin to read the next group's."""
+        ...
+
+    def start_fetch(self, group: ParameterGroup) -> None:
+        """Begin to read them. Does not block the host."""
+        ...
+
+    def store(self, group: ParameterGroup) -> None:
+        """Begin to store them; placeholders are left in memory."""
+        ...
+
+    def visit(self, group: ParameterGroup) -> None:
+        """As ``resident``, until another group is visited or ``leave()`` is called."""
+        ...
+
+    def leave(self) -> None:
+        """Store the group that is visited."""
+        ...
+
+
+class ParameterGroup:
+    """See the module.
+
+    Args:
+        row: where each kind of state is stored.
+        main: this rank's owned range of the main parameters; None where the group is frozen. Shape: [owned numel].
+        has_own_main: they have memory of their own; else they are the parameters' memory.
+        is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        buffer: ParameterBuffer,
+        gradient: GradientBuffer | None = None,
+        main: torch.Tensor | None = None,
+        *,
+        has_own_main: bool = False,
+        is_state_offloaded: bool = False,
+    ) -> None:
+        self.row = row
+        self.buffer = buffer
+        self._gradient = gradient
+        self._main = main
+        self.has_own_main = has_own_main
+        self.is_state_offloaded = is_state_offloaded
+        self.ranges: list[ParameterRange] = []
+        self.optimizer: torch.optim.Optimizer | None = None  # that keeps the state of ``ranges``, by their ``param``
+        self.updates: Updates | None = None  # set where the CPU optimizer updates the group
+        self.disk: DiskState | None = None  # set where main parameters and optimizer state are on a disk
+        self.before_change: Callable[[], None] | None = None  # waits for an asynchronous save that reads the state
+
+    def __repr__(self) -> str:
+        return f"ParameterGroup({self.label!r})"
+
+    @property
+    def label(self) -> str:
+        return self.buffer.label
+
+    @property
+    def is_trained(self) -> bool:
+        return self._gradient is not None
+
+    @property
+    def gradient(self) -> GradientBuffer:
+        assert self._gradient is not None, f"{self.label} is frozen"
+        return self._gradient
+
+    @property
+    def main(self) -> torch.Tensor:
+        assert self._main is not None, f"{self.label} is frozen"
+        return self._main
+
+    @main.setter
+    def main(self, main: torch.Tensor) -> None:
+        self._main = main
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements of this rank's range, padding included."""
+        return self.buffer.end - self.buffer.begin
+
+    # optimizer state
+
+    def state_of(self, part: ParameterRange) -> Mapping[str, Any]:
+        """The optimizer state of one range; empty before the first step."""
+        return {} if self.optimizer is None else self.optimizer.state.get(part.param, {})
+
+    def ranges_of(self, slot: int) -> Iterator[tuple[ParameterRange, Segment]]:
+        """The ranges that hold a part of one parameter, with that part."""
+        for part in self.ranges:
+            for segment in part.segments:
+                if segment.slot == slot:
+                    yield part, segment
+
+    # consistency
+
+    def resident(self) -> AbstractContextManager[None]:
+        """Keep main parameters and optimizer state in memory, wherever they are stored; changes are stored."""
+        self.synchronize()
+        return nullcontext() if self.disk is None else self.disk.resident(self)
+
+    def synchronize(self) -> None:
+        """Wait for pending updates and readers; afterwards the state may be modified."""
+        self.wait_for_readers()
+        if self.updates is not None:
+            self.updates.synchronize(self)
+
+    def wait_for_readers(self) -> None:
+        """Wait until an asynchronous save no longer reads main parameters, optimizer state and shard."""
+        if self.before_change is not None:
+            self.before_change()
+            self.before_change = None
+
+    @torch.no_grad()
+    def update_main(self, start: int, stop: int, new: torch.Tensor) -> None:
+        """Parameters in ``[start, stop)`` of the owned range were set to ``new``: update the main parameters.
+
+        Where a parameter is what its main parameter rounds to, the main parameter keeps its precision.
+        """
+        if not self.has_own_main:
+            self.synchronize()
+            return
+        with self.resident():
+            was = self.main[start:stop].to(new.device)
+            self.main[start:stop].copy_(torch.where(new != was.to(new.dtype), new.to(was.dtype), was))
+
+    @property
+    def owned_parameters(self) -> torch.Tensor:
+        """This rank's owned range of the parameters themselves, after the last step's update. Shape: [owned numel]."""
+        self.synchronize()
+        return self.buffer.owned_parameters

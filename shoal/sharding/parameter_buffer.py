@@ -1,0 +1,332 @@
+"""The parameters of one group in one flat buffer, of which each parameter is a view.
+
+While it is sharded, the buffer holds this rank's range only. Gathering fills ``full`` in place; releasing resizes its
+storage to zero but keeps every tensor object alive, so a view that autograd saved is valid again after the next gather.
+Reading a view of an emptied storage would crash the process, so a sharded parameter's data is a placeholder: one NaN
+expanded to the true shape (4 bytes, reads as NaN, refuses writes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from shoal.comm.finished import FinishedWork
+from shoal.comm.protocol import Communicator, Work
+from shoal.memory.disk_store import DiskBuffer, DiskStore
+from shoal.sharding.buffer import FlatBuffer
+from shoal.sharding.layout import BufferLayout, Segment
+from shoal.sharding.placement import SHARD, Move, Placement
+
+HPZ = Placement.of(hpz=SHARD)
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The data of a sharded parameter: its true shape and dtype, one element of memory."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class ParameterBuffer(FlatBuffer):
+    """The flat buffer of one group's parameters.
+
+    Args:
+        layout: where each parameter lies; one spec per entry of ``parameters``.
+        axis: the name of the axis that shards; ``comm``: its ranks. Their number is ``layout.num_shards`` where the
+            buffer or the optimizer state is sharded.
+        stored: the placement between uses. In use it is always Replicate.
+        is_sharded: does ``stored`` shard, over more than one rank or away from the device?
+        is_state_sharded: this rank's optimizer owns its range (``begin`` to ``end``), not the whole (stage 0).
+        hpz: the ranks of a second sharding that the backward pass gathers from (ZeRO++ hpZ, arXiv:2306.10209), or None.
+        host: allocates the shard where it is stored in memory apart from the device's; None: on the device.
+        disk: where the shard is stored on a disk; ``shard`` is then a placeholder, except inside ``resident_shard()``
+            and, until ``unpin_shard()`` is called for the first time, after construction.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        layout: BufferLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Communicator,
+        parameters: Sequence[torch.nn.Parameter],
+        *,
+        is_sharded: bool,
+        stored: Placement | None = None,
+        axis: str = "dp_shard",
+        is_state_sharded: bool = True,
+        hpz: Communicator | None = None,
+        host: Callable[[int, torch.dtype], torch.Tensor] | None = None,
+        disk: DiskStore | None = None,
+    ) -> None:
+        full = (
+            torch.empty(layout.numel, dtype=dtype, device=device)
+            if is_sharded
+            else comm.empty(layout.numel, dtype, device)
+        )
+        full.zero_()
+        super().__init__(label, {axis: comm}, Placement(), full)
+        self.layout = layout
+        self.dtype = dtype
+        self.comm = comm
+        self.parameters = list(parameters)
+        self.is_sharded = is_sharded
+        self.stored = (stored or Placement.of(**{axis: SHARD})) if is_sharded else Placement()
+        self.owned = Placement.of(**{axis: SHARD}) if is_state_sharded else Placement()
+        self.is_full = True
+        begin, end = layout.owned(comm.rank) if is_state_sharded else (0, layout.numel)
+        self.begin, self.end = begin, end
+        self._storage = full.untyped_storage()
+        self._full_nbytes = layout.numel * full.element_size()
+        self.views = self._views_of(full)
+        self.placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.specs] if is_sharded else []
+        self._hpz_comm = hpz
+        self._hpz = FlatBuffer(label, {"hpz": hpz}, Placement(), full) if hpz is not None else None
+        self._disk = disk if is_sharded else None
+        self._disk_buffer: DiskBuffer | None = None  # the shard's, on the disk
+        self._is_changed = False  # since it was fetched from the disk
+        self.is_moved = False  # to host memory for a while, by ``move_to_host``
+        self.is_shard_offloaded = is_sharded and (host is not None or disk is not None)
+        self.shard: torch.Tensor
+        if not is_sharded:
+            self.shard = full[begin:end]
+        elif disk is not None:
+            self._disk_buffer = disk.allocate(label, self.nbytes_of_shard)
+            self._disk_buffer.pin_count = 1
+            self.shard = self._fetched()
+        else:
+            self.shard = host(end - begin, dtype) if host is not None else comm.empty(end - begin, dtype, device)
+
+    def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
+        return [full[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
+
+    def owned_part(self, slot: int) -> Segment | None:
+        """The part of one parameter that lies in this rank's owned range; None: there is none."""
+        spec = self.layout.specs[slot]
+        low, high = max(spec.offset, self.begin), min(spec.offset + spec.numel, self.end)
+        return Segment(slot, low - self.begin, high - self.begin, low - spec.offset) if low < high else None
+
+    @property
+    def nbytes_of_shard(self) -> int:
+        return (self.end - self.begin) * self.full.element_size()
+
+    @property
+    def nbytes_stored(self) -> int:
+        """Bytes of parameters held between steps, on whatever tier."""
+        return self.nbytes_of_shard if self.is_sharded else self._full_nbytes
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Is the shard stored on a disk?"""
+        return self._disk_buffer is not None
+
+    @property
+    def nbytes_hpz(self) -> int:
+        """Bytes of the second shard."""
+        return 0 if self._hpz is None or self._hpz.shard is None else self._hpz.shard.nbytes
+
+    @property
+    def owned_parameters(self) -> torch.Tensor:
+        """The range of the parameters that this rank's optimizer owns. Shape: [owned numel]."""
+        return self.shard if self.is_sharded else self.full[self.begin : self.end]
+
+    # between the stored placement and Replicate
+
+    def gather(self, *, from_hpz: bool = False) -> Work:
+        """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``attach_views()``.
+
+        Communicates: one all-gather on the axis that shards (``from_hpz``: on that of the second sharding).
+        Memory: the whole buffer on the device until ``release()``.
+        """
+        self._storage.resize_(self._full_nbytes)
+        self.is_full = True
+        if from_hpz and self._hpz is not None and self._hpz.shard is not None:
+            self.placement = Placement()
+            self._hpz.full, self._hpz.placement = self.full, HPZ
+            return self._hpz.redistribute(Placement())
+        return self.redistribute(Placement())
+
+    def update_replicas(self) -> Work:
+        """After the optimizer has updated this rank's range of the whole buffer: bring all ranges up to date.
+
+        Communicates: one all-gather where optimizer state is sharded and parameters are not, else nothing.
+        """
+        if self.is_sharded or self.comm.size == 1:
+            return FinishedWork(self.full)
+        self.placement = self.owned
+        return self.redistribute(Placement())
+
+    def issue(self, move: Move, *, scale: float = 1.0, accumulate: bool = False) -> Work:
+        if move.collective == "all_gather":
+            source = self._shard_on_device() if self.is_sharded else None
+            return self.axes[move.axis].all_gather(self.full, source, label=self.label)
+        return super().issue(move, scale=scale, accumulate=accumulate)
+
+    def _shard_on_device(self) -> torch.Tensor | None:
+        """The shard where it can be sent from; None: in the full buffer itself."""
+        if not self.is_shard_offloaded:
+            return self.shard
+        is_alone = self.comm.size == 1
+        # A tensor of its own: peers may read it after the full buffer was released.
+        staged = self.full if is_alone else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+        with self.resident_shard(is_read_only=True):
+            staged.copy_(self.shard, non_blocking=True)
+        return None if is_alone else staged
+
+    def attach_views(self) -> None:
+        """Make the parameters views of ``full``."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+
+    def release(self, *, keep_user_views: bool = False) -> None:
+        """Replicate -> Shard: the parameters become placeholders, the storage is emptied. Communicates nothing.
+
+        Args:
+            keep_user_views: keep the storage alive for views that the user holds (``parameter.detach()``); the buffer
+                allocates new memory at the next gather.
+        """
+        self.placement = self.stored
+        for parameter, substitute in zip(self.parameters, self.placeholders, strict=True):
+            parameter.data = substitute
+        if keep_user_views and torch._C._storage_Use_Count(self._storage._cdata) > len(self.views) + 2:
+            self._replace_full(torch.empty_like(self.full))
+        self._storage.resize_(0)
+        self.is_full = False
+
+    def keep_hpz_shard(self) -> None:
+        """Keep this rank's range of the second sharding for the backward pass, while the buffer is full."""
+        if self._hpz is None:
+            return
+        assert self._hpz_comm is not None
+        if self._hpz.shard is None:
+            numel = self.layout.numel // self._hpz_comm.size
+            self._hpz.shard = self._hpz_comm.empty(numel, self.dtype, self.full.device)
+        self._hpz_comm.drain()
+        self._hpz.full, self._hpz.placement = self.full, Placement()
+        self._hpz.redistribute(HPZ)
+
+    # a shard on a disk
+
+    def _is_read(self, *, from_hpz: bool) -> bool:
+        return self._disk_buffer is not None and not (from_hpz and self.nbytes_hpz)
+
+    def start_fetch(self, *, from_hpz: bool = False) -> None:
+        """Begin to read what ``gather(from_hpz=...)`` needs from the disk. Does not block the host."""
+        if self._is_read(from_hpz=from_hpz):
+            assert self._disk is not None and self._disk_buffer is not None
+            self._disk.start_fetch(self._disk_buffer)
+
+    def fetch(self, *, from_hpz: bool = False) -> None:
+        """Wait until it is read. Raises: TierError: it could not be."""
+        if self._is_read(from_hpz=from_hpz):
+            assert self._disk is not None and self._disk_buffer is not None
+            self._disk.fetch(self._disk_buffer)
+
+    def can_fetch_ahead(self) -> bool:
+        """Is there a free buffer to read the shard ahead of its use?"""
+        return self._disk is None or self._disk.can_fetch_ahead(self.nbytes_of_shard)
+
+    def pin_shard(self, *, is_overwritten: bool = False) -> None:
+        """Keep the shard in memory until ``unpin_shard()``. Nothing where it is not on a disk.
+
+        Args:
+            is_overwritten: the caller overwrites all of it, so it is not read, and zero.
+
+        Raises: TierError: it could not be read.
+        """
+        if self._disk is None or self._disk_buffer is None:
+            return
+        if is_overwritten and not self._disk_buffer.pin_count:
+            self._disk.zero(self._disk_buffer)
+        else:
+            self._disk.fetch(self._disk_buffer)
+        self._disk_buffer.pin_count += 1
+        self.shard = self._fetched()
+
+    def unpin_shard(self, *, is_read_only: bool = False) -> None:
+        """Store the shard on its disk, unless it was only read. Raises: TierError."""
+        if self._disk is None or self._disk_buffer is None:
+            return
+        self._disk_buffer.pin_count -= 1
+        self._is_changed |= not is_read_only
+        if self._disk_buffer.pin_count:
+            return
+        self.shard = placeholder((self.end - self.begin,), self.dtype, torch.device("cpu"))
+        is_changed, self._is_changed = self._is_changed, False
+        if is_changed:
+            self._disk.store(self._disk_buffer)
+        else:
+            self._disk.discard(self._disk_buffer)
+
+    @contextmanager
+    def resident_shard(self, *, is_overwritten: bool = False, is_read_only: bool = False) -> Iterator[None]:
+        """Keep the shard in memory inside the block; changes are stored, unless ``is_read_only``."""
+        self.pin_shard(is_overwritten=is_overwritten)
+        try:
+            yield
+        finally:
+            self.unpin_shard(is_read_only=is_read_only)
+
+    def _fetched(self) -> torch.Tensor:
+        assert self._disk_buffer is not None
+        if self._disk_buffer.memory is None:  # this rank owns nothing
+            return torch.empty(0, dtype=self.dtype)
+        return self._disk_buffer.memory[: self.nbytes_of_shard].view(self.dtype)
+
+    # other memory
+
+    def move_to_host(self, empty: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        """Store the parameters in host memory for a while. The buffer is sharded, no peer reads it.
+
+        Gathering works from there. Parameters that are stored whole become views of that memory. Communicates nothing.
+
+        Args:
+            empty: allocates it.
+        """
+        if self._hpz is not None:
+            self._hpz.shard = None  # made anew by the next forward pass
+        if self.is_sharded:
+            self.shard = empty(self.shard.numel(), self.dtype).copy_(self.shard, non_blocking=True)
+            self.is_shard_offloaded = True
+        else:
+            self._move_full(empty(self.full.numel(), self.dtype))
+        self.is_moved = True
+
+    def move_to_device(self, device: torch.device) -> None:
+        """Undo ``move_to_host``."""
+        if self.is_sharded:
+            shard = self.comm.empty(self.shard.numel(), self.dtype, device)
+            self.shard = shard.copy_(self.shard, non_blocking=True)
+            self.is_shard_offloaded = False
+        else:
+            self._move_full(self.comm.empty(self.full.numel(), self.dtype, device))
+        self.is_moved = False
+
+    def _move_full(self, full: torch.Tensor) -> None:
+        self._replace_full(full.copy_(self.full, non_blocking=True))
+        self.shard = full[self.begin : self.end]
+        self.attach_views()
+
+    def _replace_full(self, full: torch.Tensor) -> None:
+        self.full = full
+        self._storage = full.untyped_storage()
+        self.views = self._views_of(full)
+
+    def write_back(self) -> None:
+        """Copy this rank's range of the full buffer into its shard, after the parameters were changed in place."""
+        if self.is_sharded:
+            self.comm.drain()
+            with self.resident_shard(is_overwritten=True):
+                self.shard.copy_(self.full[self.begin : self.end])
+
+    def detach(self) -> None:
+        """Give the parameters tensors of their own and free the buffer's memory (the buffer must be full)."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view.clone()
+        nothing = self.full.new_empty(0)
+        self.full, self.shard, self.views, self._hpz = nothing, nothing, [], None
+        self._disk = self._disk_buffer = None
+        self._storage = nothing.untyped_storage()

@@ -1,0 +1,85 @@
+"""Staging buffers: acquired for one reduction and released after it, so that a step allocates nothing after the first.
+
+A staging buffer is shared by all groups whose parameters lie alike, together with its views and its zeroed gaps. It is
+not handed out again while peers read it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.sharding.layout import BufferLayout
+
+MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
+
+
+@dataclass(eq=False)
+class StagingBuffer:
+    """A flat buffer with one view per parameter of its layout. Gaps and padding are zero, always."""
+
+    flat: torch.Tensor  # [layout.numel]
+    views: list[torch.Tensor]
+    reader: Work | None = None
+
+
+class StagingBuffers:
+    """Staging buffers by layout and dtype.
+
+    Args:
+        max_buffers: of one layout, before one that peers may still read is waited for.
+
+    Memory: until ``clear()``, of each layout as many buffers as were ever in use at once, and up to ``max_buffers``
+    where as many groups lie alike.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device, max_buffers: int = MAX_BUFFERS) -> None:
+        self._comm = comm
+        self._device = device
+        self._max_buffers = max_buffers
+        self._free: dict[object, list[StagingBuffer]] = defaultdict(list)
+        self._all: list[StagingBuffer] = []
+        self._num_made: Counter[object] = Counter()
+        self._num_users: Counter[object] = Counter()
+
+    def register(self, layout: BufferLayout) -> None:
+        """One more group of this layout will acquire buffers, one at a time and once in a backward pass."""
+        self._num_users[layout.signature] += 1
+
+    def acquire(self, layout: BufferLayout, dtype: torch.dtype) -> StagingBuffer:
+        """A buffer of this layout; its parameters' values are whatever the last user left."""
+        key = (layout.signature, dtype)
+        free = self._free[key]
+        is_idle = bool(free) and free[0].reader is None
+        if is_idle or (free and self._num_made[key] >= min(self._max_buffers, self._num_users[layout.signature])):
+            buffer = free.pop(0)  # released longest ago: its reader is the likeliest to be done
+            if buffer.reader is not None:
+                buffer.reader.drain()
+                buffer.reader = None
+            return buffer
+        flat = self._comm.empty(layout.numel, dtype, self._device)
+        flat.zero_()
+        views = [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in layout.specs]
+        buffer = StagingBuffer(flat, views)
+        self._all.append(buffer)
+        self._num_made[key] += 1
+        return buffer
+
+    def release(self, layout: BufferLayout, buffer: StagingBuffer, reader: Work | None = None) -> None:
+        """Return a buffer; ``reader``: the collective whose source it is."""
+        buffer.reader = reader
+        self._free[layout.signature, buffer.flat.dtype].append(buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, in use or not."""
+        return sum(buffer.flat.nbytes for buffer in self._all)
+
+    def clear(self) -> None:
+        """Free every buffer."""
+        self._free.clear()
+        self._all.clear()
+        self._num_made.clear()

@@ -1,0 +1,164 @@
+"""ZeRO as a table: for each parameter group and each kind of state, where it is stored.
+
+A stage is a way to fill in a row; the engine executes rows (``buffer.redistribute``) and knows no stage. Sources: ZeRO
+(arXiv:1910.02054, sections 5 and 7), MiCS (arXiv:2205.00119), ZeRO++ hpZ (arXiv:2306.10209).
+
+| stage | parameter | gradient between micro-batches | gradient at the step | optimizer state |
+| ----- | --------- | ------------------------------ | -------------------- | --------------- |
+| 0     | Replicate | Partial                        | Replicate            | Replicate       |
+| 1     | Replicate | Partial                        | Shard                | Shard           |
+| 2     | Replicate | Shard                          | Shard                | Shard           |
+| 3     | Shard     | Shard                          | Shard                | Shard           |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.sharding.placement import PARTIAL, REPLICATE, SHARD, Placement, Spread, Tier, moves
+from shoal.text import table as text_table
+
+_STAGES: dict[int, tuple[Spread, Spread, Spread, Spread]] = {
+    0: (REPLICATE, PARTIAL, REPLICATE, REPLICATE),
+    1: (REPLICATE, PARTIAL, SHARD, SHARD),
+    2: (REPLICATE, SHARD, SHARD, SHARD),
+    3: (SHARD, SHARD, SHARD, SHARD),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where the state of one parameter group is stored.
+
+    Raises: PlacementError: no single collective per axis leads from one cell to the next.
+    """
+
+    unit: str
+    parameter: Placement  # between uses; in use it is Replicate
+    gradient: Placement  # as a backward pass gives it: Partial over every axis whose ranks saw other samples
+    gradient_between: Placement  # between micro-batches
+    gradient_at_step: Placement
+    state: Placement  # main parameters and optimizer state
+    has_hpz: bool = False  # a second sharding is kept from forward to backward
+
+    def __post_init__(self) -> None:
+        moves(self.gradient, self.gradient_between)
+        moves(self.gradient_between, self.gradient_at_step)
+        moves(self.parameter, Placement())
+
+    @property
+    def after_step(self) -> str:
+        """The collective that brings the parameters up to date once the optimizer has updated this rank's range."""
+        return "all_gather" if self.state.is_sharded and not self.parameter.is_sharded else "nothing"
+
+    def on(self, parameter: Tier, state: Tier, *, is_gradient_offloaded: bool = False) -> Row:
+        """The same row on other tiers. Parameters that are stored whole are stored on the device.
+
+        Args:
+            is_gradient_offloaded: the CPU optimizer updates: a sharded gradient moves to the host once it is reduced.
+        """
+        gradient = Tier.HOST if is_gradient_offloaded and self.is_gradient_sharded else Tier.DEVICE
+        return replace(
+            self,
+            parameter=self.parameter.on(parameter if self.parameter.is_sharded else Tier.DEVICE),
+            gradient_between=self.gradient_between.on(gradient),
+            gradient_at_step=self.gradient_at_step.on(gradient),
+            state=self.state.on(state),
+        )
+
+    @property
+    def is_gradient_sharded(self) -> bool:
+        """Does each rank keep only its range of the gradient between micro-batches?"""
+        return self.gradient_between.is_sharded
+
+    def cells(self) -> list[str]:
+        """The row as text: one cell for each of ``HEADERS``."""
+        tiers = [placement.tier.value for placement in (self.parameter, self.gradient_between, self.state)]
+        return [
+            self.unit,
+            str(self.parameter) + (" + hpZ" if self.has_hpz else ""),
+            str(self.gradient_between),
+            str(self.gradient_at_step),
+            str(self.state),
+            self.after_step,
+            "/".join(tiers) if len(set(tiers)) > 1 else tiers[0],
+        ]
+
+
+def row_of_stage(
+    stage: int,
+    unit: str,
+    *,
+    shard: str = "dp_shard",
+    replicate: Sequence[str] = (),
+    has_hpz: bool = False,
+    is_persistent: bool = False,
+) -> Row:
+    """The row that a ZeRO stage means for the parameter groups of one unit.
+
+    Args:
+        shard: the axis that shards (``expert_dp`` for experts).
+        replicate: further axes over which the gradient is a sum (hybrid sharding: ``dp_replicate``; norm weights under
+            sequence parallelism: ``tp``; tied weights: ``tied``). They are summed once a step.
+        has_hpz: ZeRO++ hpZ.
+        is_persistent: the parameters are too small to be worth gathering and stay whole, as at stage 2.
+    """
+    if is_persistent and stage == 3:
+        stage = 2
+    parameter, between, at_step, state = _STAGES[stage]
+    others = dict.fromkeys(replicate, PARTIAL)
+    return Row(
+        unit,
+        Placement.of(**{shard: parameter}),
+        Placement.of(**{shard: PARTIAL}, **others),
+        Placement.of(**{shard: between}, **others),
+        Placement.of(**{shard: at_step}),
+        Placement.of(**{shard: state}),
+        has_hpz=has_hpz and stage == 3,
+    )
+
+
+HEADERS = [
+    "unit",
+    "parameter, stored",
+    "gradient between micro-batches",
+    "gradient at the step",
+    "main parameters + optimizer state",
+    "after the step",
+    "tier",
+]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a model. Printed at start-up and saved with every checkpoint."""
+
+    rows: tuple[Row, ...]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Table:
+        """Rows of the same unit that are equal are one."""
+        return cls(tuple(dict.fromkeys(rows)))
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def as_dict(self) -> list[dict[str, str]]:
+        """The table as plain data, for a checkpoint."""
+        return [dict(zip(HEADERS, row.cells(), strict=True)) for row in self.rows]
+
+    def __str__(self) -> str:
+        """Equal rows of consecutive units are one line."""
+        lines: list[tuple[list[str], list[str]]] = []
+        for row in self.rows:
+            unit, *rest = row.cells()
+            if lines and lines[-1][1] == rest:
+                lines[-1][0].append(unit)
+            else:
+                lines.append(([unit], rest))
+        named = [
+            [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest]
+            for units, rest in lines
+        ]
+        return text_table(named, HEADERS)

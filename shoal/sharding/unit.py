@@ -1,0 +1,212 @@
+"""A unit: parameters that are needed together, its three verbs, and the small state machine of its memory.
+
+| state     | memory held                                   | for a shard on a disk                 |
+| --------- | --------------------------------------------- | ------------------------------------- |
+| ON_DISK   |                                               | nothing                               |
+| FETCHING  |                                               | a buffer on the host, not filled yet  |
+| SHARDED   | the shard, on its tier                        | that buffer, filled                   |
+| GATHERING | the shard and the full buffer, not filled yet | the full buffer, not filled yet       |
+| FULL      | the shard and the full buffer                 | the full buffer                       |
+
+A unit whose parameters are stored as Replicate is always FULL. ``gather``, ``release`` and ``reduce`` may be called by
+a hook, by a pipeline schedule or by the user (``GatheredParameters``): pins are counted, and while one is left a unit
+stays gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+import torch
+
+from shoal.comm.protocol import Work
+from shoal.errors import PlacementError
+from shoal.sharding.gradient import GradientBuffer
+from shoal.sharding.param_group import ParameterGroup
+
+
+class UnitState(Enum):
+    ON_DISK = "ON_DISK"
+    FETCHING = "FETCHING"
+    SHARDED = "SHARDED"
+    GATHERING = "GATHERING"
+    FULL = "FULL"
+
+
+_MOVES: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.ON_DISK: frozenset({UnitState.FETCHING}),
+    UnitState.FETCHING: frozenset({UnitState.SHARDED}),
+    UnitState.SHARDED: frozenset({UnitState.GATHERING, UnitState.ON_DISK}),
+    UnitState.GATHERING: frozenset({UnitState.FULL}),
+    UnitState.FULL: frozenset({UnitState.SHARDED}),
+}
+
+
+class Unit:
+    """Parameter groups that are gathered, released and reduced together."""
+
+    def __init__(self, name: str, index: int, groups: Sequence[ParameterGroup]) -> None:
+        self.name = name
+        self.index = index
+        self.groups = list(groups)
+        self.trained = [group for group in self.groups if group.is_trained]
+        self.is_sharded = any(group.buffer.is_sharded for group in self.groups)
+        self.is_on_disk = any(group.buffer.is_on_disk for group in self.groups)
+        self.has_hpz = any(group.row.has_hpz for group in self.groups)
+        self.numel = sum(group.buffer.layout.numel for group in self.groups)
+        self.state = UnitState.FULL
+        self.pin_count = 0  # callers beside the hooks that need it full
+        self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
+        self._works: list[Work] = []
+        self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
+        self.is_reduced = False  # in this backward pass
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {self.state.value})"
+
+    @property
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """All parameters, in the order of the buffers."""
+        return (parameter for group in self.groups for parameter in group.buffer.parameters)
+
+    @property
+    def trained_parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that have gradients, in the order of ``mark_grad``'s index."""
+        return [parameter for group in self.trained for parameter in group.buffer.parameters]
+
+    @property
+    def gradients(self) -> Iterator[GradientBuffer]:
+        return (group.gradient for group in self.trained)
+
+    def _move(self, to: UnitState) -> None:
+        if to not in _MOVES[self.state]:
+            raise PlacementError(
+                f"unit {self.name!r} cannot go from {self.state.value} to {to.value}.",
+                do=f"from {self.state.value} the moves are: {', '.join(sorted(s.value for s in _MOVES[self.state]))}.",
+                code="unit-move",
+            )
+        self.state = to
+
+    # gather and release
+
+    @property
+    def is_released(self) -> bool:
+        """Is it neither gathered nor being gathered?"""
+        return self.state in (UnitState.SHARDED, UnitState.ON_DISK, UnitState.FETCHING)
+
+    def start_fetch(self, *, from_hpz: bool = False) -> None:
+        """Begin to read the shard from its disk. Nothing where it is stored elsewhere. Does not block the host."""
+        if self.state is not UnitState.ON_DISK:
+            return
+        self._move(UnitState.FETCHING)
+        for group in self.groups:
+            group.buffer.start_fetch(from_hpz=from_hpz)
+
+    def can_fetch_ahead(self) -> bool:
+        """Is there room to read the shard ahead of its use?"""
+        return all(group.buffer.can_fetch_ahead() for group in self.groups)
+
+    def start_gather(self, *, from_hpz: bool = False) -> None:
+        """Begin to gather. Nothing when it is gathered or on the way.
+
+        Raises: TierError: the shard could not be read from its disk.
+        Communicates: per sharded group one all-gather, (N - 1) / N of the buffer received per rank.
+        Order: waits for an update of the unit on the host; blocks the host until a shard on a disk has been read.
+        """
+        if not self.is_released:
+            return
+        self.finish_updates()
+        if self.state is not UnitState.SHARDED:
+            self.start_fetch(from_hpz=from_hpz)
+            for group in self.groups:
+                group.buffer.fetch(from_hpz=from_hpz)
+            self._move(UnitState.SHARDED)
+        self._move(UnitState.GATHERING)
+        self._works = [group.buffer.gather(from_hpz=from_hpz) for group in self.groups if group.buffer.is_sharded]
+
+    def finish_updates(self) -> None:
+        """Wait for updates of the groups on the host; work queued on the device afterwards sees their parameters."""
+        for group in self.trained:
+            if group.updates is not None:
+                group.updates.finish(group)
+
+    def gather(self, *, from_hpz: bool = False) -> None:
+        """Make the parameters whole and usable."""
+        if self.state is UnitState.FULL:
+            return
+        self.start_gather(from_hpz=from_hpz)
+        for work in self._works:
+            work.wait()
+        self._works = []
+        for group in self.groups:
+            if group.buffer.is_sharded:
+                group.buffer.attach_views()
+        self._move(UnitState.FULL)
+
+    def release(self, *, keep_user_views: bool = False) -> None:
+        """Free the full buffers, unless the unit is pinned. Communicates nothing.
+
+        Args:
+            keep_user_views: keep the storage alive for views that the user holds.
+        """
+        if not self.is_sharded or self.pin_count or self.is_released:
+            return
+        if self.state is UnitState.GATHERING:
+            self.gather()
+        for group in self.groups:
+            if group.buffer.is_sharded:
+                group.buffer.release(keep_user_views=keep_user_views)
+        self._move(UnitState.SHARDED)
+        if self.is_on_disk:
+            self._move(UnitState.ON_DISK)
+
+    # reduce
+
+    def mark_grad(self, index: int) -> bool:
+        """Parameter ``index`` has its gradient of this pass. Returns: was it the last one that was missing?"""
+        if self._has_grad[index]:
+            return False
+        self._has_grad[index] = 1
+        return self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        """Has every trained parameter its gradient of this pass?"""
+        return all(self._has_grad)
+
+    def start_pass(self) -> None:
+        """A backward pass has ended, or begins: no gradient of it has arrived."""
+        self._has_grad = bytearray(len(self._has_grad))
+        self.is_reduced = False
+
+    def reduces(self, *, at_step: bool) -> bool:
+        """Does a pass reduce the unit? A whole accumulator waits for the last micro-batch before the step."""
+        return at_step or any(not gradient.is_whole for gradient in self.gradients)
+
+    def accumulate(self) -> None:
+        """Keep the gradients of this pass until a later pass, or the step, reduces them. Communicates nothing."""
+        for gradient in self.gradients:
+            gradient.accumulate()
+
+    def reduce(self, *, at_step: bool) -> None:
+        """Start to sum the gradients in ``parameter.grad`` over the ranks; what is missing counts as zeros.
+
+        Called by the backward hooks, by a pipeline schedule or by the user, by every rank in the same order.
+        ``wait_reduced`` completes it.
+
+        Args:
+            at_step: this is the last reduction before the optimizer's step.
+
+        Communicates: per trained group what its row says.
+        """
+        for gradient in self.gradients:
+            gradient.reduce(at_step=at_step)
+        self.is_reduced = True
+
+    def wait_reduced(self, *, at_step: bool) -> None:
+        """Wait for ``reduce``. Gradients that the CPU optimizer needs start to move to the host."""
+        for group in self.trained:
+            group.gradient.wait(at_step=at_step)
+            if group.updates is not None:
+                group.updates.send_gradient(group, at_step=at_step)

@@ -1,0 +1,360 @@
+"""The CPU optimizer: the step on host memory, beside the device's work (ZeRO-Offload).
+
+    device      backward 3 | backward 2 | backward 1 | backward 0 | norm | forward 0 | forward 1 | ...
+    gradients     3 is sent    2 is sent    1 is sent    0 is sent
+    host                    | update 3 | update 2 | update 1 | update 0 |         with ``super_offload``
+                                                                   | update 0 | 1 | 2 | 3 |   without
+    parameters                                                            0 is back   1 is back ...
+
+A group's gradient is copied to the host as soon as it is reduced for the step. Its update runs on one thread of this
+rank's, in the order in which updates are started. Where the parameters are stored as shards, the step does not wait for
+it: ``unit.gather()`` does.
+
+With ``super_offload`` the update begins before the norm over all units, and with it the clipping, is known: with the
+most likely gradient scale. It keeps a copy of what it overwrites. At the step the scale, the gradient, the
+hyperparameters and the ranges are compared with those that were used; where one differs, the old values are restored to
+the bit and the update runs again. So the numbers are always those of an update at the end.
+
+Sources: ZeRO-Offload (arXiv:2101.06840), section 4; SuperOffload (arXiv:2509.21271), speculation and validation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from shoal.device import Device, host_empty, is_fake
+from shoal.memory.stream_copies import CopyDone, copies_of
+from shoal.optim.host import HostStep
+from shoal.optim.host_rules import Rule, RuleName, kind_of
+from shoal.sharding.param_group import ParameterGroup, ParameterRange
+
+
+@dataclass(eq=False)
+class _RangeUpdate:
+    """The update of one range, with everything that it reads."""
+
+    range: ParameterRange
+    rule: Rule
+    hyper: dict[str, Any]
+    state: dict[str, Any]  # the optimizer's, of the range
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the update changes: the main parameters, then the states in the rule's order."""
+        return [self.range.param.detach(), *(self.state[name] for name in self.rule.state_names)]
+
+
+@dataclass(eq=False)
+class _Update:
+    """One group's update, under way or done."""
+
+    ranges: list[_RangeUpdate]
+    gradient_scale: float
+    version: tuple[int, int]  # of the gradient
+    work: Future[None]
+    is_ahead: bool  # the step has not confirmed it yet
+    is_sent_back: bool  # the parameters are rounded into a buffer first
+
+
+@dataclass(eq=False)
+class _Transfer:
+    """The host copies of one group."""
+
+    gradient: torch.Tensor | None = None  # [owned numel]
+    is_only_copy: bool = False  # the device keeps no gradient; the ledger counts this one as the gradient
+    parameters: torch.Tensor | None = None  # [owned numel]: rounded, on their way back
+    undo: list[torch.Tensor] = field(default_factory=list)  # [owned numel] each: main parameters and states before
+    arrival: CopyDone | None = None  # of ``gradient``
+    version: tuple[int, int] | None = None  # of what ``gradient`` holds
+    update: _Update | None = None
+
+
+class CpuOptimizer:
+    """Sends gradients to the host, updates there, sends parameters back. One per engine.
+
+    Args:
+        optimizer: its rule and hyperparameters.
+        device: that computes forward and backward.
+        is_ahead: updates begin in the backward pass (``super_offload``).
+        step: does the arithmetic. Closed with this.
+        is_pinned: page-lock what is copied.
+
+    Memory, on the host: per group its gradient and its rounded parameters; with ``is_ahead`` also main parameters and
+    optimizer state a second time.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device: Device,
+        *,
+        is_ahead: bool,
+        step: HostStep,
+        is_pinned: bool = True,
+    ) -> None:
+        self.is_ahead = is_ahead
+        self.kind: RuleName | None = kind_of(optimizer)
+        self.gradient_scale = 1.0  # the likely one of this backward pass; set when it begins
+        self.is_likely = True  # did the last step use the likely scale?
+        self.num_ahead = 0  # updates that ran in the backward pass and were right
+        self.num_undone = 0  # those that were not
+        self.update_seconds = 0.0  # that updates took on the host
+        self.waited_seconds = 0.0  # that this rank waited for updates
+        self._optimizer = optimizer
+        self._copies = copies_of(device.torch_device)
+        self._step = step
+        self._is_pinned = is_pinned
+        self._thread: ThreadPoolExecutor | None = None
+        self._transfers: dict[ParameterGroup, _Transfer] = {}
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes on their way between device and host, and of what can be restored."""
+        held = [t for transfer in self._transfers.values() for t in (transfer.parameters, *transfer.undo)]
+        held += [transfer.gradient for transfer in self._transfers.values() if not transfer.is_only_copy]
+        return sum(tensor.nbytes for tensor in held if tensor is not None) + self._step.scratch_nbytes
+
+    def _transfer(self, group: ParameterGroup) -> _Transfer:
+        return self._transfers.setdefault(group, _Transfer())
+
+    # gradients
+
+    def send_gradient(self, group: ParameterGroup, *, at_step: bool) -> None:
+        """In the backward pass: the group's gradient was reduced. Start to copy it, and the update with super_offload.
+
+        Args:
+            at_step: it is the gradient for the step; else one micro-batch of several was added.
+        """
+        gradient = group.gradient
+        if not (at_step or gradient.is_offloaded):
+            return
+        self.send(group)
+        if at_step:
+            group.wait_for_readers()
+            self._start_ahead(group)
+        if gradient.is_offloaded:
+            gradient.offload(partial(self.gradient, group), is_for_step=at_step)
+
+    def send(self, group: ParameterGroup) -> None:
+        """Start to copy a group's reduced gradient to the host, unless it is there. Does not block the host."""
+        transfer = self._transfer(group)
+        if transfer.version == group.gradient.version and transfer.gradient is not None:
+            return
+        gradient = group.gradient.owned()
+        version = group.gradient.version
+        transfer.is_only_copy = group.gradient.is_offloaded
+        self.synchronize(group)  # an update still reads the last step's gradient
+        if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
+            transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
+        transfer.arrival = self._copy(gradient, transfer.gradient, is_source_freed=group.gradient.is_offloaded)
+        transfer.version = version
+
+    def gradient(self, group: ParameterGroup) -> torch.Tensor:
+        """A group's gradient on the host. Order: blocks the host until it is there. Shape: [owned numel]."""
+        transfer = self._transfer(group)
+        assert transfer.gradient is not None and transfer.arrival is not None
+        transfer.arrival.block()
+        return transfer.gradient
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
+        if self._copies is None or is_fake(source):
+            target.copy_(source, non_blocking=True)
+            return CopyDone()
+        return self._copies.copy(source, target, is_source_freed=is_source_freed)
+
+    # updates
+
+    def _start_ahead(self, group: ParameterGroup) -> None:
+        """In the backward pass: update a group whose gradient has been sent, with the likely gradient scale."""
+        transfer = self._transfer(group)
+        is_known = all(group.gradient.has_grad)  # else only all ranks together know which parameters are left alone
+        if not self.is_ahead or not self.is_likely or not is_known or transfer.update is not None:
+            return
+        if group.disk is not None or not group.has_own_main:  # else it would change parameters that are in use
+            return
+        ranges = self._range_updates(group, group.ranges)
+        if ranges is None:
+            return
+        tensors = ranges[0].tensors if ranges else []
+        if len(transfer.undo) != len(tensors):
+            transfer.undo = [
+                host_empty(group.main.numel(), torch.float32, group.main.device, is_pinned=False) for _ in tensors
+            ]
+        transfer.update = self._submit(group, ranges, self.gradient_scale, is_ahead=True)
+
+    def start(self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float) -> bool:
+        """At the step: update these ranges of a group whose gradient has been sent. Does not block the host.
+
+        Returns: False where the optimizer has to do it itself: a rule that is not known, state that its first step
+            makes, or a dry run.
+        """
+        transfer = self._transfer(group)
+        ahead = transfer.update
+        if ahead is not None and self._is_right(group, ahead, ranges, gradient_scale):
+            ahead.is_ahead = False
+            self.num_ahead += 1
+            _count(ahead.ranges)
+            return True
+        self._undo(group)
+        updates = self._range_updates(group, ranges)
+        if updates is None:
+            return False
+        if updates:
+            transfer.update = self._submit(group, updates, gradient_scale, is_ahead=False)
+            _count(updates)
+        return True
+
+    def _is_right(
+        self, group: ParameterGroup, ahead: _Update, ranges: Sequence[ParameterRange], gradient_scale: float
+    ) -> bool:
+        if ahead.gradient_scale != gradient_scale or ahead.version != group.gradient.version:
+            return False
+        if [update.range for update in ahead.ranges] != list(ranges):
+            return False
+        return all(update.rule == self._rule(update.range, update.state) for update in ahead.ranges)
+
+    def _undo(self, group: ParameterGroup) -> None:
+        """Restore what an update that ran ahead of the step has changed. Nothing where there is none."""
+        transfer = self._transfers.get(group)
+        if transfer is None or transfer.update is None or not transfer.update.is_ahead:
+            return
+        update = self._done(transfer)
+        self.num_undone += 1
+        with torch.no_grad():
+            for part in update.ranges:
+                for old, value in zip(transfer.undo, part.tensors, strict=True):
+                    value.copy_(old[part.range.start : part.range.stop])
+
+    def _range_updates(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> list[_RangeUpdate] | None:
+        if self.kind is None or group.main.dtype != torch.float32 or is_fake(group.main):
+            return None
+        updates = []
+        for part in ranges:
+            state = self._optimizer.state.get(part.param, {})
+            rule = self._rule(part, state)
+            states = [state.get(name) for name in rule.state_names]
+            if not all(isinstance(value, torch.Tensor) and value.dtype == torch.float32 for value in states):
+                return None
+            hyper = {k: v for k, v in self._optimizer.param_groups[part.group].items() if k != "params"}
+            updates.append(_RangeUpdate(part, rule, hyper, state))
+        return updates
+
+    def _rule(self, part: ParameterRange, state: Mapping[str, Any]) -> Rule:
+        assert self.kind is not None
+        # SGD counts no steps: its first one is the one that makes its momentum, and is not done here.
+        number = float(state["step"]) + 1 if "step" in state else 2.0
+        return Rule.of(self.kind, self._optimizer.param_groups[part.group], number)
+
+    def _submit(
+        self, group: ParameterGroup, updates: list[_RangeUpdate], gradient_scale: float, *, is_ahead: bool
+    ) -> _Update:
+        transfer, version = self._transfer(group), group.gradient.version
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-cpu-optimizer")
+        is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_shard_offloaded)
+        target = self.rounded(group) if is_sent_back else group.buffer.shard if group.has_own_main else None
+        gradient, arrival = transfer.gradient, transfer.arrival
+        undo = transfer.undo if is_ahead else None
+        assert gradient is not None and arrival is not None
+
+        def run() -> None:
+            arrival.block()
+            begin = time.perf_counter()
+            for update in updates:
+                low, high = update.range.start, update.range.stop
+                self._step.start(
+                    update.rule.kind,
+                    update.range.param,
+                    update.state,
+                    gradient[low:high],
+                    None if target is None else target[low:high],
+                    update.hyper,
+                    step=update.rule.step,
+                    gradient_scale=gradient_scale,
+                    undo=None if undo is None else [old[low:high] for old in undo],
+                ).wait()
+            self.update_seconds += time.perf_counter() - begin
+
+        return _Update(updates, gradient_scale, version, self._thread.submit(run), is_ahead, is_sent_back)
+
+    def rounded(self, group: ParameterGroup) -> torch.Tensor:
+        """Host memory for the rounded parameters. Shape: [owned numel]."""
+        transfer = self._transfer(group)
+        if transfer.parameters is None:
+            buffer = group.buffer
+            transfer.parameters = host_empty(
+                group.owned_numel, buffer.dtype, buffer.full.device, is_pinned=self._is_pinned
+            )
+        return transfer.parameters
+
+    # parameters
+
+    def finish(self, group: ParameterGroup) -> None:
+        """Wait for a group's update, and start to send its parameters back. Nothing where there is none.
+
+        Order: work queued on the device afterwards sees them. Raises: what the update raised.
+        """
+        transfer = self._transfers.get(group)
+        if transfer is None or transfer.update is None or transfer.update.is_ahead:
+            return
+        update = self._done(transfer)
+        if update.is_sent_back:
+            self.send_back(group, [part.range for part in update.ranges])
+
+    def send_back(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> None:
+        """Start to copy ``rounded`` to where the parameters are stored."""
+        if not ranges:
+            return
+        rounded, parameters = self.rounded(group), group.buffer.owned_parameters
+        low, high = min(part.start for part in ranges), max(part.stop for part in ranges)
+        if high - low == sum(part.stop - part.start for part in ranges):
+            extents = [(low, high)]
+        else:
+            extents = [(part.start, part.stop) for part in ranges]
+        with torch.no_grad():
+            for start, stop in extents:
+                done = self._copy(rounded[start:stop], parameters[start:stop])
+        done.wait()
+
+    def synchronize(self, group: ParameterGroup) -> None:
+        """Wait for a group's update, and undo one that ran ahead of the step."""
+        self._undo(group)
+        self.finish(group)
+
+    def _done(self, transfer: _Transfer) -> _Update:
+        """Wait for an update. One that failed stays, and fails every waiter: its group is half updated."""
+        update = transfer.update
+        assert update is not None
+        begin = time.perf_counter()
+        update.work.result()
+        self.waited_seconds += time.perf_counter() - begin
+        transfer.update = None
+        return update
+
+    def drop_gradient(self, group: ParameterGroup) -> None:
+        """This step's gradient is of no use any more; undo an update that ran ahead and was not confirmed."""
+        self._undo(group)
+        transfer = self._transfers.get(group)
+        if transfer is not None:
+            transfer.version = None
+
+    def close(self) -> None:
+        """End the thread, after the updates that were started; free the memory."""
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
+        self._step.close()
+        self._transfers.clear()
+
+
+def _count(updates: Sequence[_RangeUpdate]) -> None:
+    for update in updates:
+        if "step" in update.state:
+            update.state["step"] += 1

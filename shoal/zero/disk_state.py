@@ -1,0 +1,229 @@
+"""Optimizer state on a disk: fetched for a group's update, stored after it, while the next group's is being read.
+
+    step     | group 0    | group 1    | group 2    |
+    reads    | 1 ...      | 2 ...      |            |
+    updates  | 0          | 1          | 2          |
+    writes   |            | 0 ...      | 1 ...      | 2 ...
+
+Between its updates a group's main parameters and optimizer state are placeholders: they show their true size and read
+as NaN. Other callers keep them in memory with ``resident``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from shoal.memory.aligned import PAGE, round_up
+from shoal.memory.disk_store import DiskBuffer, DiskStore
+from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer, placeholder
+
+MAIN = "master"
+_AHEAD = 1  # groups whose state is read before their turn
+
+Field = tuple[str, torch.dtype]
+
+
+@dataclass(eq=False)
+class _Stored:
+    """The state of one group: its fields one after the other in one disk buffer."""
+
+    disk: DiskBuffer
+    fields: tuple[Field, ...] = ()
+
+
+class DiskOptimizerState:
+    """The optimizer state of one rank's groups, on a disk.
+
+    Main parameters are stored as their buffer is built (``add``), so that memory never holds all of them; the groups
+    come with ``bind``, and their optimizer state group by group in the first step.
+
+    Memory: on the host at most three groups' state: the one that is updated, the next and the last (one more while
+    it is written).
+    """
+
+    def __init__(self, store: DiskStore) -> None:
+        self._store = store
+        self._groups: list[ParameterGroup] = []
+        self._index: dict[ParameterGroup, int] = {}
+        self._stored: dict[int, _Stored] = {}  # by id of the parameter buffer
+        self._visited: ParameterGroup | None = None
+
+    @torch.no_grad()
+    def add(self, buffer: ParameterBuffer, source: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Begin to store main parameters. Returns: their placeholder. Raises: OutOfMemoryError, TierError."""
+        fields = ((MAIN, dtype),)
+        stored = _Stored(self._store.allocate(buffer.label, _nbytes(source.numel(), fields)), fields)
+        assert stored.disk.memory is not None
+        _views(source.numel(), fields, stored.disk.memory)[MAIN].copy_(source)
+        self._store.store(stored.disk)
+        self._stored[id(buffer)] = stored
+        return placeholder((source.numel(),), dtype, torch.device("cpu"))
+
+    def bind(self, groups: Sequence[ParameterGroup]) -> None:
+        """From now on the state of these groups is stored here. They are updated in this order."""
+        self._groups = list(groups)
+        self._index = {group: index for index, group in enumerate(self._groups)}
+        for group in self._groups:
+            self._stored.setdefault(id(group.buffer), _Stored(DiskBuffer(group.label, is_resident=True)))
+            group.disk = self
+        self._store.synchronize()
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of memory, in use or kept."""
+        return self._store.host_nbytes
+
+    def _stored_of(self, group: ParameterGroup) -> _Stored:
+        return self._stored[id(group.buffer)]
+
+    # one group
+
+    def start_fetch(self, group: ParameterGroup) -> None:
+        """Begin to read a group's state. Does not block the host."""
+        self._store.start_fetch(self._stored_of(group).disk)
+
+    def fetch(self, group: ParameterGroup, *, reads_ahead: bool = False) -> None:
+        """Read a group's state into memory, and (in a step) begin to read the next one's.
+
+        Raises: TierError: it could not be read.
+        """
+        stored = self._stored_of(group)
+        if self._store.fetch(stored.disk) and stored.disk.memory is not None:
+            self._point(group, _views(group.owned_numel, stored.fields, stored.disk.memory))
+        if reads_ahead:
+            following = self._index[group] + 1
+            for later in self._groups[following : following + _AHEAD]:
+                self.start_fetch(later)
+
+    def store(self, group: ParameterGroup) -> None:
+        """Begin to store a group's state; placeholders are left in memory.
+
+        Raises: TierError: an earlier group's could not be stored.
+        """
+        stored = self._stored_of(group)
+        if not stored.disk.is_resident or stored.disk.pin_count:
+            return
+        old = self._resize(group, stored)
+        if stored.disk.extent is not None and stored.disk.memory is not None:
+            self._copy_into(group, stored)
+            cpu = torch.device("cpu")
+            self._point(group, {key: placeholder((group.owned_numel,), dtype, cpu) for key, dtype in stored.fields})
+        if old is not None:
+            self._store.release_memory(old)
+        self._store.store(stored.disk)
+
+    @contextmanager
+    def resident(self, group: ParameterGroup) -> Iterator[None]:
+        """Keep a group's state in memory inside the block; changes are stored."""
+        disk = self._stored_of(group).disk
+        self.fetch(group)
+        disk.pin_count += 1
+        try:
+            yield
+        finally:
+            disk.pin_count -= 1
+            self.store(group)
+
+    def visit(self, group: ParameterGroup) -> None:
+        """As ``resident``, until another group is visited or ``leave()`` is called."""
+        if self._visited is not group:
+            self.leave()
+            self.fetch(group)
+            self._stored_of(group).disk.pin_count += 1
+            self._visited = group
+
+    def leave(self) -> None:
+        """Store the group that is visited."""
+        if self._visited is not None:
+            group, self._visited = self._visited, None
+            self._stored_of(group).disk.pin_count -= 1
+            self.store(group)
+
+    def close(self) -> None:
+        """Remove the files: the state is gone."""
+        self._visited = None
+        self._groups.clear()
+        self._stored.clear()
+        self._store.close()
+
+    # values
+
+    def _fields_of(self, group: ParameterGroup) -> tuple[Field, ...]:
+        fields: dict[str, torch.dtype] = {MAIN: group.main.dtype} if group.has_own_main else {}
+        for part in group.ranges:
+            for key, value in group.state_of(part).items():
+                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == part.param.numel():
+                    fields.setdefault(key, value.dtype)
+        return tuple(fields.items())
+
+    def _resize(self, group: ParameterGroup, stored: _Stored) -> torch.Tensor | None:
+        """Fit the disk buffer to the state: the first step makes optimizer state, a load may change it.
+
+        Returns: the memory in which the values still lie, where that is other memory now.
+        """
+        fields = self._fields_of(group)
+        nbytes = _nbytes(group.owned_numel, fields)
+        if not nbytes or (fields == stored.fields and stored.disk.memory is not None):
+            return None
+        stored.fields = fields
+        return self._store.resize(stored.disk, nbytes)
+
+    def _copy_into(self, group: ParameterGroup, stored: _Stored) -> None:
+        assert stored.disk.memory is not None
+        views = _views(group.owned_numel, stored.fields, stored.disk.memory)
+        if MAIN in views and views[MAIN].data_ptr() != group.main.data_ptr():
+            views[MAIN].copy_(group.main)
+        for part in group.ranges:
+            for key, value in group.state_of(part).items():
+                if key in views and isinstance(value, torch.Tensor) and value.dim() == 1:
+                    target = views[key][part.start : part.stop]
+                    if target.data_ptr() != value.data_ptr():
+                        target.copy_(value)
+
+    def _point(self, group: ParameterGroup, flats: dict[str, torch.Tensor]) -> None:
+        if MAIN in flats:
+            group.main = flats[MAIN]
+        for part in group.ranges:
+            if MAIN in flats:
+                part.param.data = group.main[part.start : part.stop]
+            assert group.optimizer is not None
+            state = group.optimizer.state.get(part.param, {})
+            for key, value in list(state.items()):
+                if key in flats and isinstance(value, torch.Tensor) and value.dim() == 1:
+                    state[key] = flats[key][part.start : part.stop]
+
+
+@dataclass
+class Disks:
+    """What one rank stores on disks."""
+
+    parameters: DiskStore | None = None
+    state: DiskOptimizerState | None = None
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of memory, in use or kept."""
+        return sum(store.host_nbytes for store in (self.parameters, self.state) if store is not None)
+
+    def close(self) -> None:
+        """Remove the files. Idempotent."""
+        for store in (self.parameters, self.state):
+            if store is not None:
+                store.close()
+
+
+def _nbytes(numel: int, fields: Sequence[Field]) -> int:
+    return sum(round_up(numel * dtype.itemsize, PAGE) for _, dtype in fields)
+
+
+def _views(numel: int, fields: Sequence[Field], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    views, at = {}, 0
+    for key, dtype in fields:
+        views[key] = memory[at : at + numel * dtype.itemsize].view(dtype)
+        at += round_up(numel * dtype.itemsize, PAGE)
+    return views

@@ -1,0 +1,75 @@
+"""Imports the optimizer state that a client optimizer has when it is passed to ``initialize``.
+
+The state is of earlier steps, or its constructor made it (torch's Adagrad). Each parameter's part is copied to the
+ranges that hold it, in the main parameters' dtype, and the whole is freed on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.optim.elementwise import KNOWN, settings_of
+from shoal.sharding.param_group import ParameterGroup
+from shoal.zero.step import ShardedStep
+
+_OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
+
+
+def import_state(step: ShardedStep) -> None:
+    """Move the state of the user's parameters to the ranges. Every rank calls with the same state.
+
+    Optimizers that need whole parameters (LAMB, Muon) begin anew. Communicates nothing.
+    """
+    optimizer = step.optimizer
+    if step.is_whole_tensor or not optimizer.state:
+        return
+    for group in step.groups:
+        parameters = group.buffer.parameters
+        held = [dict(optimizer.state.pop(parameter, {})) for parameter in parameters]
+        if not any(held):
+            continue
+        ranges = [
+            {key: value for key, value in own.items() if _is_elementwise(key, value, parameter)}
+            for own, parameter in zip(held, parameters, strict=True)
+        ]
+        scalars = [
+            {key: value for key, value in own.items() if key not in wide}
+            for own, wide in zip(held, ranges, strict=True)
+        ]
+        dtypes = [
+            {key: group.main.dtype if value.dtype == parameter.dtype else value.dtype for key, value in wide.items()}
+            for wide, parameter in zip(ranges, parameters, strict=True)
+        ]
+        step.allocate_state(group, scalars, dtypes)
+        for slot, wide in enumerate(ranges):
+            _fill(step, group, slot, wide)
+
+
+@torch.no_grad()
+def _fill(step: ShardedStep, group: ParameterGroup, slot: int, wide: dict[str, torch.Tensor]) -> None:
+    for part, segment in group.ranges_of(slot):
+        held = step.optimizer.state[part.param]
+        for key, value in wide.items():
+            target = held[key][segment.start : segment.stop]
+            if value.is_meta:
+                target.fill_(_first_value(step.optimizer, part.group, key))
+            else:
+                target.copy_(value.reshape(-1)[segment.offset : segment.offset + target.numel()])
+
+
+def _is_elementwise(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Has it one number for each of the parameter's? Of a 0-d one only the name tells."""
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    return value.dim() > 0 or key not in _OF_A_PARAMETER
+
+
+def _first_value(optimizer: torch.optim.Optimizer, group: int, key: str) -> float:
+    """What the constructor puts into each element of a state."""
+    kind = next((base for base in type(optimizer).__mro__ if base in KNOWN), type(optimizer))
+    settings = settings_of(kind, optimizer.param_groups[group])
+    probe = nn.Parameter(torch.zeros(1))
+    return float(kind([probe], **settings).state[probe][key])

@@ -1,0 +1,101 @@
+"""The order in which units are used: recorded in one pass, followed in the next to gather ahead.
+
+When a pass departs from the recorded order it goes on without prefetch, the departure is counted and the order is
+recorded anew: nothing is wrong, only slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.sharding.unit import Unit
+
+
+class UnitOrder:
+    """One recorded order per kind of pass (training, evaluation).
+
+    Args:
+        prefetch_numel: gather ahead at most this many elements, or one unit; 0: nothing.
+        max_live_numel: gather ahead only while fewer elements than this are gathered.
+    """
+
+    def __init__(self, *, prefetch_numel: int, max_live_numel: int) -> None:
+        self.departures = 0
+        self._prefetch_numel = prefetch_numel
+        self._max_live_numel = max_live_numel
+        self._recorded: dict[str, list[tuple[Unit, bool]]] = {}  # with: was it in backward?
+        self._visited: list[tuple[Unit, bool]] = []
+        self._key = ""
+        self._is_following = False
+
+    def start(self, key: str) -> None:
+        """A pass begins."""
+        self.end()
+        self._key = key
+        self._visited = []
+        self._is_following = key in self._recorded
+
+    def end(self) -> None:
+        """The pass is over: keep its order, unless it followed the recorded one."""
+        if self._visited and not (self._is_following and len(self._visited) <= len(self._recorded[self._key])):
+            self._recorded[self._key] = self._visited
+        self._visited = []
+
+    @property
+    def is_known(self) -> bool:
+        """Has any pass been recorded, or is one being recorded?"""
+        return bool(self._recorded or self._visited)
+
+    def forget(self) -> None:
+        """Begin anew: the next pass gathers nothing ahead, and is recorded."""
+        self._recorded.clear()
+        self._visited = []
+        self._is_following = False
+
+    def visit(self, unit: Unit, *, in_backward: bool) -> None:
+        """A unit is about to be used."""
+        position = len(self._visited)
+        self._visited.append((unit, in_backward))
+        if self._is_following:
+            order = self._recorded[self._key]
+            if position >= len(order) or order[position][0] is not unit:
+                self._is_following = False
+                self.departures += 1
+
+    def ahead(self, live_numel: int) -> list[Unit]:
+        """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
+
+        Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be
+        released.
+        """
+        if not self._is_following or not self._prefetch_numel:
+            return []
+        chosen: list[Unit] = []
+        numel = 0
+        for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
+            if in_backward != self._visited[-1][1]:
+                break
+            if live_numel + numel + unit.numel > self._max_live_numel:
+                break
+            if chosen and numel + unit.numel > self._prefetch_numel:
+                break
+            if unit.is_released and unit not in chosen:
+                chosen.append(unit)
+                numel += unit.numel
+        return chosen
+
+    def upcoming(self) -> Iterator[tuple[Unit, bool]]:
+        """The units that come next and whether in backward, up to the pass's end: to be read from a disk ahead."""
+        if self._is_following:
+            yield from self._recorded[self._key][len(self._visited) :]
+
+    def reuse_distance(self, unit: Unit) -> int | None:
+        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown."""
+        if not self._is_following:
+            return None
+        numel = 0
+        for later, _ in self._recorded[self._key][len(self._visited) :]:
+            if later is unit:
+                return numel
+            numel += later.numel
+        return None

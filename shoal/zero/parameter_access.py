@@ -1,0 +1,101 @@
+"""Sees a parameter enter a torch function, before the function reads it.
+
+A tied head that computes ``x @ embedding.weight.T`` reads a parameter of another unit, which is sharded then. In the
+first passes such an access gathers that unit, and the unit that runs records it, so later passes gather both. Under
+``zero.Init`` an access gathers a parameter that is sharded already.
+Source: in DeepSpeed, ``register_external_parameter`` serves the same need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from shoal.sharding.unit import Unit
+
+_SLOTS = vars(torch._C.TensorBase)
+_READS_NO_VALUE = {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.register_hook,
+    torch.Tensor.requires_grad_,
+    _SLOTS["requires_grad"].__set__,
+    *(
+        _SLOTS[name].__get__
+        for name in ("shape", "dtype", "device", "ndim", "grad", "requires_grad", "is_leaf", "is_meta")
+    ),
+}
+_DATA_ACCESS = frozenset({_SLOTS["data"].__get__, _SLOTS["data"].__set__})  # ``parameter.data``, read or assigned
+
+
+class ParameterAccessMode(TorchFunctionMode):
+    """While active, ``on_access`` is called with each parameter whose value a torch function is about to read or write.
+
+    Args:
+        leave_out: more functions that count as reading no value.
+    """
+
+    def __init__(self, on_access: Callable[[nn.Parameter], None], leave_out: Collection[object] = ()) -> None:
+        super().__init__()
+        self._on_access = on_access
+        self._leave_out = _READS_NO_VALUE.union(leave_out)
+        self.is_on = True
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_on and not torch.compiler.is_compiling() and func not in self._leave_out:
+            for value in (*args, *kwargs.values()):
+                for item in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(item, nn.Parameter):
+                        self._on_access(item)
+        return func(*args, **kwargs)
+
+
+def gather_on_access(unit_of: dict[int, Unit], on_access: Callable[[Unit], None]) -> ParameterAccessMode:
+    """While active, ``on_access`` is called with the unit of a sharded parameter that is about to be read.
+
+    Args:
+        unit_of: unit by ``id`` of a parameter.
+    """
+
+    def find(parameter: nn.Parameter) -> None:
+        unit = unit_of.get(id(parameter))
+        if unit is not None and unit.is_released:
+            on_access(unit)
+
+    return ParameterAccessMode(find, leave_out=_DATA_ACCESS)
+
+
+@contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Inside the block, compiled modules of ``model`` run uncompiled.
+
+    A compiled graph reads parameters without calling the mode, and a graph traced under a mode cannot run without it.
+    """
+    modules = list(model.modules())
+    wrapped = [(m, inner) for m in modules if isinstance(inner := getattr(m, "_orig_mod", None), nn.Module)]
+    in_place = [m for m in modules if m._compiled_call_impl is not None]
+    forwards = [module.forward for module, _ in wrapped]
+    calls = [module._compiled_call_impl for module in in_place]
+    for module, inner in wrapped:
+        module.forward = inner.__call__
+    for module in in_place:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for (module, _), forward in zip(wrapped, forwards, strict=True):
+            module.forward = forward
+        for module, call in zip(in_place, calls, strict=True):
+            module._compiled_call_impl = call

@@ -1,0 +1,129 @@
+"""What all ranks synchronize before a step: norm, overflow, late gradients, and which parameters have a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shoal.comm.protocol import Communicator
+from shoal.device import read_vector
+from shoal.errors import ModelError
+from shoal.sharding.param_group import ParameterGroup
+from shoal.zero.reducer import Reducer
+from shoal.zero.settings import Axes
+from shoal.zero.step import HasGrad
+
+
+@dataclass(frozen=True)
+class GlobalStatus:
+    """The same on every rank.
+
+    Args:
+        norm: of the reduced gradients as they lie in memory (loss scale and accumulation included).
+        has_grad: by parameter group, one byte per parameter: did a gradient arrive on some rank?
+        bad_loss_ranks: ranks whose loss is not finite.
+        bad_gradient_ranks: ranks whose range of the gradient is not finite.
+    """
+
+    norm: float
+    has_grad: HasGrad
+    bad_loss_ranks: tuple[int, ...]
+    bad_gradient_ranks: tuple[int, ...]
+
+    @property
+    def is_finite(self) -> bool:
+        """Are all losses and gradients finite? A loss may be NaN though its gradient is not."""
+        return math.isfinite(self.norm) and not self.bad_loss_ranks
+
+
+def synchronize_status(
+    groups: Sequence[ParameterGroup], reducer: Reducer, axes: Axes, device: torch.device, *, is_loss_finite: bool
+) -> GlobalStatus:
+    """Exchange the status of the step.
+
+    Communicates: one exchange of 4 numbers over all ranks; two more of a few bytes when some parameter has no
+    gradient, or when one arrived late.
+    Order: blocks the host until the gradients are reduced.
+    """
+    is_late = [any(gradient.has_unreduced() for gradient in unit.gradients) for unit in reducer.units]
+    is_missing = any(is_late) or not all(all(group.gradient.has_grad) for group in groups)
+    flags = [float(is_missing), float(any(is_late)), float(not is_loss_finite)]
+    rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *flags], device)
+    if any(row[2] for row in rows):
+        late = _exchange(axes.world, [float(flag) for flag in is_late], device)
+        reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
+        rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *rows[axes.world.rank][1:]], device)
+    has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
+    if any(row[1] for row in rows):
+        has_grad = _union(groups, axes.world, device)
+    total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
+    return GlobalStatus(
+        norm=math.sqrt(total) if math.isfinite(total) else math.nan,
+        has_grad=has_grad,
+        bad_loss_ranks=tuple(index for index, row in enumerate(rows) if row[3]),
+        bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
+    )
+
+
+def _sum_of_squares(groups: Sequence[ParameterGroup], axes: Axes, device: torch.device) -> torch.Tensor:
+    """Of the ranges that this rank owns: it has coordinate 0 on every axis over which a range is replicated."""
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    if axes.replicate is not None and axes.replicate.rank:
+        groups = [group for group in groups if not group.row.state.is_sharded]
+    return torch.stack([group.gradient.norm_squared().to(torch.float64) for group in groups] or [zero]).sum()
+
+
+def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device: torch.device) -> list[list[float]]:
+    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64).to(device) for value in values])
+    numbers = read_vector(comm.exchange(vector, label="step").wait().reshape(-1), when_fake=0.0)
+    width = len(values)
+    return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]
+
+
+def _union(groups: Sequence[ParameterGroup], comm: Communicator, device: torch.device) -> dict[ParameterGroup, bytes]:
+    mine = torch.tensor([float(flag) for group in groups for flag in group.gradient.has_grad], device=device)
+    anywhere = comm.exchange(mine, label="which parameters have a gradient").wait().amax(dim=0)
+    flags = bytes(int(value) for value in read_vector(anywhere, when_fake=1.0))
+    found, start = {}, 0
+    for group in groups:
+        found[group] = flags[start : start + len(group.gradient.has_grad)]
+        start += len(found[group])
+    return found
+
+
+def first_bad_parameter(groups: Sequence[ParameterGroup]) -> str | None:
+    """The name of the first parameter in this rank's ranges whose reduced gradient is not finite."""
+    for group in groups:
+        owned, buffer = group.gradient.owned(), group.buffer
+        if bool(torch.isfinite(owned).all()):
+            continue
+        for segment in buffer.layout.segments_in(buffer.begin, buffer.end):
+            if not bool(torch.isfinite(owned[segment.start : segment.stop]).all()):
+                return buffer.layout.specs[segment.slot].name
+    return None
+
+
+class UnusedParametersError(ModelError, AssertionError):
+    """Parameters without a gradient where the config refuses them. DeepSpeed asserts it, so an AssertionError too."""
+
+    code = "unused-parameters"
+
+
+def refuse_unused(status: GlobalStatus, step: int) -> None:
+    """Raises: UnusedParametersError: some have no gradient on any rank (``ignore_unused_parameters: false``)."""
+    unused = [
+        group.buffer.layout.specs[slot].name
+        for group, flags in status.has_grad.items()
+        for slot, has_grad in enumerate(flags)
+        if not has_grad
+    ]
+    if unused:
+        raise UnusedParametersError(
+            f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
+            f"{' ...' if len(unused) > 8 else ''}.",
+            where=f"step {step}, zero_optimization.ignore_unused_parameters = false",
+            do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
+        )

@@ -1,0 +1,226 @@
+"""What is asked of NCCL: the reduction of each sum, the kernels after it, and the groups. No GPU is needed."""
+
+from __future__ import annotations
+
+import doctest
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shoal.comm.nccl as nccl
+from shoal.comm.failure import FirstError
+from shoal.comm.nccl import NcclCommunicator, NcclWork, split_scale
+from shoal.comm.torch_dist import ProcessTransport
+from shoal.errors import RankFailedError
+
+SIZE = 4
+
+
+class FakeWork:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Every call of torch.distributed, with its reduction as text. Nothing is moved."""
+    found: list[tuple[str, Any]] = []
+
+    def record(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> FakeWork:
+            assert kwargs.get("group") == "group"
+            operations = [arg for arg in args if isinstance(arg, tuple | dist.ReduceOp.RedOpType | dist.ReduceOp)]
+            found.append((name, operations[0] if operations else None))
+            return FakeWork()
+
+        return call
+
+    monkeypatch.setattr(nccl, "_all_gather", record("all_gather"))
+    monkeypatch.setattr(nccl, "_reduce_scatter", record("reduce_scatter"))
+    monkeypatch.setattr(nccl, "_premul_sum", lambda factor: ("premul", factor))
+    for name in ("all_reduce", "broadcast", "all_to_all_single", "isend", "irecv"):
+        monkeypatch.setattr(dist, name, record(name))
+    return found
+
+
+def communicator(first_error: FirstError | None = None) -> NcclCommunicator:
+    host: Any = SimpleNamespace(rank=1, size=SIZE, scratch_nbytes=0, close=lambda: None)
+    group: Any = "group"
+    failures: Any = SimpleNamespace(explain=lambda error, what: RankFailedError(2, f"{what} {error}"))
+    return NcclCommunicator("dp", group, host, failures, first_error or FirstError())
+
+
+def meta(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")  # on no CPU: goes to NCCL, and has no values
+
+
+def test_the_examples_in_the_docstrings_hold() -> None:
+    assert doctest.testmod(nccl).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "operation", "after"),
+    [
+        (torch.float32, 1.0, dist.ReduceOp.SUM, None),
+        (torch.float32, 1 / SIZE, dist.ReduceOp.AVG, None),
+        (torch.float32, 1 / 12, ("premul", 1 / 12), None),
+        (torch.bfloat16, 1 / SIZE, dist.ReduceOp.AVG, None),
+        (torch.bfloat16, 1 / 64, ("premul", 1 / 64), None),
+        (torch.bfloat16, 1 / 12, ("premul", 1 / 16), 16 / 12),
+        (torch.float16, 1 / SIZE, ("premul", 1 / 2), 1 / 2),
+        (torch.float16, 1.0, ("premul", 1 / 2), 2.0),
+        (torch.int64, 1.0, dist.ReduceOp.SUM, None),
+    ],
+)
+def test_a_sum_is_scaled_inside_ncclls_kernel(
+    calls: list[tuple[str, Any]], dtype: torch.dtype, scale: float, operation: Any, after: float | None
+) -> None:
+    comm = communicator()
+    works: list[Any] = [
+        comm.all_reduce(meta(8, dtype), scale=scale, label="x"),
+        comm.reduce_scatter(meta(8, dtype), meta(2, dtype), scale=scale, label="x"),
+        comm.reduce_scatter(meta(8, dtype), meta(2, torch.float32), scale=scale, accumulate=True, label="x"),
+    ]
+    assert calls == [("all_reduce", operation), ("reduce_scatter", operation), ("reduce_scatter", operation)]
+    for work in works:
+        assert (work._after is None) is (after is None)
+    if after is not None:
+        assert [factor for factor, _ in comm._factors] == [pytest.approx(after)]
+
+
+def kernels_of(work: NcclWork) -> list[str]:
+    """The operators that ``wait()`` runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work.wait()
+    names = ("aten::mul", "aten::mul_", "aten::add_", "aten::copy_", "aten::addcmul", "aten::_to_copy")
+    return [event.name for event in profile.events() if event.name in names and event.cpu_parent is None]
+
+
+@pytest.mark.parametrize("after", [None, 0.5, 4 / 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("landing_dtype", "out_dtype"),
+    [
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_the_result_is_written_by_one_kernel_and_rounded_once(
+    landing_dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, after: float | None
+) -> None:
+    landing = torch.randn(1000).to(landing_dtype)
+    out = torch.randn(1000).to(out_dtype)
+    expected = landing.double() * (1.0 if after is None else after) + (out.double() if accumulate else 0.0)
+    factor = None if after is None else torch.full((1,), after)
+    work: Any = FakeWork()
+    done = NcclWork(communicator(), "x", work, out, landing, factor, accumulate)
+    assert len(kernels_of(done)) == 1
+    assert done.wait() is out
+    resolution = torch.finfo(out_dtype).eps / 2
+    assert ((out.double() - expected).abs() <= resolution * expected.abs() + 1e-6).all()
+
+
+def test_a_sum_in_place_needs_no_kernel_unless_a_factor_remains() -> None:
+    out = torch.ones(10, dtype=torch.float16)
+    work: Any = FakeWork()
+    assert kernels_of(NcclWork(communicator(), "x", work, out)) == []
+    assert kernels_of(NcclWork(communicator(), "x", work, out, after=torch.full((1,), 0.5))) == ["aten::mul"]
+    assert out.tolist() == [0.5] * 10
+
+
+@pytest.mark.parametrize("size", [2, 8, 64, 1024])
+def test_a_mean_in_fp16_loses_half_the_bits_of_headroom_at_most(size: int) -> None:
+    """NCCL multiplies and adds in fp16. Unscaled, values above 65504 / ranks overflow; here 65504 / sqrt(2 ranks).
+
+    The smallest values are not lost either: the part before is no smaller than 1 / sqrt(2 ranks).
+    """
+    before, after = split_scale(1 / size, torch.float16, size)
+    for value in (60_000.0 / (2 * size) ** 0.5, 6.2e-5 * (2 * size) ** 0.5):
+        total = torch.zeros((), dtype=torch.float16)
+        for _ in range(size):
+            total += torch.tensor(value, dtype=torch.float16) * before
+        assert float(total) * after == pytest.approx(value, rel=0.1)  # 1024 additions in fp16
+
+
+def test_sends_and_all_to_all_reach_the_group(calls: list[tuple[str, Any]]) -> None:
+    comm = communicator()
+    tensor = meta(8, torch.float32)
+    for work in (
+        comm.send(tensor, 2, label="x"),
+        comm.recv(tensor, 0, label="x"),
+        comm.all_to_all(meta(8, torch.float32), tensor, label="x"),
+        comm.broadcast(tensor, 0, label="x"),
+        comm.all_gather(tensor, label="x"),
+    ):
+        assert work.wait() is not None
+    assert comm.exchange(meta(3, torch.float32), label="x").wait().shape == (SIZE, 3)
+    names = ["isend", "irecv", "all_to_all_single", "broadcast", "all_gather", "all_gather"]
+    assert [name for name, _ in calls] == names
+
+
+def test_after_the_watch_has_found_a_failure_every_wait_raises_it(calls: list[tuple[str, Any]]) -> None:
+    first_error = FirstError()
+    comm = communicator(first_error)
+    waiting = comm.all_gather(meta(8, torch.float32), label="x")
+    first_error.keep(RankFailedError(3, "OutOfMemoryError"))
+    for call in (waiting.wait, lambda: comm.all_reduce(meta(8, torch.float32), label="y")):
+        with pytest.raises(RankFailedError, match="OutOfMemoryError") as error:
+            call()
+        assert error.value.failed_rank == 3
+    assert len(calls) == 1
+
+
+def test_ncclls_own_error_is_explained_once() -> None:
+    comm = communicator()
+    work: Any = FakeWork(dist.DistBackendError("connection reset"))
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="connection reset"):
+            NcclWork(comm, "all_reduce 'x'", work, torch.ones(1)).wait()
+
+
+def test_groups_have_streams_of_high_priority_and_axes_of_the_same_ranks_share_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    aborted: list[str] = []
+
+    class Group(dist.ProcessGroup):
+        def __init__(self) -> None:
+            super().__init__(0, 2)  # type: ignore[call-arg]
+
+        def abort(self) -> None:
+            aborted.append("group")
+
+    def new_group(ranks: list[int], timeout: Any, backend: str, options: Any, **more: Any) -> dist.ProcessGroup:
+        made.append((ranks, timeout.total_seconds(), backend, options.is_high_priority_stream, more))
+        return Group()
+
+    options = SimpleNamespace(
+        Options=lambda is_high_priority_stream: SimpleNamespace(is_high_priority_stream=is_high_priority_stream)
+    )
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: None)
+    device = torch.device("cuda", 1)
+    transport = ProcessTransport(dist.HashStore(), 0, 4, device, 60.0, watch_seconds=3600.0)
+    monkeypatch.setattr(transport, "_open_gloo", lambda axis, name, ranks: SimpleNamespace(rank=0, size=len(ranks)))
+    whole, halves, tied = ((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0,), (1, 2), (3,))
+    assert isinstance(transport.open("dp", whole), NcclCommunicator)
+    transport.open("world", whole)
+    transport.open("tp", halves)
+    assert transport.open("tied:1,2", tied).size == 1
+    more = {"use_local_synchronization": True, "device_id": device}
+    assert made == [(ranks, 60.0, "nccl", True, more) for ranks in ([0, 1, 2, 3], [0, 1], [0])]
+    transport._abort(RankFailedError(1, "why"))
+    assert aborted == ["group"] * 3
+    transport.close()

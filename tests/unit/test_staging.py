@@ -1,0 +1,99 @@
+"""Buffers are reused by whatever lies alike, and never while a collective reads them."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.comm.single import SingleCommunicator
+from shoal.sharding.layout import lay_out
+from shoal.sharding.staging import StagingBuffers
+
+CPU = torch.device("cpu")
+
+
+class Reader:
+    """A collective that still reads its source."""
+
+    def __init__(self) -> None:
+        self.num_drained = 0
+
+    def wait(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def drain(self) -> None:
+        self.num_drained += 1
+
+
+def layout_of(name: str, shape: tuple[int, ...] = (3, 5)) -> object:
+    return lay_out([(f"{name}.w", shape, 0), (f"{name}.b", (5,), 0)], num_shards=2)
+
+
+def test_a_buffer_has_a_view_for_each_parameter_and_is_zero_between_them() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    buffer = staging.acquire(layout_of("a"), torch.float32)
+    assert buffer.flat.shape == (128,)
+    assert [view.shape for view in buffer.views] == [(3, 5), (5,)]
+    for view in buffer.views:
+        view.fill_(1.0)
+    assert (buffer.flat[:15] == 1).all()
+    assert (buffer.flat[64:69] == 1).all()
+    assert buffer.flat.sum() == 20
+
+
+def test_what_was_released_is_acquired_by_the_next_that_lies_alike() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    first = staging.acquire(layout_of("a"), torch.float32)
+    second = staging.acquire(layout_of("b"), torch.float32)
+    assert first is not second
+    staging.release(layout_of("a"), first)
+    assert staging.acquire(layout_of("c"), torch.float32) is first
+    assert staging.nbytes == 2 * 128 * 4
+
+
+def test_another_dtype_or_another_layout_gets_another_buffer() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    buffer = staging.acquire(layout_of("a"), torch.float32)
+    staging.release(layout_of("a"), buffer)
+    assert staging.acquire(layout_of("a"), torch.bfloat16).flat.dtype == torch.bfloat16
+    assert staging.acquire(layout_of("a", (5, 3)), torch.float32) is not buffer
+
+
+def test_once_four_are_made_a_buffer_is_handed_out_only_after_its_reader_is_drained_and_oldest_first() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    buffers = [staging.acquire(layout_of("a"), torch.float32) for _ in range(4)]
+    readers = [Reader() for _ in buffers]
+    for buffer, reader in zip(buffers, readers, strict=True):
+        staging.release(layout_of("a"), buffer, reader)
+    assert [reader.num_drained for reader in readers] == [0, 0, 0, 0]
+    assert staging.acquire(layout_of("a"), torch.float32) is buffers[0]
+    assert [reader.num_drained for reader in readers] == [1, 0, 0, 0]
+
+
+def test_until_four_are_made_a_rank_does_not_wait_for_a_reader_but_takes_a_new_buffer() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    for name in "abcdef":
+        staging.register(layout_of(name))
+    buffers, readers = [], [Reader() for _ in range(6)]
+    for name, reader in zip("abcdef", readers, strict=True):
+        buffers.append(staging.acquire(layout_of(name), torch.float32))
+        staging.release(layout_of(name), buffers[-1], reader)
+    assert len({id(buffer) for buffer in buffers}) == 4
+    assert buffers[4] is buffers[0]
+    assert [reader.num_drained for reader in readers] == [1, 1, 0, 0, 0, 0]
+
+
+def test_a_group_whose_layout_is_its_own_has_one_buffer() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    staging.register(layout_of("a"))
+    for _ in range(5):
+        staging.release(layout_of("a"), staging.acquire(layout_of("a"), torch.float32), Reader())
+    assert staging.nbytes == 128 * 4
+
+
+def test_clear_frees_everything() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), CPU)
+    buffer = staging.acquire(layout_of("a"), torch.float32)
+    staging.release(layout_of("a"), buffer)
+    staging.clear()
+    assert staging.nbytes == 0
+    assert staging.acquire(layout_of("a"), torch.float32) is not buffer

@@ -269,9 +269,7 @@ class Load:
                 # State in its master weight's dtype stays so where the master weights have become wider.
                 dtypes.append(
                     {
-                        key: group.main.dtype
-                        if master is not None and dtype == master.dtype
-                        else tree.dtype_of(dtype)
+                        key: group.main.dtype if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )

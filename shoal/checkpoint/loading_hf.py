@@ -1,4 +1,4 @@
-"""``load_hf``: fills a model from Hugging Face safetensors; each rank reads only the ranges that it keeps.
+"""``load_hf``: fills a model from Hugging Face safetensors; each rank reads the ranges that it keeps, nothing else.
 
 parameter                         what a rank reads of it
 of shoal.zero.Init                its shard: one range of bytes
@@ -29,7 +29,7 @@ _MAX_LISTED = 20  # names of each kind of difference
 
 @dataclass(frozen=True)
 class _Home:
-    """A tensor of the model and its names (several where it is tied)."""
+    """A tensor of the model: its names (several where it is tied), and whether a gradient can reach it."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor

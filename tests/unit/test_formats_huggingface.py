@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.formats.huggingface import HuggingFaceSource, SafetensorsWeights, write_huggingface
 from shoal.checkpoint.formats.safetensors_file import read_header
-from shoal.checkpoint.loading_hf import read_local
-from shoal.checkpoint.local_shards import ParameterSpec
 from shoal.checkpoint.manifest import MODEL
 from shoal.errors import CheckpointError
 from tests.unit.formats_source import MemorySource, are_equal, everything, trained
@@ -274,19 +272,3 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hold_the_reader_up(tmp_path: Pat
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a plain file"):
         HuggingFaceSource(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "local", [((0, 5), (0, 4)), ((0, 5), (1, 3)), ((2, 4), (0, 4)), ((1, 4), (2, 4)), ((0, 5), (2, 2))]
-)
-def test_a_range_of_a_part_of_a_tensor_is_read_without_the_rest(
-    tmp_path: Path, local: tuple[tuple[int, int], ...]
-) -> None:
-    write_huggingface(trained(), tmp_path / "hf", dtype=torch.float32)
-    part = KEPT["layer.weight"][tuple(slice(*bounds) for bounds in local)].flatten()
-    with SafetensorsWeights(tmp_path / "hf") as weights:
-        spec = ParameterSpec("layer.weight", (5, 4), local)
-        for begin, end in ((0, part.numel()), (part.numel() // 3, part.numel() // 2)):
-            before = weights.num_bytes_read
-            assert torch.equal(read_local(weights, "layer.weight", spec, begin, end), part[begin:end])
-            assert weights.num_bytes_read - before == 4 * (end - begin)

@@ -25,8 +25,8 @@ from shoal.zero.optimizer import ShardedOptimizer
 if TYPE_CHECKING:
     from shoal.comm.world import World
     from shoal.config import Config
-    from shoal.engine.by_step import ByStep
-    from shoal.engine.checkpoints import Checkpoints
+    from shoal.engine.checkpointing import Checkpointing
+    from shoal.engine.curriculum import Curriculum
     from shoal.engine.losses import Losses
     from shoal.engine.progress import Progress
     from shoal.engine.weights import Weights
@@ -59,9 +59,9 @@ class DeepSpeedFace(SparseFace):
         sharded_optimizer: ShardedOptimizer | None
         follows_deepspeed: bool
         weights: Weights
-        checkpoints: Checkpoints
+        checkpointing: Checkpointing
         axes: Axes
-        by_step: ByStep
+        curriculum: Curriculum
         world: World
         progress: Progress | None
         timers: StepTimers
@@ -210,7 +210,7 @@ class DeepSpeedFace(SparseFace):
     @property
     def loaded_checkpoint_dp_world_size(self) -> int | None:
         """Data-parallel ranks of the run that saved the checkpoint loaded last; None before one is."""
-        return self.checkpoints.loaded_size
+        return self.checkpointing.loaded_size
 
     @property
     def losses(self) -> float:
@@ -301,16 +301,16 @@ class DeepSpeedFace(SparseFace):
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The schedule of ``progressive_layer_drop`` in the config; None without it."""
-        return self.by_step.layer_drop
+        return self.curriculum.layer_drop
 
     def get_pld_theta(self) -> float | None:
         """The share of layers that the next training forward is told to keep; None without the section."""
-        return None if self.by_step.layer_drop is None else self.by_step.layer_drop.get_theta()
+        return None if self.curriculum.layer_drop is None else self.curriculum.layer_drop.get_theta()
 
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
         """The schedule of ``curriculum_learning`` in the config; None without it."""
-        return self.by_step.curriculum
+        return self.curriculum.scheduler
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], int]] | Callable[[int], int]
@@ -322,7 +322,7 @@ class DeepSpeedFace(SparseFace):
 
         Raises: UsageError: the config has no such curriculum, or its function is not among them.
         """
-        self.by_step.set_custom_schedule(schedule_func_dict)
+        self.curriculum.set_custom_schedule(schedule_func_dict)
 
     # compiling
 

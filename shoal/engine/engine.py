@@ -15,15 +15,15 @@ from shoal.config import Config
 from shoal.device import Device, in_backward
 from shoal.engine.batch import Batch
 from shoal.engine.boundary import Boundary
-from shoal.engine.by_step import ByStep
-from shoal.engine.checkpoints import Checkpoints
+from shoal.engine.checkpointing import Checkpointing
+from shoal.engine.curriculum import Curriculum
 from shoal.engine.facts import EngineFacts
-from shoal.engine.guard import ModelGuard
 from shoal.engine.inputs import cast, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.losses import Losses, check_for_backward, check_for_scale
-from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
+from shoal.engine.offload_states import OffloadStates
+from shoal.engine.parameter_check import ParameterCheck
 from shoal.engine.progress import Progress
 from shoal.engine.schedule_watch import ScheduleWatch
 from shoal.engine.settings import Plan
@@ -77,7 +77,7 @@ class Engine(EngineFacts):
         self._states = list(states)
         self._optimizer_step = optimizer_step
         self._loss_scale = loss_scale
-        self._guard = ModelGuard(module, sharded, self._states)
+        self._check = ParameterCheck(module, sharded, self._states)
         if optimizer_step is not None and optimizer_step.lane is not None:
             sharded.reducer.on_reduced = self._on_reduced
         self._batch = Batch(
@@ -109,7 +109,7 @@ class Engine(EngineFacts):
             if optimizer_step is not None
             else None
         )
-        self.by_step = ByStep(config)
+        self.curriculum = Curriculum(config)
         self.lr_scheduler: Any = None
         self._schedule_watch = ScheduleWatch()
         self.training_dataloader: Any = None
@@ -123,10 +123,10 @@ class Engine(EngineFacts):
         self.owns_recompute = False  # made from the config, not by the script's ``configure``
         self.recomputed: RecomputedBlocks | None = None  # modules that the config has recomputed
         self.activations: HostActivations | None = None  # where the config has activations rest on the host
-        self.checkpoints = Checkpoints(self)
+        self.checkpointing = Checkpointing(self)
         self.weights = Weights(self)
-        self.moving = Moving(self)
-        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale, self._guard.follow)
+        self.offloaded = OffloadStates(self)
+        self.access = Access(sharded, self._states, optimizer_step, self._losses.unscale, self._check.follow)
         for parameter in module.parameters():
             OWNERS.put(parameter, self)
 
@@ -139,10 +139,10 @@ class Engine(EngineFacts):
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
         """
         self._check_alive()
-        self.moving.require("forward()")
-        self._guard.check()
+        self.offloaded.require("forward()")
+        self._check.check()
         if self.module.training:
-            kwargs = self.by_step.into(kwargs, self.global_steps)
+            kwargs = self.curriculum.into(kwargs, self.global_steps)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -152,7 +152,7 @@ class Engine(EngineFacts):
         )
         with self._failing("forward"), self.timers.phase("forward"), autocast, self.sharded.searching():
             output = self.module(*args, **kwargs)
-        self._guard.after_forward()
+        self._check.after_forward()
         return output
 
     @contextmanager
@@ -173,7 +173,7 @@ class Engine(EngineFacts):
                 raise self._out_of_memory(error, phase) from error
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter)
-                self.by_step.explain(error)
+                self.curriculum.explain(error)
             raise
 
     def _after_failure(self) -> None:
@@ -218,7 +218,7 @@ class Engine(EngineFacts):
         of stage 3.
         """
         self._check_alive()
-        self.moving.require("backward()")
+        self.offloaded.require("backward()")
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
@@ -233,7 +233,7 @@ class Engine(EngineFacts):
 
     def _on_backward(self) -> None:
         """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``."""
-        self.moving.require("backward()")
+        self.offloaded.require("backward()")
         self._has_backward = True
         self.sharded.reducer.at_step = self._boundary.is_managed and self.is_gradient_accumulation_boundary()
 
@@ -247,7 +247,7 @@ class Engine(EngineFacts):
         if self._optimizer_step is not None:
             self._optimizer_step.settle()
             if self._failure is None:
-                self._guard.follow()
+                self._check.follow()
 
     def _forget_losses(self) -> None:
         self._has_backward = False
@@ -288,7 +288,7 @@ class Engine(EngineFacts):
         Communicates: stages 1 and 2: an all_gather of every parameter (Psi bytes); norm and flags: 32 bytes.
         """
         self._check_alive()
-        self.moving.require("step()")
+        self.offloaded.require("step()")
         if self.follows_deepspeed:
             self._refuse_step_in_no_sync()
         self.sharded.finish_backward()
@@ -318,7 +318,7 @@ class Engine(EngineFacts):
                 code="step-without-backward",
             )
         self._losses.refuse_mixed(self.sharded.num_plain_passes)
-        self._guard.follow()  # before the update overwrites what the script has changed
+        self._check.follow()  # before the update overwrites what the script has changed
         for entry in reversed(self.sharded.reducer.entries):
             for gradient in entry.gradients:
                 if gradient.state is not GradientState.REDUCED:
@@ -346,9 +346,9 @@ class Engine(EngineFacts):
         if is_applied and self.lr_scheduler is not None:
             self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
         self.global_steps += 1
-        self.by_step.go_to(self.global_steps)
+        self.curriculum.go_to(self.global_steps)
         self._finish_step()
-        self.checkpoints.poll()
+        self.checkpointing.poll()
         if self.recompute is not None and self.global_steps == 1:
             unused = self.recompute.unused_note()
             if unused is not None:
@@ -424,7 +424,7 @@ class Engine(EngineFacts):
         if self._is_destroyed:
             return
         try:
-            self.checkpoints.close()
+            self.checkpointing.close()
             self._settle()
         finally:
             self._tear_down()
@@ -455,7 +455,7 @@ class Engine(EngineFacts):
             state.pieces = []
         for parameter in self.module.parameters():
             OWNERS.pop(parameter)
-        self._guard.forget()
+        self._check.forget()
         self._states.clear()
         self.on_step.clear()
         if not self._device.is_cuda:

@@ -135,5 +135,5 @@ class EngineFacts(StoredEngine):
         """Bytes by kind, tier and unit, beside what the allocator says."""
         saved = Counter({} if self.recompute is None else self.recompute.saved_bytes_by_tier())
         saved.update({} if self.activations is None else self.activations.saved_bytes_by_tier())
-        moved = self.moving.ledger_kinds
+        moved = self.offloaded.ledger_kinds
         return account(self.sharded, self._states, self._optimizer_step, self._device, saved, moved)

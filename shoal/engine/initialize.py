@@ -18,8 +18,8 @@ from shoal.comm.world import World, current_world, init_distributed
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.device import Device
+from shoal.engine.client_optimizer import check_mpu, make_optimizer, make_schedule, schedule_notes
 from shoal.engine.engine import Engine
-from shoal.engine.handed_in import check_mpu, make_optimizer, make_schedule, schedule_notes
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.offload import Offload

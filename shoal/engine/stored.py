@@ -11,16 +11,16 @@ from shoal.engine.deepspeed_face import DeepSpeedFace
 
 if TYPE_CHECKING:
     from shoal.engine.batch import Batch
-    from shoal.engine.checkpoints import Checkpoints
-    from shoal.engine.moving import Moving
+    from shoal.engine.checkpointing import Checkpointing
+    from shoal.engine.offload_states import OffloadStates
 
 
 class StoredEngine(DeepSpeedFace):
     """The part of ``Engine`` beside the training step. Every rank makes each call."""
 
     if TYPE_CHECKING:
-        checkpoints: Checkpoints
-        moving: Moving
+        checkpointing: Checkpointing
+        offloaded: OffloadStates
         _batch: Batch
 
         def _check_alive(self) -> None: ...
@@ -52,7 +52,7 @@ class StoredEngine(DeepSpeedFace):
         """
         self._check_alive()
         self._settle()
-        return self.checkpoints.save(
+        return self.checkpointing.save(
             save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
 
@@ -84,8 +84,8 @@ class StoredEngine(DeepSpeedFace):
         """
         self._check_alive()
         self._settle()
-        self.moving.require("loading")
-        load = self.checkpoints.load_if_there if self.follows_deepspeed else self.checkpoints.load
+        self.offloaded.require("loading")
+        load = self.checkpointing.load_if_there if self.follows_deepspeed else self.checkpointing.load
         return load(
             load_dir,
             tag,
@@ -155,7 +155,7 @@ class StoredEngine(DeepSpeedFace):
         """
         self._check_alive()
         self._settle()
-        self.moving.require("loading")
+        self.offloaded.require("loading")
         inner = state_dict.get("module")
         if isinstance(inner, Mapping):
             state_dict = inner
@@ -221,7 +221,7 @@ class StoredEngine(DeepSpeedFace):
         """
         self._check_alive()
         self._settle()
-        self.moving.offload(include, device, is_pinned=pin_memory)
+        self.offloaded.offload(include, device, is_pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo ``offload_states``: every bit is as it was. Nothing where nothing is away.
@@ -232,9 +232,9 @@ class StoredEngine(DeepSpeedFace):
         Raises: OutOfMemoryError: the device has too little memory; call it again when it has.
         """
         self._check_alive()
-        self.moving.reload(is_blocking=not non_blocking)
+        self.offloaded.reload(is_blocking=not non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Between two passes: release gathered parameters that nobody holds, and the allocator's unused memory."""
         self._check_alive()
-        self.moving.empty_cache()
+        self.offloaded.empty_cache()

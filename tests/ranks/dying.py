@@ -123,6 +123,6 @@ def save_and_die(rank: int, folder: str, is_async: bool, victim: int, phase: str
                 rename(source, target)
 
             os.rename = rename_or_die  # type: ignore[assignment]
-        engine.checkpoints.on_phase = kill
+        engine.checkpointing.on_phase = kill
     engine.save_checkpoint(folder, tag=tag)
-    engine.checkpoints.finish()
+    engine.checkpointing.finish()

@@ -38,7 +38,7 @@ class Slow:
                 time.sleep(SLOW_SECONDS)
             self.events.append((rank, name))
 
-        engine.checkpoints.on_phase = wait
+        engine.checkpointing.on_phase = wait
 
 
 @pytest.mark.parametrize(("phase", "victim"), [("shard_write", 0), ("shard_write", 1), ("manifest", 0)])
@@ -57,14 +57,14 @@ def test_a_writer_that_dies_is_told_at_the_next_step_on_all_ranks(
             if name == phase and engine.global_rank == victim:
                 raise SystemExit("the writer is gone")  # ends a thread without a word
 
-        engine.checkpoints.on_phase = die
+        engine.checkpointing.on_phase = die
         outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path))]
         for step in range(1, 3):  # the files, then the commit
             time.sleep(0.2)
             have_died.wait()
             # mypy infers no lambda with a default.
             outcomes.append(attempt(lambda step=step: micro_steps(engine, run, step, 1) and "stepped"))  # type: ignore[misc]
-        engine.checkpoints.on_phase = lambda name: None
+        engine.checkpointing.on_phase = lambda name: None
         later = attempt(lambda: save_and_finish(engine, tmp_path))
         outcomes.append(later)
         steps = engine.global_steps
@@ -103,7 +103,7 @@ def test_a_system_without_threads_is_told_on_all_ranks(tmp_path: Path, monkeypat
         engine = engine_of(run)
         micro_steps(engine, run, 0, 1)
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpoints.finish)]
+        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpointing.finish)]
         engine.axes.all.barrier(label="test: both have failed")
         monkeypatch.setattr(threading.Thread, "start", start)
         outcomes.append(attempt(lambda: save_and_finish(engine, tmp_path)))
@@ -148,7 +148,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
             state["step"] += 100
         engine.global_steps += 50
         is_early = not any(name == "shard_fsync" for _, name in slow.events)
-        engine.checkpoints.finish()
+        engine.checkpointing.finish()
         engine.destroy()
         return before, is_early
 
@@ -182,8 +182,8 @@ def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_p
             began = time.monotonic()
             engine.save_checkpoint(tmp_path)
             seconds.append(time.monotonic() - began)
-            assert engine.checkpoints._host is not None
-            buffers.add(engine.checkpoints._host.data_ptr())
+            assert engine.checkpointing._host is not None
+            buffers.add(engine.checkpointing._host.data_ptr())
             most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "shoal-checkpoint"]))
         engine.destroy()  # waits for the last
         return seconds, buffers, most_threads

@@ -110,7 +110,7 @@ def initialize(
     is_wrapped = engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled()
     if made is not None and not is_wrapped:
         take_class(made)
-    engine.checkpoints.beside = prepare
+    engine.checkpointing.beside = prepare
     if engine._config_object.checkpoint.async_save and engine.zero_optimization_stage() < 3:
         say_on_rank_0(
             engine.global_rank,

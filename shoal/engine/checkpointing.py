@@ -21,7 +21,7 @@ from shoal.checkpoint.reader import StateReader
 from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
-from shoal.engine import own_state
+from shoal.engine import run_state
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.weights import holdings_of
 from shoal.errors import CheckpointError, CommError, UsageError
@@ -43,7 +43,7 @@ class TagsDifferError(CheckpointError, AssertionError):
     code = "checkpoint-tag"
 
 
-class Checkpoints:
+class Checkpointing:
     """Saves and loads one engine.
 
     ``on_phase`` is called by name as a save goes on (``"snapshot"``, ``"shard_write"``, ...).
@@ -194,10 +194,10 @@ class Checkpoints:
             config=lambda: _plain(settings.effective()),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
-            engine=own_state.shared(engine, exclude_frozen=exclude_frozen),
+            engine=run_state.shared(engine, exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
             tensors=tensors,
-            own=own_state.own(engine, buffers),
+            own=run_state.own(engine, buffers),
             scalars=holdings.scalars(),
         )
 
@@ -360,7 +360,7 @@ class Checkpoints:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
         problem: Exception | None = None
         try:
-            own_state.restore(
+            run_state.restore(
                 self._engine,
                 trees["engine"],
                 trees["own"],
@@ -380,7 +380,7 @@ class Checkpoints:
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
         engine = self._engine
-        problems, notes = own_state.compare(engine, trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
+        problems, notes = run_state.compare(engine, trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
         problem = None
         if problems:
             lines = "".join(f"\n    {text}" for text in problems)
@@ -410,7 +410,7 @@ class Checkpoints:
                 "client_state": tree.decode(manifest.client_state, extra),
                 "own": tree.decode(ranks[rank], lambda name: reader.tensor(kind, name)) if rank < len(ranks) else None,
             }
-            own_state.check(trees["engine"], trees["own"])
+            run_state.check(trees["engine"], trees["own"])
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             problem = (
                 error

@@ -4,7 +4,7 @@
     curriculum_learning      curriculum_seqlen=N
     progressive_layer_drop   progressive_layer_drop=True, pld_theta=share
 
-A new one is one more ``Source`` in ``ByStep``.
+Add a section as one more ``Source`` in ``Curriculum``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LayerDrop:
         self.drop.update_state(max(num_steps - 1, 0))
 
 
-class Curriculum:
+class SequenceLength:
     """The older form of curriculum learning: the length of the sequences, which the model or the script cuts."""
 
     def __init__(self, scheduler: CurriculumScheduler, kind: str) -> None:
@@ -80,20 +80,20 @@ class Curriculum:
             self.scheduler.set_current_difficulty(int(place))
 
 
-class ByStep:
+class Curriculum:
     """The sources that a configuration switches on."""
 
     def __init__(self, settings: Config) -> None:
         self.layer_drop: ProgressiveLayerDrop | None = None
-        self.curriculum: CurriculumScheduler | None = None
+        self.scheduler: CurriculumScheduler | None = None
         self._sources: dict[str, Source] = {}
         drop, curriculum = settings.progressive_layer_drop, settings.curriculum_learning
         if drop.enabled:
             self.layer_drop = ProgressiveLayerDrop(float(drop.theta), float(drop.gamma))
             self._sources["progressive_layer_drop"] = LayerDrop(self.layer_drop)
         if curriculum.enabled:
-            self.curriculum = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
-            self._sources["curriculum_learning"] = Curriculum(self.curriculum, curriculum.curriculum_type)
+            self.scheduler = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
+            self._sources["curriculum_learning"] = SequenceLength(self.scheduler, curriculum.curriculum_type)
 
     def into(self, kwargs: dict[str, Any], num_steps: int) -> dict[str, Any]:
         """A training forward's keyword arguments, with what the sources give; that counts where both name one."""
@@ -120,7 +120,7 @@ class ByStep:
     def set_custom_schedule(self, functions: Callable[[int], int] | Mapping[str, Callable[[int], int]]) -> None:
         """Raises: UsageError: there is no curriculum with a ``custom`` schedule, or no function for it."""
         held = self._sources.get("curriculum_learning")
-        if not isinstance(held, Curriculum) or held.schedule["schedule_type"] != "custom":
+        if not isinstance(held, SequenceLength) or held.schedule["schedule_type"] != "custom":
             raise UsageError(
                 "a function for the curriculum's schedule was given, and the config has no curriculum that takes one.",
                 do='write "curriculum_learning": {"enabled": true, "schedule_type": "custom", ...}.',

@@ -25,7 +25,7 @@ _version = attrgetter("_version")
 _is_same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
-class ModelGuard:
+class ParameterCheck:
     """Compares the model with what was sharded, and lets master weights follow parameters that a script changes.
 
     Args:

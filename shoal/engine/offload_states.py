@@ -45,7 +45,7 @@ _NEEDS = {
 }
 
 
-class Moving:
+class OffloadStates:
     """Moves the states of one engine."""
 
     def __init__(self, engine: Engine) -> None:

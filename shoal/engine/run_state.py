@@ -39,7 +39,7 @@ def shared(engine: Engine, *, exclude_frozen: bool) -> dict[str, Any]:
         "schedule_class": _schedule_class(engine.lr_scheduler),
         "loss_scale": engine._loss_scale.state_dict() if engine._loss_scale is not None else None,
         "data": loader.state_dict() if is_stateful else None,
-        "by_step": engine.by_step.state(),
+        "by_step": engine.curriculum.state(),
         "excludes_frozen": exclude_frozen,
         "layout": open_gradients.layout_of(engine.bucket_states),
         "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(engine.module).items()},
@@ -98,7 +98,7 @@ def compare(
         if here != data.get("num_samples"):
             problems.append(f"its place is in a data set of {data.get('num_samples')} samples, this one has {here}")
     if "by_step" in saved:
-        notes += engine.by_step.changes(saved["by_step"] or {})
+        notes += engine.curriculum.changes(saved["by_step"] or {})
     gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(engine.module)))
     if gone:
         (problems if is_strict else notes).append(f"modules with a state of their own are gone: {', '.join(gone[:8])}")
@@ -137,7 +137,7 @@ def restore(
             parts[part].set_extra_state(value)
     if saved.get("data") is not None and hasattr(engine.training_dataloader, "load_state_dict"):
         engine.training_dataloader.load_state_dict(saved["data"])
-    engine.by_step.restore(saved.get("by_step") or {}, engine.global_steps)
+    engine.curriculum.restore(saved.get("by_step") or {}, engine.global_steps)
     engine._forget_losses()
     engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
     if mine is None:

@@ -361,8 +361,8 @@ class EngineStep:
 
     def host_seconds(self) -> dict[str, float]:
         """Since it was made, where Shoal updates on the host: seconds of updates, and seconds that anybody waited."""
-        step = getattr(self.engine, "_optimizer_step", None)
-        lane = getattr(step, "lane", None)
+        sharding = getattr(self.engine, "sharding", None)
+        lane = getattr(getattr(sharding, "step", None), "lane", None)
         if lane is None:
             return {}
         return {"updates": lane.update_seconds, "waited": lane.waited_seconds}

@@ -1,4 +1,4 @@
-"""An engine's checkpoints: what is saved and loaded, when, and with which of the config's settings."""
+"""An engine's checkpoints: what is saved and loaded, when, and under which settings of the config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
@@ -22,19 +22,21 @@ from shoal.checkpoint.save import Options, Save, State
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
 from shoal.engine import run_state
+from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger, say_on_rank_0
-from shoal.engine.weights import holdings_of
+from shoal.engine.properties import Properties
+from shoal.engine.run_state import RunState
+from shoal.engine.sharding import Sharding
+from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
-
-if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+from shoal.zero.optimizer import ShardedOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
-# Prepares, on rank 0, what goes beside a checkpoint: of an engine, in a storage, by a tag, with a client state, perhaps
-# without what is frozen. What it returns is called once the checkpoint is committed.
-Beside = Callable[["Engine", Storage, str, Mapping[str, Any], bool], Callable[[], None]]
+# Called on rank 0 with the storage, the tag, the client state and whether frozen parameters are left out. It takes what
+# other files beside the checkpoint will hold, and returns the function that writes them after the commit.
+Beside = Callable[[Storage, str, Mapping[str, Any], bool], Callable[[], None]]
 
 
 class TagsDifferError(CheckpointError, AssertionError):
@@ -49,19 +51,32 @@ class Checkpointing:
     ``on_phase`` is called by name as a save goes on (``"snapshot"``, ``"shard_write"``, ...).
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = cast(Any, weakref.proxy(engine))
+    def __init__(
+        self,
+        sharding: Sharding,
+        properties: Properties,
+        accumulation: Accumulation,
+        run: RunState,
+        weights: Weights,
+        optimizer: ShardedOptimizer | None,
+    ) -> None:
+        self._sharding = sharding
+        self._module = sharding.module
+        self._properties = properties
+        self._settings = properties.config.checkpoint
+        self._comm = properties.axes.all
+        self._accumulation = accumulation
+        self._run = run
+        self._weights = weights
+        self._optimizer = optimizer
         self.on_phase: Callable[[str], None] = lambda phase: None
+        self.beside: Beside | None = None
+        self.allows_missing = False  # loading from a folder without a checkpoint is no error
+        self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
         self._in_flight: Save | None = None
         self._host: torch.Tensor | None = None
-        self._farewell: Callable[[], None] | None = None
-        self.beside: Beside | None = None
+        self._at_exit: Callable[[], None] | None = None
         self._after: Callable[[], None] | None = None
-        self.loaded_size: int | None = None  # ranks of the run that saved what was loaded last
-
-    @property
-    def _settings(self) -> Any:
-        return self._engine._config_object.checkpoint
 
     # save
 
@@ -75,15 +90,14 @@ class Checkpointing:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> bool:
-        """Save. Returns: was it? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
+        """Save. Returns: was it saved? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
         self.finish()
-        engine = self._engine
-        engine.sharded.finish_backward()
+        self._sharding.model.finish_backward()
         storage = open_storage(folder)
         settings = self._settings
-        tag = self._agreed_tag(tag if tag is not None else f"global_step{engine.global_steps}")
+        tag = self._agreed_tag(tag if tag is not None else f"global_step{self._accumulation.counters.global_steps}")
         options = Options(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
-        holdings = holdings_of(self._engine)
+        holdings = self._sharding.holdings()
         wanted = list(holdings.model(exclude_frozen=exclude_frozen)) + list(holdings.optimizer())
         problem: Exception | None = None
         state: Any = None
@@ -91,10 +105,10 @@ class Checkpointing:
             state = self._state(holdings, client_state, exclude_frozen=exclude_frozen)
         except (CheckpointError, UsageError, TypeError, ValueError) as error:
             problem = error
-        agree(engine.axes.all, problem, None, "checkpoint: own state")
+        agree(self._comm, problem, None, "checkpoint: own state")
         try:
             save = Save(
-                engine.axes.all,
+                self._comm,
                 storage,
                 tag,
                 [holding for holding in wanted if holding.numel],
@@ -102,26 +116,26 @@ class Checkpointing:
                 options,
                 self.on_phase,
                 self._host_memory,
-                engine.device,
+                self._properties.device.torch_device,
             )
         except CheckpointError as error:
             return self._report(error)
         finally:
             holdings.leave()
-        if self.beside is not None and engine.axes.all.rank == 0:
-            self._after = self.beside(engine, storage, tag, client_state or {}, exclude_frozen)
+        if self.beside is not None and self._comm.rank == 0:
+            self._after = self.beside(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
             self._write_beside()
-            self._meet()
+            self._wait_for_files_beside()
         else:
             self._in_flight = save
-            for bucket_state in engine.bucket_states:
+            for bucket_state in self._sharding.states:
                 bucket_state.before_change = save.wait_taken
-            self._say_goodbye()
+            self._finish_at_exit()
         return True
 
     def _write_beside(self) -> None:
-        """The checkpoint is committed; what goes with it cannot undo that."""
+        """Write the files beside a committed checkpoint. Their failure does not undo the commit."""
         after, self._after = self._after, None
         if after is None:
             return
@@ -132,10 +146,10 @@ class Checkpointing:
                 "the checkpoint is saved, but not all that goes beside it for DeepSpeed's clients: %s", error
             )
 
-    def _meet(self) -> None:
-        """No rank goes on before what rank 0 wrote beside the checkpoint is there."""
+    def _wait_for_files_beside(self) -> None:
+        """Every rank waits until rank 0 has written the files beside the checkpoint."""
         if self.beside is not None:
-            agree(self._engine.axes.all, None, None, "checkpoint: beside")
+            agree(self._comm, None, None, "checkpoint: beside")
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -150,7 +164,7 @@ class Checkpointing:
                 do="use letters, digits, '.', '_', '-', '=' and '+'.",
                 code="checkpoint-tag",
             )
-        comm = self._engine.axes.all
+        comm = self._comm
         tags = [str(tag)] if comm.size == 1 else list(comm.gather_objects(str(tag), label="checkpoint: tag"))
         if len(set(tags)) > 1:
             validation = self._settings.tag_validation
@@ -167,47 +181,44 @@ class Checkpointing:
         """One buffer for all snapshots: asking the system for its pages costs more than the copy."""
         if self._host is None or self._host.numel() < nbytes:
             self._host = None
-            self._host = host_empty(nbytes, torch.uint8, self._engine.device)
+            self._host = host_empty(nbytes, torch.uint8, self._properties.device.torch_device)
         return self._host
 
     def _state(self, holdings: Holdings, client_state: Any, *, exclude_frozen: bool) -> State:
-        engine = self._engine
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(
                 f"client_state is of type {type(client_state).__name__}, not a dict.",
                 do="pass a dict whose values are numbers, text, lists, dicts and tensors.",
                 code="checkpoint-state",
             )
-        settings = engine._config_object
-        buffers = buffers_of(engine.module)
-        tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.all.rank == 0 else {}
-        optimizer = engine.sharded_optimizer
+        settings, axes = self._properties.config, self._properties.axes
+        buffers = buffers_of(self._module)
+        optimizer = self._optimizer
         groups = []
         if optimizer is not None:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return State(
-            step=engine.global_steps,
+            step=self._accumulation.counters.global_steps,
             parameters=self._parameters(),
             versions=versions(),
-            world={"size": engine.axes.all.size, "dp_shard": engine.axes.inner.size, "stage": engine.plan.zero.stage},
-            table=engine.sharded.table.as_dict(),
+            world={"size": axes.all.size, "dp_shard": axes.inner.size, "stage": self._properties.stage},
+            table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
-            engine=run_state.shared(engine, exclude_frozen=exclude_frozen),
+            engine=self._run.shared(exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
-            tensors=tensors,
-            own=run_state.own(engine, buffers),
+            tensors={(MODEL, name): buffer for name, buffer in buffers.items()} if self._comm.rank == 0 else {},
+            own=self._run.own(buffers),
             scalars=holdings.scalars(),
         )
 
     def _parameters(self) -> Callable[[], list[ParameterRecord]]:
-        engine = self._engine
-        names, aliases = names_of(engine.module)
-        parameters = list(engine.module.parameters())
+        names, aliases = names_of(self._module)
+        parameters = list(self._module.parameters())
         group_of = {}
-        if engine.sharded_optimizer is not None:
-            group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
+        if self._optimizer is not None:
+            group_of = {id(p): i for i, g in enumerate(self._optimizer.param_groups) for p in g["params"]}
 
         def describe() -> list[ParameterRecord]:
             return [
@@ -223,7 +234,7 @@ class Checkpointing:
 
         return describe
 
-    # an asynchronous save that is under way
+    # an asynchronous save in progress
 
     def poll(self) -> None:
         """At the end of a step. Raises: CheckpointError: a writer failed, on every rank."""
@@ -240,7 +251,7 @@ class Checkpointing:
             self._write_beside()
 
     def finish(self) -> None:
-        """Wait for a save that is under way. Every rank calls. Raises: CheckpointError: as ``poll``."""
+        """Wait for a save in progress. Every rank calls. Raises: CheckpointError: as ``poll``."""
         if self._in_flight is None:
             return
         save, self._in_flight = self._in_flight, None
@@ -250,11 +261,11 @@ class Checkpointing:
             self._report(error)
             return
         self._write_beside()
-        self._meet()
+        self._wait_for_files_beside()
 
-    def _say_goodbye(self) -> None:
-        """A process that ends in good order waits for what it is writing."""
-        if self._farewell is not None:
+    def _finish_at_exit(self) -> None:
+        """Let a process that exits normally wait for the checkpoint that it is writing."""
+        if self._at_exit is not None:
             return
         mine = weakref.ref(self)
 
@@ -267,20 +278,34 @@ class Checkpointing:
             except CommError as error:
                 logger.error("the last checkpoint may not be committed: %s", error)
 
-        self._farewell = finish
+        self._at_exit = finish
         atexit.register(finish)
 
     def close(self) -> None:
-        """Wait, and forget."""
+        """Wait for a save in progress and free the host memory of snapshots."""
         self.finish()
-        if self._farewell is not None:
-            atexit.unregister(self._farewell)
-            self._farewell = None
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
         self._host = None
 
     # load
 
-    def load(
+    def load(self, folder: str | os.PathLike[str], tag: str | None, **wishes: Any) -> tuple[str | None, Any]:
+        """Load. Returns: the checkpoint's path and the client state. ``wishes``: as ``_load``.
+
+        Under ``allows_missing`` both are None where the folder names no checkpoint and holds none.
+        """
+        try:
+            return self._load(folder, tag, **wishes)
+        except CheckpointError as error:
+            is_missing = tag is None and error.code == "checkpoint-missing"
+            if not (self.allows_missing and is_missing) or catalogue.hint(open_storage(folder)) is not None:
+                raise
+            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
+            return None, None
+
+    def _load(
         self,
         folder: str | os.PathLike[str],
         tag: str | None,
@@ -291,22 +316,19 @@ class Checkpointing:
         is_module_only: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> tuple[str, Any]:
-        """Load. Returns: the checkpoint's path and the client state."""
-        engine = self._engine
         self.finish()
         storage = open_storage(folder)
-        comm = engine.axes.all
+        comm = self._comm
         is_checked = bool(self._settings.verify)
-        holdings = holdings_of(self._engine)
-        names = names_of(engine.module)[0]
+        names = names_of(self._module)[0]
         groups: list[list[str]] = []
         optimizer = None
-        if engine.sharded_optimizer is not None:
-            groups = [[names[id(p)] for p in g["params"]] for g in engine.sharded_optimizer.param_groups]
-            optimizer = type(engine.sharded_optimizer.optimizer).__name__
-        has_optimizer = has_optimizer and not is_module_only and engine.sharded_optimizer is not None
+        if self._optimizer is not None:
+            groups = [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+            optimizer = type(self._optimizer.optimizer).__name__
+        has_optimizer = has_optimizer and not is_module_only and self._optimizer is not None
         wanted = Wanted(is_strict, has_optimizer, is_checked, groups, optimizer)
-        load = Load(comm, holdings, buffers_of(engine.module), wanted)
+        load = Load(comm, self._sharding.holdings(), buffers_of(self._module), wanted)
         folders = candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
@@ -323,45 +345,30 @@ class Checkpointing:
                 logger.warning("%s is damaged, so %s is loaded instead: %s", name, folders[index + 1], error)
                 continue
             break
-        engine.sharded.recover()
+        self._sharding.model.recover()
         if custom_load_fn is not None:
             values = {t.name: reader.tensor(MODEL, t.name) for t in chosen.manifest.tensors if t.kind == MODEL}
-            engine.weights.with_whole_parameters(lambda: custom_load_fn(src=values, dst=engine.module))
+            self._weights.with_whole_parameters(lambda: custom_load_fn(src=values, dst=self._module))
             if wanted.has_optimizer:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
         if not is_module_only and custom_load_fn is None:
-            if wanted.has_optimizer and chosen.manifest.optimizer is not None and engine.sharded_optimizer is not None:
-                for group, values in zip(engine.sharded_optimizer.param_groups, trees["groups"], strict=True):
+            if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:
+                for group, values in zip(self._optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
         self.loaded_size = chosen.manifest.world.get("size")
         for note in (*notes, *self._config_changes(chosen)):
-            say_on_rank_0(engine.global_rank, note)
+            say_on_rank_0(self._properties.rank, note)
         agree(comm, None, None, "checkpoint: loaded")
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
-
-    def load_if_there(self, folder: str | os.PathLike[str], tag: str | None, **wishes: Any) -> tuple[str | None, Any]:
-        """As ``load``; where the folder names no checkpoint and none lies in it, that is no error.
-
-        Returns: the checkpoint's path and the client state; or None and None.
-        """
-        try:
-            return self.load(folder, tag, **wishes)
-        except CheckpointError as error:
-            is_missing = tag is None and error.code == "checkpoint-missing"
-            if not is_missing or catalogue.hint(open_storage(folder)) is not None:
-                raise
-            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
-            return None, None
 
     def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
         problem: Exception | None = None
         try:
-            run_state.restore(
-                self._engine,
+            self._run.restore(
                 trees["engine"],
                 trees["own"],
                 chosen.folder,
@@ -375,12 +382,14 @@ class Checkpointing:
                 do="load another checkpoint, or the weights alone (load_module_only=True).",
                 code="checkpoint-damaged",
             )
-        agree(self._engine.axes.all, problem, None, "checkpoint: restored")
+        scale = self._accumulation.loss_scale
+        if self._optimizer is not None and scale is not None:
+            self._optimizer.loss_scale = scale.scale
+        agree(self._comm, problem, None, "checkpoint: restored")
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
-        engine = self._engine
-        problems, notes = run_state.compare(engine, trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
+        problems, notes = self._run.compare(trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
         problem = None
         if problems:
             lines = "".join(f"\n    {text}" for text in problems)
@@ -390,13 +399,13 @@ class Checkpointing:
                 do="build the run that was saved, or load in part.",
                 code="checkpoint-mismatch",
             )
-        agree(engine.axes.all, problem, None, "checkpoint: fit")
+        agree(self._comm, problem, None, "checkpoint: fit")
         return notes
 
     def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
         """The nested values, whole, before anything is changed."""
         manifest = chosen.manifest
-        rank = self._engine.axes.all.rank
+        rank = self._comm.rank
         ranks = manifest.engine.get("ranks", [])
         kind = f"rank/{rank}"
         problem: Exception | None = None
@@ -421,13 +430,13 @@ class Checkpointing:
                     code="checkpoint-damaged",
                 )
             )
-        agree(self._engine.axes.all, problem, None, "checkpoint: state")
+        agree(self._comm, problem, None, "checkpoint: state")
         saved = trees["engine"].get("layout")
         own = trees["own"]
         has_open = bool(own and own["gradients"])
-        if any(agree(self._engine.axes.all, None, has_open, "checkpoint: open gradients")):
-            same_size = len(ranks) == self._engine.axes.all.size
-            if not same_size or saved != open_gradients.layout_of(self._engine.bucket_states):
+        if any(agree(self._comm, None, has_open, "checkpoint: open gradients")):
+            same_size = len(ranks) == self._comm.size
+            if not same_size or saved != open_gradients.layout_of(self._sharding.states):
                 open_gradients.put([], [None], saved)
         return trees
 
@@ -435,7 +444,7 @@ class Checkpointing:
         """Which settings are not what they were when the checkpoint was saved."""
         if not chosen.manifest.config:
             return []  # it was converted from another format
-        before, now = _flat(chosen.manifest.config), _flat(_plain(self._engine._config_object.effective()))
+        before, now = _flat(chosen.manifest.config), _flat(_plain(self._properties.config.effective()))
         changes = [
             f"{key}: {before.get(key)!r} when saved, {now.get(key)!r} now"
             for key in sorted({*before, *now})

@@ -1,19 +1,16 @@
-"""What is done about a step whose gradients are NaN or infinite.
+"""Decides about a step whose loss or gradients are NaN or infinite: raise, skip, or apply with a warning.
 
-Never nothing: it raises, or says the rank, the step and the parameter.
+The error or the message names the rank, the step and the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shoal.engine.log import logger
-from shoal.engine.settings import Plan
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
 from shoal.zero.agree import Agreement, first_bad_parameter
-from shoal.zero.bucket_state import BucketState
-from shoal.zero.settings import Axes
 
 # Steps in a row whose loss, before it was scaled, is not finite. A smaller scale mends none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward
@@ -28,10 +25,10 @@ class NonFinite:
     what the scale gives way to; a bad loss is skipped there too, but soon raises. Too many in a row raise in any case.
     """
 
-    def __init__(self, plan: Plan, states: Sequence[BucketState], axes: Axes, loss_scale: LossScale | None) -> None:
-        self._plan = plan
-        self._states = states
-        self._axes = axes
+    def __init__(self, properties: Properties, sharding: Sharding, loss_scale: LossScale | None) -> None:
+        self._plan = properties.plan
+        self._comm = properties.axes.all
+        self._sharding = sharding
         self._loss_scale = loss_scale
         self._num_in_a_row = 0
         self._num_bad_losses = 0  # in a row
@@ -98,8 +95,8 @@ class NonFinite:
         )
 
     def _describe(self, view: Agreement, step: int, *, is_loss_known: bool) -> tuple[str, str]:
-        comm = self._axes.all
-        mine = first_bad_parameter(self._states) if comm.rank in view.bad_gradient_ranks else None
+        comm = self._comm
+        mine = first_bad_parameter(self._sharding.states) if comm.rank in view.bad_gradient_ranks else None
         names = comm.gather_objects(mine, label="first bad parameter") if comm.size > 1 else [mine]
         first = next((name for name in names if name), None)
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")

@@ -1,14 +1,15 @@
-"""What an engine knows about itself beside its tensors, to and from a checkpoint.
+"""What a checkpoint saves beside tensors: where the run is.
 
-Counters, the schedule, the loss scale, the place in the data, each rank's generators, buffers that differ between the
-ranks, gradients of an unfinished step.
+Counters, the learning-rate schedule, the loss scale, the position in the data, each rank's RNG states, buffers that
+differ between ranks, gradients of an unfinished step.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,48 +18,155 @@ from torch import nn
 from shoal.checkpoint import open_gradients
 from shoal.checkpoint.holdings import buffers_of
 from shoal.checkpoint.manifest import checksum
+from shoal.comm.protocol import Communicator
+from shoal.device import Device
+from shoal.engine.accumulation import Accumulation
+from shoal.engine.curriculum import Curriculum
 from shoal.engine.log import logger
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 
-if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
 
-_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+class RunState:
+    """Where one engine's run is.
+
+    Args:
+        schedule: of the learning rate; None: the engine steps none.
+        loader: of the training data; None: the script has its own.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        properties: Properties,
+        accumulation: Accumulation,
+        curriculum: Curriculum,
+        schedule: Any = None,
+        loader: Any = None,
+    ) -> None:
+        self.lr_scheduler = schedule
+        self.training_dataloader = loader
+        self.curriculum = curriculum
+        self._sharding = sharding
+        self._module = sharding.module
+        self._accumulation = accumulation
+        self._comm = properties.axes.all
+        self._device = properties.device
+        self._is_data_stateful = bool(properties.config.data.stateful)
+
+    def shared(self, *, exclude_frozen: bool) -> dict[str, Any]:
+        """What is the same on every rank."""
+        accumulation, loader = self._accumulation, self.training_dataloader
+        is_stateful = self._is_data_stateful and hasattr(loader, "state_dict")
+        scale = accumulation.loss_scale
+        return {
+            "counters": asdict(accumulation.counters),
+            "micro_in_step": accumulation.micro_in_step,
+            "accumulation_steps": accumulation.num_micro,
+            "micro_batch": accumulation.micro_batch,
+            "schedule": _schedule_state(self.lr_scheduler),
+            "schedule_class": _schedule_class(self.lr_scheduler),
+            "loss_scale": scale.state_dict() if scale is not None else None,
+            "data": loader.state_dict() if is_stateful else None,
+            "by_step": self.curriculum.state(),
+            "excludes_frozen": exclude_frozen,
+            "layout": open_gradients.layout_of(self._sharding.states),
+            "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(self._module).items()},
+        }
+
+    def own(self, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """What only this rank has. Communicates: the checksums of the buffers."""
+        return {
+            "generators": _generators(self._device),
+            "buffers": _differing(self._comm, buffers),
+            "gradients": open_gradients.take(self._sharding.states),
+            **self._accumulation.own_state(),
+        }
+
+    def compare(self, saved: Mapping[str, Any], *, is_strict: bool, has_schedule: bool) -> tuple[list[str], list[str]]:
+        """What of a saved state does not fit this engine: problems, and notes on what is harmless or was allowed."""
+        problems: list[str] = []
+        notes: list[str] = []
+        mine, theirs = _schedule_class(self.lr_scheduler), saved.get("schedule_class")
+        if has_schedule and theirs is not None and mine is not None and theirs != mine:
+            problems.append(
+                f"its schedule is {theirs}, this one is {mine} (load_lr_scheduler_states=False keeps this one)"
+            )
+        elif has_schedule and (theirs is None) != (mine is None) and "schedule_class" in saved:
+            notes.append(
+                f"the checkpoint has a schedule ({theirs}), this run has none."
+                if mine is None
+                else f"the checkpoint has no schedule; {mine} starts at its beginning."
+            )
+        data, loader = saved.get("data"), self.training_dataloader
+        if data is not None and hasattr(loader, "load_state_dict"):
+            here = loader.state_dict().get("num_samples")
+            if here != data.get("num_samples"):
+                num_samples = data.get("num_samples")
+                problems.append(f"its place is in a data set of {num_samples} samples, this one has {here}")
+        if "by_step" in saved:
+            notes += self.curriculum.changes(saved["by_step"] or {})
+        gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(self._module)))
+        if gone:
+            text = f"modules with a state of their own are gone: {', '.join(gone[:8])}"
+            (problems if is_strict else notes).append(text)
+        return problems, notes
+
+    def restore(
+        self,
+        saved: Mapping[str, Any],
+        own: Mapping[str, Any] | None,
+        name: str,
+        *,
+        has_schedule: bool,
+        num_ranks: int,
+    ) -> None:
+        """Set what ``shared`` and ``own`` returned.
+
+        Args:
+            own: None: the saving run had no such rank.
+            name: of the checkpoint, for a warning.
+            num_ranks: that saved a state of their own; 0, as in every other format: RNG states stay as they are.
+        """
+        accumulation, counters = self._accumulation, self._accumulation.counters
+        for counter, value in saved.get("counters", {}).items():
+            if counter in vars(counters):
+                setattr(counters, counter, int(value))
+        if has_schedule and saved.get("schedule") is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(saved["schedule"])
+        if saved.get("loss_scale") is not None and accumulation.loss_scale is not None:
+            accumulation.loss_scale.load_state_dict(saved["loss_scale"])
+        parts = _with_extra_state(self._module)
+        for part, value in (saved.get("extra_state") or {}).items():
+            if part in parts:
+                parts[part].set_extra_state(value)
+        if saved.get("data") is not None and hasattr(self.training_dataloader, "load_state_dict"):
+            self.training_dataloader.load_state_dict(saved["data"])
+        self.curriculum.restore(saved.get("by_step") or {}, counters.global_steps)
+        accumulation.reset()
+        accumulation.micro_in_step = int(saved.get("micro_in_step", 0))
+        self._sharding.model.num_plain_passes = 0
+        if own is None:
+            if num_ranks:
+                rank = self._comm.rank
+                logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
+                torch.manual_seed(int(torch.initial_seed()) + rank)
+            open_gradients.put(self._sharding.states, [], None)
+            return
+        _set_generators(self._device, own["generators"])
+        buffers = buffers_of(self._module)
+        with torch.no_grad():
+            for buffer, value in own["buffers"].items():
+                if buffer in buffers and not torch.equal(buffers[buffer].cpu(), value):
+                    buffers[buffer].copy_(value)
+        open_gradients.put(self._sharding.states, own["gradients"], saved.get("layout"))
+        if own["gradients"]:
+            accumulation.load_own_state(own, self._device.torch_device)
 
 
-def shared(engine: Engine, *, exclude_frozen: bool) -> dict[str, Any]:
-    """What is the same on every rank."""
-    loader = engine.training_dataloader
-    is_stateful = engine._config_object.data.stateful and hasattr(loader, "state_dict")
-    return {
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "micro_in_step": engine._boundary.micro_in_step,
-        "accumulation_steps": engine.gradient_accumulation_steps(),
-        "micro_batch": engine.train_micro_batch_size_per_gpu(),
-        "schedule": _schedule_state(engine.lr_scheduler),
-        "schedule_class": _schedule_class(engine.lr_scheduler),
-        "loss_scale": engine._loss_scale.state_dict() if engine._loss_scale is not None else None,
-        "data": loader.state_dict() if is_stateful else None,
-        "by_step": engine.curriculum.state(),
-        "excludes_frozen": exclude_frozen,
-        "layout": open_gradients.layout_of(engine.bucket_states),
-        "extra_state": {name: part.get_extra_state() for name, part in _with_extra_state(engine.module).items()},
-    }
-
-
-def own(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """What only this rank has. Communicates: the sums of the buffers."""
-    return {
-        "generators": _generators(engine),
-        "buffers": _differing(engine, buffers),
-        "gradients": open_gradients.take(engine.bucket_states),
-        "losses": [float(loss) for loss in engine._losses.values],
-        "styles": sorted(engine._losses.styles),
-    }
-
-
-def check(saved: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
-    """Raises: TypeError, KeyError: it is not what ``shared`` and ``own`` give."""
+def check(saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+    """Raises: TypeError, KeyError: these are not what ``RunState.shared`` and ``RunState.own`` return."""
     for name, value in dict(saved.get("counters", {})).items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"counter {name!r} is {value!r}")
@@ -68,96 +176,13 @@ def check(saved: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
     for part in dict(saved.get("by_step") or {}).values():
         if not isinstance(part["schedule"], dict) or not isinstance(part["place"], int | None):
             raise TypeError(f"by_step: {part}")
-    if mine is None:
+    if own is None:
         return
-    generators = mine["generators"]
-    _ = generators["torch"], generators["python"]["words"], generators["numpy"]["keys"], mine["buffers"]
-    for entry in mine["gradients"]:
+    generators = own["generators"]
+    _ = generators["torch"], generators["python"]["words"], generators["numpy"]["keys"], own["buffers"]
+    for entry in own["gradients"]:
         if not 0 <= entry["bucket"] < len(saved.get("layout") or ()):
             raise KeyError(f"gradients of bucket {entry['bucket']}")
-
-
-def compare(
-    engine: Engine, saved: Mapping[str, Any], *, is_strict: bool, has_schedule: bool
-) -> tuple[list[str], list[str]]:
-    """What of it does not fit this engine: problems, and notes on what does not matter or was allowed."""
-    problems: list[str] = []
-    notes: list[str] = []
-    mine, theirs = _schedule_class(engine.lr_scheduler), saved.get("schedule_class")
-    if has_schedule and theirs is not None and mine is not None and theirs != mine:
-        problems.append(f"its schedule is {theirs}, this one is {mine} (load_lr_scheduler_states=False keeps this one)")
-    elif has_schedule and (theirs is None) != (mine is None) and "schedule_class" in saved:
-        notes.append(
-            f"the checkpoint has a schedule ({theirs}), this run has none."
-            if mine is None
-            else f"the checkpoint has no schedule; {mine} starts at its beginning."
-        )
-    data, loader = saved.get("data"), engine.training_dataloader
-    if data is not None and hasattr(loader, "load_state_dict"):
-        here = loader.state_dict().get("num_samples")
-        if here != data.get("num_samples"):
-            problems.append(f"its place is in a data set of {data.get('num_samples')} samples, this one has {here}")
-    if "by_step" in saved:
-        notes += engine.curriculum.changes(saved["by_step"] or {})
-    gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(engine.module)))
-    if gone:
-        (problems if is_strict else notes).append(f"modules with a state of their own are gone: {', '.join(gone[:8])}")
-    return problems, notes
-
-
-def restore(
-    engine: Engine,
-    saved: Mapping[str, Any],
-    mine: Mapping[str, Any] | None,
-    name: str,
-    *,
-    has_schedule: bool,
-    num_ranks: int,
-) -> None:
-    """Set what ``shared`` and ``own`` gave.
-
-    Args:
-        mine: None: this rank was not there.
-        name: of the checkpoint, for a warning.
-        num_ranks: of which there is such a state; 0: of none, as in every other format, and generators go on as they
-            are.
-    """
-    for counter, value in saved.get("counters", {}).items():
-        if counter in _COUNTERS:
-            setattr(engine, counter, int(value))
-    if has_schedule and saved.get("schedule") is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(saved["schedule"])
-    if saved.get("loss_scale") is not None and engine._loss_scale is not None:
-        engine._loss_scale.load_state_dict(saved["loss_scale"])
-        if engine.sharded_optimizer is not None:
-            engine.sharded_optimizer.loss_scale = engine._loss_scale.scale
-    parts = _with_extra_state(engine.module)
-    for part, value in (saved.get("extra_state") or {}).items():
-        if part in parts:
-            parts[part].set_extra_state(value)
-    if saved.get("data") is not None and hasattr(engine.training_dataloader, "load_state_dict"):
-        engine.training_dataloader.load_state_dict(saved["data"])
-    engine.curriculum.restore(saved.get("by_step") or {}, engine.global_steps)
-    engine._forget_losses()
-    engine._boundary.micro_in_step = int(saved.get("micro_in_step", 0))
-    if mine is None:
-        rank = engine.axes.all.rank
-        if num_ranks:
-            logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
-            torch.manual_seed(int(torch.initial_seed()) + rank)
-        open_gradients.put(engine.bucket_states, [], None)
-        return
-    _set_generators(engine, mine["generators"])
-    buffers = buffers_of(engine.module)
-    with torch.no_grad():
-        for buffer, value in mine["buffers"].items():
-            if buffer in buffers and not torch.equal(buffers[buffer].cpu(), value):
-                buffers[buffer].copy_(value)
-    open_gradients.put(engine.bucket_states, mine["gradients"], saved.get("layout"))
-    if mine["gradients"]:
-        engine._has_backward = True
-        engine._losses.values = [torch.tensor(loss, device=engine.device) for loss in mine["losses"]]
-        engine._losses.styles = set(mine["styles"])
 
 
 def _schedule_class(schedule: Any) -> str | None:
@@ -182,12 +207,12 @@ def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _generators(engine: Engine) -> dict[str, Any]:
+def _generators(device: Device) -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        **engine._device.generator_states(),
+        **device.generator_states(),
         "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
         "numpy": {
             "kind": kind,
@@ -197,9 +222,9 @@ def _generators(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _set_generators(engine: Engine, saved: Mapping[str, Any]) -> None:
+def _set_generators(device: Device, saved: Mapping[str, Any]) -> None:
     torch.set_rng_state(saved["torch"])
-    engine._device.set_generator_states({key: value for key, value in saved.items() if key == "cuda"})
+    device.set_generator_states({key: value for key, value in saved.items() if key == "cuda"})
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     numpy = saved["numpy"]
@@ -207,9 +232,8 @@ def _set_generators(engine: Engine, saved: Mapping[str, Any]) -> None:
     np.random.set_state((numpy["kind"], keys, *numpy["rest"]))
 
 
-def _differing(engine: Engine, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _differing(comm: Communicator, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's buffers that are not what rank 0's are (running statistics, say)."""
-    comm = engine.axes.all
     if comm.size == 1 or not buffers:
         return {}
     sums = {

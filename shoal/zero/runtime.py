@@ -50,8 +50,7 @@ class ShardedModel:
     Args:
         units: in order; ``entries``: the gradients of those that have trainable parameters.
         modules: the modules whose forward needs a unit.
-        on_backward: called when a backward pass begins (the engine decides there whether it is the last before the
-            step).
+        on_backward: called when a backward pass begins. Returns: is it the last one before the step?
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class ShardedModel:
         max_live_numel: int,
         has_overlap: bool,
         device: torch.device,
-        on_backward: Callable[[], None],
+        on_backward: Callable[[], bool],
         disks: Disks | None = None,
     ) -> None:
         self.model = model
@@ -309,7 +308,7 @@ class ShardedModel:
             if self._outermost is None:
                 self._outermost = backward_pass()
             return
-        self._on_backward()  # first, since it may refuse
+        self.reducer.at_step = self._on_backward()  # first, since it may refuse
         for entry in self.entries:
             for gradient in entry.gradients:
                 gradient.take_back()

@@ -16,7 +16,6 @@ from shoal.checkpoint import catalogue
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.weights import holdings_of
 from tests.ranks.dying import SIZE, tiny
 from tests.ranks.failing_saves import Outcome, attempt, load, save_and_finish, steps_in
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, state_of
@@ -132,7 +131,7 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         # mypy takes the mixed values for objects.
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
         client_state["list"].append(3)  # type: ignore[attr-defined]
-        holdings = holdings_of(engine)
+        holdings = engine.sharding.holdings()
         everything = (*holdings.model(), *holdings.optimizer())
         for piece in (piece for holding in everything if not holding.is_private for piece in holding.pieces):
             piece.fill_(123.0)
@@ -141,10 +140,10 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         for piece in (piece for holding in everything if holding.is_private for piece in holding.pieces):
             piece.fill_(123.0)
         assert engine.optimizer is not None
-        assert engine._optimizer_step is not None
+        assert engine.sharding.step is not None
         for group in engine.optimizer.param_groups:
             group["lr"] = 7.0
-        for state in engine._optimizer_step.optimizer.state.values():
+        for state in engine.sharding.step.optimizer.state.values():
             state["step"] += 100
         engine.global_steps += 50
         is_early = not any(name == "shard_fsync" for _, name in slow.events)
@@ -210,7 +209,7 @@ def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     code, said = attempt(lambda: second.save_checkpoint(tmp_path, tag="of-the-second"))
     assert code == "checkpoint-locked"
     assert f"process {os.getpid()} on " in said
-    first.checkpoints.finish()
+    first.checkpointing.finish()
     assert attempt(lambda: save_and_finish(second, tmp_path)) == ("returned", True)
     first.destroy()
     second.destroy()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.engine.engine import Engine as DeepSpeedEngine
+from shoal.compat.engine import DeepSpeedEngine
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
 from shoal.compat.sparse_exchange import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
+from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
 from shoal.engine.client_optimizer import check_mpu
-from shoal.engine.data import make_loader
 from shoal.engine.engine import Engine
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
@@ -250,18 +251,26 @@ class DeepSpeedEngine(Engine):
         Args:
             batch_size: samples of one batch of this rank; None: the micro-batch.
             route: "train" shuffles; anything else keeps the order.
-            data_sampler: chooses what this rank reads; None: samples are divided over the data-parallel ranks.
+            data_sampler: chooses what this rank reads; None: samples are divided over the data-parallel ranks, at a
+                position from which any number of ranks can resume.
         """
-        return make_loader(
+        batch_size = batch_size or self.accumulation.micro_batch
+        common: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory,
+            "drop_last": self._config.dataloader_drop_last,
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, **common)
+        return Loader(
             dataset,
-            batch_size or self.accumulation.micro_batch,
-            self.axes.all,
-            self._config,
-            route=route,
-            pin_memory=pin_memory,
-            data_sampler=data_sampler,
-            collate_fn=collate_fn,
-            num_local_io_workers=num_local_io_workers,
+            batch_size,
+            rank=self.axes.all.rank,
+            world_size=self.axes.all.size,
+            seed=self._config.data.seed or 0,
+            shuffle=route == "train",
+            **common,
         )
 
     # gradients
@@ -457,9 +466,9 @@ def initialize(
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
-            training_data=training_data,
-            collate_fn=collate_fn,
         )
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

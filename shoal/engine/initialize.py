@@ -22,14 +22,13 @@ from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.client_optimizer import MadeOptimizer, make_optimizer, make_schedule, schedule_notes
 from shoal.engine.curriculum import Curriculum
-from shoal.engine.data import make_loader
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.profiling import ProfilingTimers
-from shoal.engine.progress import Progress, make_monitor
+from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
@@ -41,6 +40,7 @@ from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.memory.placement import Tier
 from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log
+from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.whole import WholeTensorOptimizer
@@ -71,8 +71,6 @@ def initialize(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
-    training_data: Any = None,
-    collate_fn: Callable[..., Any] | None = None,
 ) -> AnyEngine:
     """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``."""
     settings = load(config, args=args, world_size=world.size)
@@ -117,10 +115,6 @@ def initialize(
             step = _make_step(made, sharded, states, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, states, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            if training_data is not None:
-                run.training_dataloader = make_loader(
-                    training_data, accumulation.micro_batch, axes.all, settings, collate_fn=collate_fn
-                )
             activations = SavedActivations(model, settings, world)
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from shoal.config import Config
-from shoal.config.watching import Comet
 from shoal.engine.accumulation import Counters
 from shoal.engine.log import logger
 from shoal.observe.ledger import Ledger
-from shoal.observe.monitor import CometWriter, CsvWriter, Monitor, TensorBoardWriter, WandbWriter, Writer
+from shoal.observe.monitor import Monitor
 from shoal.observe.timers import StepTimers, Throughput
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.segment_times import as_table
@@ -81,37 +78,3 @@ class Progress:
         times = self._recompute.times.take()
         if times:
             logger.info("recomputed segments\n%s", as_table(times))
-
-
-def make_monitor(config: Config, rank: int) -> Monitor | None:
-    """The monitor that the config's sections ask for; None where there is none, and on every rank but 0."""
-    if rank != 0:
-        return None
-    writers: list[Writer] = []
-    if config.tensorboard.enabled:
-        writers.append(TensorBoardWriter(_folder(config.tensorboard, "tensorboard")))
-    if config.csv_monitor.enabled:
-        writers.append(CsvWriter(_folder(config.csv_monitor, "csv")))
-    if config.wandb.enabled:
-        writers.append(WandbWriter(config.wandb.project, group=config.wandb.group, team=config.wandb.team))
-    if config.comet.enabled:
-        writers.append(comet_writer(config.comet))
-    return Monitor(writers) if writers else None
-
-
-def comet_writer(section: Comet) -> CometWriter:
-    """The writer of a section ``comet``."""
-    return CometWriter(
-        every=section.samples_log_interval,
-        name=section.experiment_name,
-        api_key=section.api_key,
-        project=section.project,
-        workspace=section.workspace,
-        experiment_key=section.experiment_key,
-        mode=section.mode,
-        online=section.online,
-    )
-
-
-def _folder(section: Any, kind: str) -> Path:
-    return Path(str(section.output_path or Path("runs") / kind), str(section.job_name))

@@ -44,7 +44,7 @@ ENGINE_INSIDE = {
     "checkpointing",
     "offloaded",
     "properties",
-    "run",
+    "run_state",
     "sharded",
     "sharded_optimizer",
     "sharding",

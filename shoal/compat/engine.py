@@ -381,7 +381,7 @@ class DeepSpeedEngine(Engine):
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """The schedule of ``progressive_layer_drop`` in the config; None without it."""
-        return self.run.curriculum.layer_drop
+        return self.run_state.curriculum.layer_drop
 
     def get_pld_theta(self) -> float | None:
         """The share of layers that the next training forward is told to keep; None without the section."""
@@ -390,7 +390,7 @@ class DeepSpeedEngine(Engine):
     @property
     def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
         """The schedule of ``curriculum_learning`` in the config; None without it."""
-        return self.run.curriculum.scheduler
+        return self.run_state.curriculum.scheduler
 
     def set_custom_curriculum_learning_schedule(
         self, schedule_func_dict: Mapping[str, Callable[[int], int]] | Callable[[int], int]
@@ -402,7 +402,7 @@ class DeepSpeedEngine(Engine):
 
         Raises: UsageError: the config has no such curriculum, or its function is not among them.
         """
-        self.run.curriculum.set_custom_schedule(schedule_func_dict)
+        self.run_state.curriculum.set_custom_schedule(schedule_func_dict)
 
 
 def initialize(

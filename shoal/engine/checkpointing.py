@@ -6,7 +6,9 @@ import atexit
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
+from shoal.engine.settings import flat
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
@@ -99,13 +102,8 @@ class Checkpointing:
         options = Options(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
         holdings = self._sharding.holdings()
         wanted = list(holdings.model(exclude_frozen=exclude_frozen)) + list(holdings.optimizer())
-        problem: Exception | None = None
-        state: Any = None
-        try:
+        with self._on_all_ranks("checkpoint: own state"):
             state = self._state(holdings, client_state, exclude_frozen=exclude_frozen)
-        except (CheckpointError, UsageError, TypeError, ValueError) as error:
-            problem = error
-        agree(self._comm, problem, None, "checkpoint: own state")
         try:
             save = Save(
                 self._comm,
@@ -366,85 +364,78 @@ class Checkpointing:
 
     def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
-        problem: Exception | None = None
-        try:
-            self._run.restore(
-                trees["engine"],
-                trees["own"],
-                chosen.folder,
-                has_schedule=has_schedule,
-                num_ranks=len(chosen.manifest.engine.get("ranks", ())),
-            )
-        except (CheckpointError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            problem = CheckpointError(
-                f"the parameters are loaded, but not what belongs to them: {type(error).__name__}: {error}.",
-                where=chosen.where,
-                do="load another checkpoint, or the weights alone (load_module_only=True).",
-                code="checkpoint-damaged",
-            )
+        with self._on_all_ranks(
+            "checkpoint: restored",
+            "the parameters are loaded, but not what belongs to them",
+            where=chosen.where,
+            do="load another checkpoint, or the weights alone (load_module_only=True).",
+        ):
+            num_ranks = len(chosen.manifest.engine.get("ranks", ()))
+            own = trees["own"]
+            self._run.restore(trees["engine"], own, chosen.folder, has_schedule=has_schedule, num_ranks=num_ranks)
         scale = self._accumulation.loss_scale
         if self._optimizer is not None and scale is not None:
             self._optimizer.loss_scale = scale.scale
-        agree(self._comm, problem, None, "checkpoint: restored")
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
         problems, notes = self._run.compare(trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
-        problem = None
-        if problems:
-            lines = "".join(f"\n    {text}" for text in problems)
-            problem = CheckpointError(
-                f"the checkpoint does not fit this run:{lines}",
-                where=chosen.where,
-                do="build the run that was saved, or load in part.",
-                code="checkpoint-mismatch",
-            )
-        agree(self._comm, problem, None, "checkpoint: fit")
+        lines = "".join(f"\n    {text}" for text in problems)
+        problem = CheckpointError(
+            f"the checkpoint does not fit this run:{lines}",
+            where=chosen.where,
+            do="build the run that was saved, or load in part.",
+            code="checkpoint-mismatch",
+        )
+        agree(self._comm, problem if problems else None, None, "checkpoint: fit")
         return notes
+
+    @contextmanager
+    def _on_all_ranks(self, label: str, what: str = "", *, where: str = "", do: str = "") -> Iterator[None]:
+        """What the block raises on one rank is raised as a CheckpointError on every rank.
+
+        Args:
+            what: begins the message of an error that is no CheckpointError; empty: the message is as it is.
+        """
+        problem: Exception | None = None
+        try:
+            yield
+        except CommError:
+            raise  # reported to the other ranks by ``comm``
+        except (CheckpointError, UsageError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            problem = error
+            if what and not isinstance(error, CheckpointError):
+                text = f"{what}: {type(error).__name__}: {error}."
+                problem = CheckpointError(text, where=where, do=do, code="checkpoint-damaged")
+        agree(self._comm, problem, None, label)
 
     def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
         """The nested values, whole, before anything is changed."""
-        manifest = chosen.manifest
-        rank = self._comm.rank
+        manifest, rank = chosen.manifest, self._comm.rank
         ranks = manifest.engine.get("ranks", [])
-        kind = f"rank/{rank}"
-        problem: Exception | None = None
-        trees: dict[str, Any] = {}
-        try:
-            extra = lambda name: reader.tensor("extra", name)  # noqa: E731
-            engine_tree = {k: v for k, v in manifest.engine.items() if k != "ranks"}
+        extra, mine = partial(reader.tensor, "extra"), partial(reader.tensor, f"rank/{rank}")
+        what = "the state beside the tensors cannot be read"
+        with self._on_all_ranks("checkpoint: state", what, where=chosen.where):
             trees = {
-                "engine": tree.decode(engine_tree, extra),
+                "engine": tree.decode({k: v for k, v in manifest.engine.items() if k != "ranks"}, extra),
                 "groups": tree.decode(manifest.groups, extra),
                 "client_state": tree.decode(manifest.client_state, extra),
-                "own": tree.decode(ranks[rank], lambda name: reader.tensor(kind, name)) if rank < len(ranks) else None,
+                "own": tree.decode(ranks[rank], mine) if rank < len(ranks) else None,
             }
             run_state.check(trees["engine"], trees["own"])
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            problem = (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(
-                    f"the state beside the tensors cannot be read: {type(error).__name__}: {error}.",
-                    where=chosen.where,
-                    code="checkpoint-damaged",
-                )
-            )
-        agree(self._comm, problem, None, "checkpoint: state")
-        saved = trees["engine"].get("layout")
-        own = trees["own"]
+        saved, own = trees["engine"].get("layout"), trees["own"]
         has_open = bool(own and own["gradients"])
         if any(agree(self._comm, None, has_open, "checkpoint: open gradients")):
-            same_size = len(ranks) == self._comm.size
-            if not same_size or saved != open_gradients.layout_of(self._sharding.states):
-                open_gradients.put([], [None], saved)
+            is_same_size = len(ranks) == self._comm.size
+            if not is_same_size or saved != open_gradients.layout_of(self._sharding.states):
+                open_gradients.put([], [None], saved)  # raises
         return trees
 
     def _config_changes(self, chosen: Chosen) -> list[str]:
         """Which settings are not what they were when the checkpoint was saved."""
         if not chosen.manifest.config:
             return []  # it was converted from another format
-        before, now = _flat(chosen.manifest.config), _flat(_plain(self._properties.config.effective()))
+        before, now = flat(chosen.manifest.config), flat(_plain(self._properties.config.effective()))
         changes = [
             f"{key}: {before.get(key)!r} when saved, {now.get(key)!r} now"
             for key in sorted({*before, *now})
@@ -466,9 +457,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value == value and abs(value) != float("inf"):
         return value
     return str(value)
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}.{key}" if path else key).items()}
-    return {path: value}

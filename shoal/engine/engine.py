@@ -47,7 +47,7 @@ class Engine(nn.Module):
         properties       config, plan, ranks, device                            fixed
         accumulation     micro-batches, losses, counters
         sharding         parameters, gradients, optimizer state
-        run              schedule, data loader, curriculum                      what a checkpoint saves beside tensors
+        run_state        schedule, data loader, curriculum                      what a checkpoint saves beside tensors
         checkpointing, weights, offloaded                                       what moves the state elsewhere
     """
 
@@ -67,7 +67,7 @@ class Engine(nn.Module):
         self.properties = properties
         self.accumulation = accumulation
         self.sharding = sharding
-        self.run = run
+        self.run_state = run
         self.offloaded = offloaded
         self.world = properties.world
         self.plan = properties.plan
@@ -124,7 +124,7 @@ class Engine(nn.Module):
         self.offloaded.require("forward()")
         self.sharding.check.check()
         if self.module.training:
-            kwargs = self.run.curriculum.into(kwargs, self.global_steps)
+            kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -252,7 +252,7 @@ class Engine(nn.Module):
         if self._was_step_applied and self.lr_scheduler is not None:
             self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
         counters.global_steps += 1
-        self.run.curriculum.go_to(self.global_steps)
+        self.run_state.curriculum.go_to(self.global_steps)
         self._end_step()
         self.checkpointing.poll()
         unused = self._activations.recompute.unused_note() if self.global_steps == 1 else None
@@ -351,20 +351,20 @@ class Engine(nn.Module):
     @property
     def lr_scheduler(self) -> Any:
         """The schedule; stepped by ``step()`` after each step that was applied. Set it to None to step your own."""
-        return self.run.lr_scheduler
+        return self.run_state.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, schedule: Any) -> None:
-        self.run.lr_scheduler = schedule
+        self.run_state.lr_scheduler = schedule
 
     @property
     def training_dataloader(self) -> Any:
         """The loader of ``training_data``; None without it."""
-        return self.run.training_dataloader
+        return self.run_state.training_dataloader
 
     @training_dataloader.setter
     def training_dataloader(self, loader: Any) -> None:
-        self.run.training_dataloader = loader
+        self.run_state.training_dataloader = loader
 
     @property
     def global_steps(self) -> int:
@@ -679,7 +679,7 @@ class Engine(nn.Module):
             self._explain_out_of_memory(error, phase)
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter)
-                self.run.curriculum.explain(error)
+                self.run_state.curriculum.explain(error)
             raise
 
     def _explain_out_of_memory(self, error: Exception, phase: str) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
-from shoal.engine.settings import Plan, loss_scale_of, plan_of
+from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
@@ -80,6 +80,7 @@ def initialize(
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
+    sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
     notes = made.notes + schedule_notes(lr_scheduler, settings, made.optimizer)
     if world.size > 1:
@@ -97,7 +98,7 @@ def initialize(
         is_managed=settings.managed_gradient_accumulation,
     )
     offloaded = Offloaded(properties, accumulation.counters)
-    offload = Offload(settings, plan, model, axes.all, device, world.rank)
+    offload = Offload(model, properties)
     with device.use():
         sharded, states = build(
             model,
@@ -109,7 +110,7 @@ def initialize(
             partial(_begin_backward, offloaded, accumulation),
             decide=offload.decide,
             open_disks=offload.open_disks,
-            sparse=made.sparse(model),
+            sparse=sparse,
         )
         try:
             step = _make_step(made, sharded, states, properties, offload.num_ranks_here)
@@ -218,10 +219,12 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
     if comm.size == 1:
         return
     mine = {
-        "config": repr(sorted(_flat(settings.effective()))),
+        "config": repr(sorted((key, repr(value)) for key, value in flat(settings.effective()).items())),
         "model": repr([(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]),
     }
-    digests = comm.gather_objects({key: _digest(text) for key, text in mine.items()}, label="start-up check")
+    digests = comm.gather_objects(
+        {key: hashlib.sha256(text.encode()).hexdigest() for key, text in mine.items()}, label="start-up check"
+    )
     for key, error in (("config", ConfigError), ("model", ModelError)):
         values = [digest[key] for digest in digests]
         if len(set(values)) > 1:
@@ -234,16 +237,6 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
                 + ("; the same names, shapes, dtypes and requires_grad." if key == "model" else "."),
                 code=f"ranks-differ-{key}",
             )
-
-
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [item for key, inner in value.items() for item in _flat(inner, f"{path}.{key}")]
-    return [(path, repr(value))]
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _begin_backward(offloaded: Offloaded, accumulation: Accumulation) -> bool:

@@ -1,4 +1,4 @@
-"""``flops_profiler`` of the config: one step of the engine is counted and timed, and rank 0 prints what it found."""
+"""``flops_profiler`` of the config: count and time one step of the engine, and print the result on rank 0."""
 
 from __future__ import annotations
 

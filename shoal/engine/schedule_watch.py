@@ -1,4 +1,4 @@
-"""Steps the learning-rate schedule, and notices a script that steps it too."""
+"""Steps the learning-rate schedule, and warns about a script that steps it too."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class ScheduleWatch:
 
     def __init__(self) -> None:
         self._place: Any = None  # the schedule's own count after the engine's last step of it
-        self._num_moved = 0  # steps in a row before which somebody else had moved it
+        self._num_moved = 0  # steps in a row before which the script had stepped it
         self._has_warned = False
 
     def step(self, schedule: Any, arguments: dict[str, Any], rank: int) -> None:
-        """Step it. Warns once, on rank 0, where a script has moved it between two steps, twice in a row.
+        """Step it. Warns once, on rank 0, where the script stepped it between two steps, twice in a row.
 
         Args:
             arguments: of the schedule's own ``step``.
         """
         place = _place_of(schedule)
-        # Once alone may be a checkpoint that was loaded.
+        # A single change may be a loaded checkpoint.
         self._num_moved = self._num_moved + 1 if self._place is not None and place != self._place else 0
         if self._num_moved == 2 and not self._has_warned and rank == 0:
             self._has_warned = True
@@ -37,5 +37,5 @@ class ScheduleWatch:
 
 
 def _place_of(schedule: Any) -> Any:
-    """How often it was stepped, by the name that torch or DeepSpeed gives it; None: it has neither."""
+    """How often it was stepped, under torch's or DeepSpeed's name; None: it has neither."""
     return getattr(schedule, "last_epoch", getattr(schedule, "last_batch_iteration", None))

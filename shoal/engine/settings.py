@@ -1,7 +1,8 @@
-"""Translates the JSON file's words (DeepSpeed's) into Shoal's: the one place that knows both."""
+"""Translates the config, in DeepSpeed's words, into the settings of Shoal's parts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the engine needs to know, decided before the first step."""
+    """What the config means for this number of ranks. Fixed before the first step."""
 
     zero: ZeroSettings
     precision: Precision
@@ -129,13 +130,13 @@ def plan_of(config: Config, dp_size: int) -> Plan:
 
 
 def wide_buffers_of(config: Config) -> tuple[str, ...] | None:
-    """Names of buffers that stay in fp32; None: those that the model names."""
+    """Names of buffers that stay in fp32; None: those that the model lists."""
     names = config.data_types.keep_in_fp32_modules
     return None if isinstance(names, str) else tuple(names)
 
 
 def _state_tier(config: Config) -> Tier:
-    """Raises: ConfigError: stage 0, where no rank has optimizer state of its own to move."""
+    """Raises: ConfigError: offload at stage 0, where optimizer state is replicated on every rank."""
     zero = config.zero_optimization
     tier = _tier(zero.offload_optimizer)
     if tier is not Tier.DEVICE and zero.stage == 0:
@@ -155,7 +156,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def _scales(config: Config, dp_size: int) -> tuple[float, float]:
-    """Factors before and after the sum over ranks: a mean, unless the file asks for a sum."""
+    """Factors before and after the sum over ranks: a mean, unless the config asks for a sum."""
     divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(dp_size)
     if config.prescale_gradients:
         return 1.0 / divisor, 1.0
@@ -228,3 +229,10 @@ def loss_scale_of(config: Config) -> LossScale | None:
             min_loss_scale=float(fp16.min_loss_scale),
         )
     )
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted path."""
+    if isinstance(value, Mapping):
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}.{key}" if path else key).items()}
+    return {path: value}

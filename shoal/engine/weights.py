@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.checkpoint.blocks import Entry, plan_file, write_file
-from shoal.checkpoint.formats.torch_writing import write_tensors
 from shoal.checkpoint.holdings import buffers_of, names_of
 from shoal.checkpoint.load import agree
-from shoal.checkpoint.portable import TensorInfo
-from shoal.checkpoint.storage import Storage, open_storage
+from shoal.checkpoint.storage import open_storage
+from shoal.checkpoint.weights_file import write_weights
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
-
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 class Weights:
@@ -145,7 +138,7 @@ class Weights:
             others = {alias for names in aliases.values() for alias in names}
             once = {key: value for key, value in values.items() if key not in others}
             try:
-                _write(open_storage(folder), name, once, aliases)
+                write_weights(open_storage(folder), name, once, aliases)
             except CheckpointError as error:
                 problem = error
             except OSError as error:
@@ -157,31 +150,3 @@ class Weights:
                 )
         agree(comm, problem, None, "checkpoint: weights")
         return True
-
-
-def _flat(value: torch.Tensor) -> tuple[torch.Tensor]:
-    return (value.reshape(-1),)
-
-
-def _write(
-    storage: Storage, name: str, values: Mapping[str, torch.Tensor], aliases: Mapping[str, tuple[str, ...]]
-) -> None:
-    inside = Path(name).parent.as_posix()
-    storage.make_folder("" if inside == "." else inside)
-    staging = f"{name}.tmp-{secrets.token_hex(6)}" if storage.can_rename else name
-    if not storage.can_rename:
-        storage.remove(name)
-    try:
-        if Path(name).suffix in _TORCH_SUFFIXES:
-            infos = {key: TensorInfo(value.dtype, tuple(value.shape)) for key, value in values.items()}
-            with storage.create(staging) as sink:
-                write_tensors(sink, infos, values.__getitem__, aliases)
-                sink.flush()
-        else:
-            entries = [Entry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
-            write_file(storage, "", staging, plan_file(entries))
-        if staging != name:
-            storage.move_over(staging, name)
-    except BaseException:
-        storage.remove(staging)
-        raise

@@ -384,7 +384,7 @@ class DeepSpeedEngine(Engine):
         return self.run_state.curriculum.layer_drop
 
     def get_pld_theta(self) -> float | None:
-        """The share of layers that the next training forward is told to keep; None without the section."""
+        """The share of layers that the next training forward keeps; None without the section."""
         return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
 
     @property

@@ -169,7 +169,7 @@ class Accumulation:
         return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
 
     def are_losses_finite(self) -> bool:
-        """Set ``mean_loss``, and say whether it is finite.
+        """Set ``mean_loss``. Returns: is it finite?
 
         Order: on an accelerator the host waits for the losses; right after this it waits for the gradients anyway.
         """
@@ -206,7 +206,7 @@ class Accumulation:
         return {"losses": [float(loss) for loss in self.losses], "styles": sorted(_STYLES[by] for by in self.scaled_by)}
 
     def load_own_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
-        """Restore what ``own_state`` returned: the step goes on."""
+        """Restore what ``own_state`` returned, to continue the step."""
         self.has_backward = True
         self.losses = [torch.tensor(loss, device=device) for loss in saved["losses"]]
         self.scaled_by = {by for by, style in _STYLES.items() if style in saved["styles"]}

@@ -51,7 +51,7 @@ class TagsDifferError(CheckpointError, AssertionError):
 class Checkpointing:
     """Saves and loads one engine.
 
-    ``on_phase`` is called by name as a save goes on (``"snapshot"``, ``"shard_write"``, ...).
+    ``on_phase`` is called with the name of each phase of a save (``"snapshot"``, ``"shard_write"``, ...).
     """
 
     def __init__(
@@ -346,7 +346,7 @@ class Checkpointing:
         self._sharding.model.recover()
         if custom_load_fn is not None:
             values = {t.name: reader.tensor(MODEL, t.name) for t in chosen.manifest.tensors if t.kind == MODEL}
-            self._weights.with_whole_parameters(lambda: custom_load_fn(src=values, dst=self._module))
+            self._weights.with_gathered_parameters(lambda: custom_load_fn(src=values, dst=self._module))
             if wanted.has_optimizer:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
@@ -410,7 +410,7 @@ class Checkpointing:
         agree(self._comm, problem, None, label)
 
     def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
-        """The nested values, whole, before anything is changed."""
+        """Read all nested values before anything is changed."""
         manifest, rank = chosen.manifest, self._comm.rank
         ranks = manifest.engine.get("ranks", [])
         extra, mine = partial(reader.tensor, "extra"), partial(reader.tensor, f"rank/{rank}")

@@ -23,7 +23,6 @@ from shoal.engine.progress import Progress, StepNumbers
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
-from shoal.engine.schedule_watch import ScheduleWatch
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
@@ -96,7 +95,6 @@ class Engine(nn.Module):
         self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
         self._activations = activations
         self._progress = progress
-        self._schedule_watch = ScheduleWatch()
         self._norm: float | None = None
         self._was_step_applied = False
         self._is_destroyed = False
@@ -249,8 +247,8 @@ class Engine(nn.Module):
         self._nonfinite.adapt_scale(view, self.global_steps)
         if self.sharded_optimizer is not None and accumulation.loss_scale is not None:
             self.sharded_optimizer.loss_scale = accumulation.loss_scale.scale
-        if self._was_step_applied and self.lr_scheduler is not None:
-            self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
+        if self._was_step_applied:
+            self.run_state.step_schedule(lr_kwargs or {}, self.global_rank)
         counters.global_steps += 1
         self.run_state.curriculum.go_to(self.global_steps)
         self._end_step()
@@ -294,7 +292,7 @@ class Engine(nn.Module):
         """Compile the model's forward in place, as ``torch.nn.Module.compile`` does.
 
         Args:
-            compile_kwargs: handed on to ``torch.compile``.
+            compile_kwargs: passed to ``torch.compile``.
 
         Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd.
         """
@@ -404,7 +402,7 @@ class Engine(nn.Module):
 
     @property
     def is_watched(self) -> bool:
-        """Are changes an error that ``GatheredParameters`` would lose?"""
+        """Do changes that ``GatheredParameters`` would lose raise an error?"""
         return bool(self.properties.config.zero_optimization.enable_sanity_checks)
 
     @property
@@ -441,7 +439,7 @@ class Engine(nn.Module):
         return self.properties.stage
 
     def gradient_clipping(self) -> float:
-        """The largest norm that gradients keep; 0: any."""
+        """The norm that gradients are clipped to; 0: no clipping."""
         return self.plan.clip_norm
 
     def get_lr(self) -> list[float]:
@@ -458,11 +456,11 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by under fp16; 1 otherwise."""
+        """The factor of losses under fp16; 1 otherwise."""
         return 1.0 if self.accumulation.loss_scale is None else self.accumulation.loss_scale.scale
 
     def memory_report(self) -> Ledger:
-        """Bytes by kind, tier and unit, beside what the allocator says."""
+        """Bytes by kind, tier and unit, and the allocator's figures."""
         return self.sharding.ledger(self._activations.bytes_by_tier(), self.offloaded.ledger_kinds)
 
     # checkpoints
@@ -475,17 +473,17 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that a run needs to go on. Every rank calls.
+        """Save everything that a run needs to resume. Every rank calls.
 
         Args:
             save_dir: a folder that all ranks see, or an fsspec URL.
             tag: the checkpoint's name; None: ``global_step`` and the number of steps. A checkpoint of that name is
-                replaced once the new one is whole.
-            client_state: what ``load_checkpoint`` will give back: numbers, text, lists, dicts and tensors.
+                replaced when the new one is complete.
+            client_state: what ``load_checkpoint`` will return: numbers, text, lists, dicts and tensors.
             save_latest: ``load_checkpoint`` without a tag may choose this one.
 
         Returns: was it saved? (With ``checkpoint.async_save``: was it begun?)
-        Raises: CheckpointError: on every rank; older checkpoints and the running state are as they were.
+        Raises: CheckpointError: on every rank; older checkpoints and the running state are unchanged.
         Communicates: what each rank wrote, as JSON; no parameter.
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
@@ -508,15 +506,15 @@ class Engine(nn.Module):
 
         Args:
             load_dir: the folder that was saved to, or an fsspec URL; of DeepSpeed's checkpoints a local one.
-            tag: its name; None: the newest that is whole, or the one of DeepSpeed's that ``latest`` names. With
+            tag: its name; None: the newest complete one, or the one of DeepSpeed's that ``latest`` names. With
                 ``checkpoint.load_universal`` the one that ``latest_universal`` names.
-            load_module_strict: False: parameters that only one side has are left out, and named.
+            load_module_strict: False: parameters that only one side has are left out, and logged.
             load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
-            custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` while the module is whole.
+            custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` with all parameters gathered.
 
         Returns: the checkpoint's path, and the client state. (Both None under DeepSpeed's name where none is there.)
         Raises: CheckpointError: on every rank; nothing was changed.
-        Communicates: one all_gather of the parameters where they rest whole; short messages.
+        Communicates: below stage 3 one all_gather of the parameters; short messages.
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._be_ready("loading")
@@ -553,7 +551,7 @@ class Engine(nn.Module):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's whole values by name, on the host, on every rank. Every rank calls.
+        """The model's unsharded values by name, on the host, on every rank. Every rank calls.
 
         Args:
             destination: a dict to put them in, which is then returned.
@@ -576,7 +574,7 @@ class Engine(nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Set the model's values, and the master weights, from whole ones. Every rank calls with the same.
+        """Set the model's values, and the main parameters, from unsharded ones. Every rank passes the same.
 
         Args:
             state_dict: values by name, or a dict that has them under ``"module"``, as DeepSpeed's model files do.
@@ -601,30 +599,30 @@ class Engine(nn.Module):
     ) -> None:
         """Move states from the device to host memory until ``reload_states()``. Every rank calls, between two passes.
 
-        Meanwhile ``save_checkpoint``, ``module_state_dict`` and the safe accessors work, those of gradients excepted;
-        what needs a state that is away raises.
+        Meanwhile ``save_checkpoint``, ``module_state_dict`` and the safe accessors work, except those of gradients;
+        a call that needs an offloaded state raises.
 
         Args:
-            include: of ``optim_states``, ``hp_params`` (master weights), ``lp_params`` (the model's parameters),
-                ``lp_grads``, ``contiguous_grad_buffer`` (buffers of communication and casts, given back, not copied):
-                strings, or members of DeepSpeed's enum; None: all. What rests on host or disk already stays. Master
-                weights that are the parameters' own memory move with ``lp_params``.
+            include: of ``optim_states``, ``hp_params`` (main parameters), ``lp_params`` (the model's parameters),
+                ``lp_grads``, ``contiguous_grad_buffer`` (buffers of communication and casts: freed, not copied):
+                strings, or members of DeepSpeed's enum; None: all. States on the host or a disk stay there. Main
+                parameters that share the parameters' memory move with ``lp_params``.
             device: ``cpu``.
-            pin_memory: page-lock that memory, where the system allows it.
+            pin_memory: use pinned memory, where the system allows it.
             non_blocking: no effect: copies are queued together, and the call returns when the device's memory is free.
 
-        Raises: UsageError: inside a pass, while a unit is gathered, or names that there are not. OutOfMemoryError: the
-            host has too little memory; nothing was moved.
-        Communicates: nothing; waits until no peer reads what leaves.
+        Raises: UsageError: inside a pass, while a unit is gathered, or an unknown name. OutOfMemoryError: the host has
+            too little memory; nothing was moved.
+        Communicates: nothing. Order: waits until no peer reads the memory.
         """
         self._be_ready()
         self._offload_states.offload(include, device, is_pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo ``offload_states``: every bit is as it was. Nothing where nothing is away.
+        """Undo ``offload_states``: every bit is as before. Does nothing where nothing is offloaded.
 
         Args:
-            non_blocking: return while copies are under way; the device's later work waits for them.
+            non_blocking: return before the copies are done; the device's later work waits for them.
 
         Raises: OutOfMemoryError: the device has too little memory; call it again when it has.
         """
@@ -636,7 +634,7 @@ class Engine(nn.Module):
             raise
 
     def empty_partition_cache(self) -> None:
-        """Between two passes: release gathered parameters that nobody holds, and the allocator's unused memory."""
+        """Between two passes: release gathered parameters that no block holds, and the allocator's unused memory."""
         self._check_alive()
         self._offload_states.empty_cache()
 
@@ -701,9 +699,9 @@ class Engine(nn.Module):
 
         Waits for a checkpoint that is being written.
 
-        The parameters are whole, unless they were built under ``zero.Init`` or on the meta device: then they are
-        sharded as they were then. Every rank calls. After a failed step, or a disk that failed, nothing is gathered:
-        what was sharded reads as NaN.
+        The parameters are unsharded, unless they were built under ``zero.Init`` or on the meta device: then they are
+        sharded again. Every rank calls. After a failed step, or a failed disk, nothing is gathered: what was sharded
+        reads as NaN.
 
         Idempotent.
         """

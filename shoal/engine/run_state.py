@@ -53,7 +53,34 @@ class RunState:
         self._accumulation = accumulation
         self._comm = properties.axes.all
         self._device = properties.device
+        self._count: Any = None  # the schedule's own count of steps after the engine's last step of it
+        self._num_moved = 0  # steps in a row before which the script had stepped the schedule
+        self._has_warned = False
         self._is_data_stateful = bool(properties.config.data.stateful)
+
+    def step_schedule(self, arguments: dict[str, Any], rank: int) -> None:
+        """Step the schedule, if there is one.
+
+        Warns once, on rank 0, where the script stepped it between two steps, twice in a row.
+
+        Args:
+            arguments: of the schedule's own ``step``.
+        """
+        schedule = self.lr_scheduler
+        if schedule is None:
+            return
+        count = _count_of(schedule)
+        # A single change may be a loaded checkpoint.
+        self._num_moved = self._num_moved + 1 if self._count is not None and count != self._count else 0
+        if self._num_moved == 2 and not self._has_warned and rank == 0:
+            self._has_warned = True
+            logger.warning(
+                "the script calls step() of the learning-rate schedule (%s), and engine.step() does so too: it runs"
+                " twice as fast. Leave the call out, or do not hand the schedule to initialize().",
+                type(schedule).__name__,
+            )
+        schedule.step(**arguments)
+        self._count = _count_of(schedule)
 
     def shared(self, *, exclude_frozen: bool) -> dict[str, Any]:
         """What is the same on every rank."""
@@ -185,6 +212,11 @@ def check(saved: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
             raise KeyError(f"gradients of bucket {entry['bucket']}")
 
 
+def _count_of(schedule: Any) -> Any:
+    """How often it was stepped, under torch's or DeepSpeed's name; None: it has neither."""
+    return getattr(schedule, "last_epoch", getattr(schedule, "last_batch_iteration", None))
+
+
 def _schedule_class(schedule: Any) -> str | None:
     return type(schedule).__name__ if schedule is not None and hasattr(schedule, "state_dict") else None
 
@@ -233,7 +265,7 @@ def _set_generators(device: Device, saved: Mapping[str, Any]) -> None:
 
 
 def _differing(comm: Communicator, buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This rank's buffers that are not what rank 0's are (running statistics, say)."""
+    """This rank's buffers that differ from rank 0's (running statistics, for example)."""
     if comm.size == 1 or not buffers:
         return {}
     sums = {

@@ -57,7 +57,7 @@ class SavedActivations:
         return found
 
     def remove(self) -> None:
-        """Give the model its own forwards back."""
+        """Restore the model's own forwards."""
         if self.offloaded is not None:
             self.offloaded.remove()
         if self.blocks is not None:

@@ -165,49 +165,43 @@ def _scales(config: Config, dp_size: int) -> tuple[float, float]:
 
 
 def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
+    """Ranks that one shard group has, and ranks of hpZ's second sharding; None: all ranks, no second sharding."""
     zero = config.zero_optimization
     mics, hpz = int(zero.mics_shard_size or -1), int(zero.zero_hpz_partition_size or 1)
+    replicas = max(_degree(config.parallel.dp_replicate) or 1, 1)
+    _check_divides("parallel.dp_replicate", replicas, dp_size)
     asked = {
         "zero_optimization.mics_shard_size": mics if mics > 0 else None,
         "parallel.dp_shard": _degree(config.parallel.dp_shard),
+        "parallel.dp_replicate": dp_size // replicas if replicas > 1 else None,
     }
-    replicas = _degree(config.parallel.dp_replicate)
-    if replicas is not None and replicas > 1:
-        if dp_size % replicas:
-            raise ConfigError(
-                f"parallel.dp_replicate = {replicas} does not divide {dp_size} data-parallel ranks.",
-                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
-                code="mesh",
-            )
-        asked["parallel.dp_replicate"] = dp_size // replicas
-    sizes = {size for size in asked.values() if size is not None}
-    if len(sizes) > 1:
+    sizes = {key: size for key, size in asked.items() if size is not None}
+    if len(set(sizes.values())) > 1:
         raise ConfigError(
-            "these keys ask for different shard groups: "
-            + ", ".join(f"{key} -> {size} ranks" for key, size in asked.items() if size is not None),
+            f"these keys ask for different shard groups: {', '.join(f'{k} -> {n} ranks' for k, n in sizes.items())}",
             do="set one of them.",
             code="mesh",
         )
-    shard = sizes.pop() if sizes else None
-    for key, size in (
-        (next((k for k, v in asked.items() if v == shard), ""), shard),
-        ("zero_optimization.zero_hpz_partition_size", hpz),
-    ):
-        if size is not None and dp_size % size:
-            raise ConfigError(
-                f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
-                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
-                code="mesh",
-            )
-    if shard is not None and hpz > 1:
+    for key, size in {**sizes, "zero_optimization.zero_hpz_partition_size": hpz}.items():
+        _check_divides(key, size, dp_size)
+    if sizes and hpz > 1:
         raise ConfigError(
             "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.",
             do="set one of them.",
             code="mesh",
         )
+    shard = next(iter(sizes.values()), dp_size)
     secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
-    # Stage 0 shards nothing.
-    return (shard if shard is not None and shard < dp_size and zero.stage > 0 else None), secondary
+    return (shard if shard < dp_size and zero.stage > 0 else None), secondary  # stage 0 shards nothing
+
+
+def _check_divides(key: str, size: int, dp_size: int) -> None:
+    if dp_size % size:
+        raise ConfigError(
+            f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
+            do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
+            code="mesh",
+        )
 
 
 def _degree(value: object) -> int | None:

@@ -36,7 +36,7 @@ class Sharding:
         model: runs the units of ``module``.
         states: the trainable parameters with their optimizer state, in unit order.
         step: the optimizer on this rank's range; None: the engine has no optimizer.
-        accumulation: says what gradients in memory must be multiplied by.
+        accumulation: has the factor that gradients in memory must be multiplied by.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Sharding:
             refuse_unused(self.states, view, step)
 
     def update(self, view: Agreement, gradient_scale: float, *, is_clipped: bool) -> None:
-        """Run the optimizer on this rank's range, then gather the parameters where the placement says so.
+        """Run the optimizer on this rank's range, then gather the parameters where their placement asks for it.
 
         Args:
             gradient_scale: the gradients are multiplied by it.
@@ -125,7 +125,7 @@ class Sharding:
             state.gradient.reset()
         self.model.num_plain_passes = 0
 
-    # the whole state
+    # all of the state
 
     def holdings(self) -> Holdings:
         """What this rank holds of the model and of the optimizer, for saving and loading."""
@@ -182,5 +182,5 @@ class Sharding:
 
 
 def _start_host_update(step: ShardedStep, reducer: Reducer, accumulation: Accumulation, entry: UnitGradient) -> None:
-    """A unit's gradient was reduced: send it to the host while backward goes on, where its state is updated there."""
+    """A unit was reduced: send its gradient to the host during backward, if its optimizer state is updated there."""
     step.reduced(entry.unit, accumulation.gradient_scale(), at_step=reducer.at_step)

@@ -1,4 +1,4 @@
-"""The weights alone: whole values by name, read to the host, set from the host, and saved as one file."""
+"""The weights alone: unsharded values by name, copied to the host, set from it, or saved as one file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Weights:
         self._comm = properties.axes.all
         self._device = properties.device.torch_device
 
-    def with_whole_parameters(self, use: Callable[[], Any]) -> Any:
+    def with_gathered_parameters(self, use: Callable[[], Any]) -> Any:
         """Run ``use`` while every parameter is gathered; it writes the same values into them on every rank."""
         model = self._sharding.model
         with model.gathered(model.sharded):
@@ -40,7 +40,7 @@ class Weights:
         return result
 
     def module_state_dict(self, *, exclude_frozen: bool, is_kept: bool = True, prefix: str = "") -> dict[str, Any]:
-        """Whole values by name, on the host, on every rank.
+        """Unsharded values by name, on the host, on every rank.
 
         Args:
             is_kept: False: this rank takes part in the gathering and returns no values.
@@ -70,10 +70,10 @@ class Weights:
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], *, is_strict: bool, custom_load_fn: Callable[..., Any] | None
     ) -> None:
-        """Set the model's values, and the main parameters, from whole values that are the same on every rank."""
+        """Set the model's values, and the main parameters, from unsharded values that are the same on every rank."""
         module = self._module
         if custom_load_fn is not None:
-            self.with_whole_parameters(lambda: custom_load_fn(src=state_dict, dst=module))
+            self.with_gathered_parameters(lambda: custom_load_fn(src=state_dict, dst=module))
             return
         own = {**dict(module.named_parameters(remove_duplicate=False)), **buffers_of(module)}
         missing = [name for name in own if name not in state_dict]
@@ -128,7 +128,7 @@ class Weights:
         """Write them, in the parameters' dtype, as one file; rank 0 writes.
 
         The file is safetensors, or for a name that ends in ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of the
-        ``state_dict`` gives. A file of that name is replaced once the new one is whole.
+        ``state_dict`` gives. A file of that name is replaced when the new one is complete.
         """
         comm = self._comm
         values = self.module_state_dict(exclude_frozen=exclude_frozen)
@@ -145,7 +145,7 @@ class Weights:
                 problem = CheckpointError(
                     f"the weights were not written: {type(error).__name__}: {error}.",
                     where=f"{name} in {folder}",
-                    do="older files are as they were; fix the cause and save again.",
+                    do="older files are unchanged; fix the cause and save again.",
                     code="checkpoint-write",
                 )
         agree(comm, problem, None, "checkpoint: weights")

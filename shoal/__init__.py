@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.checkpoint.loading_hf import load_hf
     from shoal.comm.world import init_distributed
     from shoal.compat.engine import DeepSpeedEngine as Engine
-    from shoal.compat.engine import initialize
+    from shoal.compat.initialize import initialize
     from shoal.config import add_config_arguments
     from shoal.parallel import recompute as checkpointing
 
@@ -44,7 +44,7 @@ __all__ = [
 _MODULES = {
     "add_config_arguments": "shoal.config",
     "init_distributed": "shoal.comm.world",
-    "initialize": "shoal.compat.engine",
+    "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",
 }
 _RENAMED = {"Engine": ("shoal.compat.engine", "DeepSpeedEngine")}

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import os
-import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,22 +16,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shoal.comm.world import current_world, init_distributed, process_group
+from shoal.comm.world import process_group
 from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
 from shoal.compat.sparse_exchange import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
-from shoal.engine.client_optimizer import check_mpu
 from shoal.engine.engine import Engine
-from shoal.engine.initialize import check_model
-from shoal.engine.initialize import initialize as initialize_engine
 from shoal.engine.settings import dtype_of
-from shoal.errors import AssertedUsageError, ConfigError, NotBuiltError
+from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.zero.hook_switch import ParameterOffload
-from shoal.zero.init import suspended
 from shoal.zero.optimizer import ShardedOptimizer
 
 
@@ -403,73 +398,6 @@ class DeepSpeedEngine(Engine):
         Raises: UsageError: the config has no such curriculum, or its function is not among them.
         """
         self.run_state.curriculum.set_custom_schedule(schedule_func_dict)
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | pathlib.Path | dict[str, Any] | None = None,
-    mesh_param: Any = None,
-    config_params: str | pathlib.Path | dict[str, Any] | None = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard a model for training. DeepSpeed's signature and return values.
-
-    Args:
-        model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
-        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None:
-            from the config.
-        model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
-        training_data: a dataset; a loader of this rank's micro-batches is returned.
-        lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
-        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
-            for it.
-
-    Returns: engine, optimizer (None without one), data loader, schedule.
-    Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
-    Communicates: the model's values are broadcast from rank 0.
-    """
-    with suspended():  # ``zero.Init`` contexts in which the script builds its model
-        check_model(model)
-        assert model is not None
-        if dist_init_required:
-            init_distributed(distributed_port=distributed_port)
-        world = current_world()
-        source = config if config is not None else config_params
-        if source is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
-            raise ConfigError(
-                "no config was given.",
-                do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
-                code="config-missing",
-            )
-        if mpu is not None:
-            check_mpu(mpu, world.size)
-        if mesh_param is not None:
-            raise ConfigError(
-                f"mesh_param = {mesh_param!r}: meshes are made from the config.",
-                do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
-                code="mesh",
-            )
-        engine = initialize_engine(
-            DeepSpeedEngine,
-            model,
-            source,
-            world,
-            args=args,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-        )
-        if training_data is not None:
-            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _from_path(path: str) -> Callable[[DeepSpeedEngine], Any]:

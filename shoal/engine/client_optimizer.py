@@ -1,4 +1,4 @@
-"""Validates the client's optimizer, schedule and ``mpu``, or builds optimizer and schedule from the config."""
+"""Validates the client's optimizer and schedule, or builds them from the config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.config import Config
-from shoal.errors import NotBuiltError, OptimizerError
+from shoal.errors import OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.inner import inner_optimizers, of_sparse_only
@@ -158,32 +158,4 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> N
             f" that trains ({type(optimizer).__name__}): it would change no learning rate.",
             do="make it from the optimizer that initialize() is given, or pass a callable that takes the optimizer.",
             code="schedule-of-another",
-        )
-
-
-_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
-    "model_parallel",
-    "tensor_model_parallel",
-    "slice_parallel",
-    "pipe_parallel",
-    "pipeline_model_parallel",
-    "sequence_parallel",
-    "context_parallel",
-)
-
-
-def check_mpu(mpu: Any, world_size: int) -> None:
-    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
-    for axis in _MPU_AXES:
-        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
-        if degree != 1:
-            raise NotBuiltError(
-                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
-                do="train with data parallelism (ZeRO) only for now.",
-            )
-    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
-    if size != world_size:
-        raise NotBuiltError(
-            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
-            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
         )

@@ -29,7 +29,7 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_suffix,
 )
 from shoal.compat.engine import DeepSpeedEngine as Engine
-from shoal.compat.engine import initialize as shoal_initialize
+from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.registry import OWNERS

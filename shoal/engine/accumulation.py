@@ -76,7 +76,7 @@ class Accumulation:
         self.boundary: bool | None = None  # as set from outside; None: counted here
         self.has_backward = False  # since the last step
         self.losses: list[torch.Tensor] = []  # since the last step, before scaling
-        self.scaled_by: set[str] = set()  # "backward", "scale"
+        self.scaled_by: set[str] = set()  # "engine", "scaled": how losses were scaled
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
 
     # sizes
@@ -149,11 +149,11 @@ class Accumulation:
 
     # losses
 
-    def scaled(self, loss: torch.Tensor, by: Literal["backward", "scale"], *, is_averaged: bool = True) -> torch.Tensor:
+    def scaled(self, loss: torch.Tensor, by: Literal["engine", "scaled"], *, is_averaged: bool = True) -> torch.Tensor:
         """Record ``loss`` and return it scaled for the backward pass.
 
         Args:
-            by: the method of the engine that asks for it.
+            by: "engine" for ``engine.backward()``, "scaled" for ``engine.scale()``.
             is_averaged: divide by the accumulation steps.
         """
         self.losses.append(loss.detach())
@@ -186,7 +186,7 @@ class Accumulation:
         Args:
             num_plain_passes: passes of ``loss.backward()`` since the last step.
         """
-        if num_plain_passes and self.scaled_by == {"backward"}:
+        if num_plain_passes and self.scaled_by == {"engine"}:
             raise UsageError(
                 "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
                 do="use one of them, or loss.backward() on engine.scale(loss).",
@@ -203,16 +203,13 @@ class Accumulation:
 
     def own_state(self) -> dict[str, Any]:
         """The losses of an unfinished step on this rank."""
-        return {"losses": [float(loss) for loss in self.losses], "styles": sorted(_STYLES[by] for by in self.scaled_by)}
+        return {"losses": [float(loss) for loss in self.losses], "styles": sorted(self.scaled_by)}
 
     def load_own_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
         """Restore what ``own_state`` returned, to continue the step."""
         self.has_backward = True
         self.losses = [torch.tensor(loss, device=device) for loss in saved["losses"]]
-        self.scaled_by = {by for by, style in _STYLES.items() if style in saved["styles"]}
-
-
-_STYLES = {"backward": "engine", "scale": "scaled"}  # as checkpoints name them
+        self.scaled_by = set(saved["styles"])
 
 
 def check_for_backward(loss: Any) -> None:

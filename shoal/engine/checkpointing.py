@@ -163,7 +163,7 @@ class Checkpointing:
                 code="checkpoint-tag",
             )
         comm = self._comm
-        tags = [str(tag)] if comm.size == 1 else list(comm.gather_objects(str(tag), label="checkpoint: tag"))
+        tags = list(comm.gather_objects(str(tag), label="checkpoint: tag"))
         if len(set(tags)) > 1:
             validation = self._settings.tag_validation
             if validation == "Fail":

@@ -144,7 +144,7 @@ class Engine(nn.Module):
         Raises: AssertedUsageError: the loss is not one number with a graph behind it.
         """
         check_for_scale(loss)
-        return self.accumulation.scaled(loss, "scale")
+        return self.accumulation.scaled(loss, "scaled")
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
@@ -166,7 +166,7 @@ class Engine(nn.Module):
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
         with self._failing("backward"), self.timers.phase("backward"):
-            scaled = self.accumulation.scaled(loss, "backward", is_averaged=scale_wrt_gas)
+            scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()

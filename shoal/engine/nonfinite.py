@@ -98,7 +98,7 @@ class NonFinite:
     def _describe(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> tuple[str, str]:
         comm = self._comm
         mine = first_bad_parameter(self._sharding.groups) if comm.rank in status.bad_gradient_ranks else None
-        names = comm.gather_objects(mine, label="first bad parameter") if comm.size > 1 else [mine]
+        names = comm.gather_objects(mine, label="first bad parameter")
         first = next((name for name in names if name), None)
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
         if status.bad_loss_ranks:

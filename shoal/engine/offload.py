@@ -58,9 +58,7 @@ class Offload:
         self._rank = properties.rank
         self._is_host_separate = self._zero.has_separate_host(self._device.torch_device)
         host = socket.gethostname()
-        self.num_ranks_here = (
-            list(comm.gather_objects(host, label="offload: hosts")).count(host) if comm.size > 1 else 1
-        )
+        self.num_ranks_here = list(comm.gather_objects(host, label="offload: hosts")).count(host)
         self.fitted: FittedTiers | None = None
 
     def decide(self, sizes: Sequence[UnitMemory]) -> Sequence[Tiers]:
@@ -100,8 +98,6 @@ class Offload:
         )
         # The model's own copy is freed, unit by unit, while the units are built.
         mine = Free(mine.device + self._held_nbytes(), mine.host, mine.disk)
-        if self._comm.size == 1:
-            return mine
         least = mine
         for device, host, disk in self._comm.gather_objects([mine.device, mine.host, mine.disk], label="offload: free"):
             least = least.least(Free(device, host, disk))

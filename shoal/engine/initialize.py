@@ -278,7 +278,7 @@ def _make_step(
         sharded.trained_groups,
         axes.shard,
         block_numel=device.step_block_numel,
-        max_range_numel=int(config.zero_optimization.sub_group_size) or None,
+        sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
         device=device,
         is_ahead=section.super_offload,
         num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),

@@ -1,4 +1,4 @@
-"""Where the time of recomputed segments goes: forward, recomputation, backward, by the segment's name."""
+"""Times of recomputed segments: forward, recomputation, backward, by the segment's name."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Call:
 
 
 class SegmentTimes:
-    """Measures while it is asked to.
+    """Measures the segments that run inside its contexts.
 
-    Order: the host waits for the device at both ends of what is measured, so nothing overlaps.
+    Order: the host waits for the device at both ends of each measurement, so nothing overlaps.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class SegmentTimes:
         watched = []
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor = tensor.view_as(tensor)  # a node of its own: only this segment's share of the gradient
+                tensor = tensor.view_as(tensor)  # a new autograd node: only this segment's share of the gradient
                 tensor.register_hook(arrived)
             watched.append(tensor)
         return watched, call
@@ -88,7 +88,7 @@ class SegmentTimes:
         return time.perf_counter()
 
     def take(self) -> dict[str, Times]:
-        """The sums by name, and start anew."""
+        """The sums by name; resets them."""
         with self._lock:
             taken, self._times = self._times, {name: Times() for name in self._times}
         return {name: times for name, times in taken.items() if times.calls or times.recompute_seconds}

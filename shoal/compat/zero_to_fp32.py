@@ -47,7 +47,7 @@ def _dtype(wanted: torch.dtype | str) -> torch.dtype:
     return found
 
 
-class _Weights:
+class _ExportedWeights:
     """The model's tensors of a source, without the frozen parameters if so wished."""
 
     def __init__(self, source: Source, *, exclude_frozen: bool) -> None:
@@ -66,7 +66,7 @@ class _Weights:
         return self._source.read(kind, name)
 
 
-def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _Weights:
+def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _ExportedWeights:
     try:
         source = open_source(checkpoint_dir, tag, _format_of_checkpoint(checkpoint_dir, tag))
     except CheckpointError as error:
@@ -74,7 +74,7 @@ def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _W
             raise
         # Stage 0 of DeepSpeed's, whose master weights cannot be told apart: the model's own are what there is.
         source = DeepSpeedSource(checkpoint_dir, tag, names=())
-    return _Weights(source, exclude_frozen=exclude_frozen)
+    return _ExportedWeights(source, exclude_frozen=exclude_frozen)
 
 
 def _format_of_checkpoint(checkpoint_dir: Place, tag: str | None) -> Literal["shoal", "deepspeed"] | None:

@@ -25,7 +25,7 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
 from shoal.optim.options import check_options
 from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
-from shoal.optim.whole import Flat, Interval, ParameterPart, PartTable, WholeTensorOptimizer, chunks
+from shoal.optim.whole import Interval, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
 
 ALIGNMENT = 64  # elements
 
@@ -144,7 +144,7 @@ class Muon(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
         """Update ranges.
 
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
@@ -163,14 +163,14 @@ class Muon(WholeTensorOptimizer):
         elif matrices:
             self._update_shared(matrices, comm)
 
-    def _update_alone(self, flats: Sequence[Flat]) -> None:
+    def _update_alone(self, flats: Sequence[RangeViews]) -> None:
         for flat in flats:
             for part in flat.parts:
                 update = torch.empty(part.numel, dtype=torch.float32, device=flat.device)
                 _momentum(flat, part, update)
                 _descend(flat, part, _orthogonalized(update, part.shape, flat.group))
 
-    def _update_shared(self, flats: Sequence[Flat], comm: Communicator) -> None:
+    def _update_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> None:
         table = PartTable(flats, comm)
         sharing = self._sharings.get(table.key)
         if sharing is None:
@@ -254,7 +254,7 @@ class _Buffer:
             self._work = None
 
 
-def _part_of(flat: Flat, index: int) -> ParameterPart | None:
+def _part_of(flat: RangeViews, index: int) -> ParameterPart | None:
     return next((part for part in flat.parts if part.parameter == index), None)
 
 
@@ -278,7 +278,7 @@ def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, An
     return orthogonalize(update.view(_as_matrices(shape)).squeeze(0), group["ns_method"], group["ns_steps"]).reshape(-1)
 
 
-def _momentum(flat: Flat, part: ParameterPart, out: torch.Tensor) -> None:
+def _momentum(flat: RangeViews, part: ParameterPart, out: torch.Tensor) -> None:
     """Update a part's momentum and write the direction into ``out``. Shape: [part numel]."""
     assert flat.gradient is not None
     target, beta = out, flat.group["momentum"]
@@ -294,7 +294,7 @@ def _momentum(flat: Flat, part: ParameterPart, out: torch.Tensor) -> None:
         target.copy_(out)
 
 
-def _descend(flat: Flat, part: ParameterPart, direction: torch.Tensor) -> None:
+def _descend(flat: RangeViews, part: ParameterPart, direction: torch.Tensor) -> None:
     group = flat.group
     _, rows, columns = _as_matrices(part.shape)
     scale = max(1.0, rows / max(columns, 1)) ** 0.5
@@ -304,7 +304,7 @@ def _descend(flat: Flat, part: ParameterPart, direction: torch.Tensor) -> None:
     weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # 16 bits cross to the host
 
 
-def _adamw(flat: Flat) -> None:
+def _adamw(flat: RangeViews) -> None:
     """AdamW on the parts. Source: Loshchilov and Hutter, arXiv:1711.05101."""
     group = flat.group
     beta1, beta2 = group["betas"]

@@ -61,7 +61,7 @@ class OwnedRange:
 
 
 @dataclass
-class Flat:
+class RangeViews:
     """An ``OwnedRange`` as an optimizer updates it: 1-D views of weights, gradient and state; no parts if it has no
     gradient.
     """
@@ -109,7 +109,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Names of the per-element state of a group's parameters."""
 
     @abstractmethod
-    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
         """Update the weights and the state in place. ``comm`` None: every parameter is whole."""
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 )
             state = self._state_of(param, owned.group)
             flats.append(
-                Flat(
+                RangeViews(
                     weight,
                     param.grad,
                     state,
@@ -176,7 +176,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 part = ParameterPart(0, param.shape, 0, weight.numel(), 0)
                 parts = (part,) if weight.numel() else ()
                 shapes = (param.shape,)
-                flats.append(Flat(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
+                flats.append(RangeViews(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
         self._update(flats, None)
         for param, weight in copies:
             param.copy_(weight.view(param.shape))
@@ -209,7 +209,7 @@ class PartTable:
     ``key`` is equal for equal tables, so that what was computed from one can be cached.
     """
 
-    def __init__(self, flats: Sequence[Flat], comm: Communicator) -> None:
+    def __init__(self, flats: Sequence[RangeViews], comm: Communicator) -> None:
         """Communicates: nothing where the ranges carry their offsets; else one exchange of 16 bytes per parameter,
         read on the host.
         """

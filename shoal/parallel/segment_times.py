@@ -24,7 +24,7 @@ class Times:
     backward_seconds: float = 0.0
 
 
-class _Call:
+class _TimedCall:
     def __init__(self) -> None:
         self.since: float | None = None  # the end of the recomputation, or the last gradient
 
@@ -39,12 +39,12 @@ class SegmentTimes:
         self._times: dict[str, Times] = {}
         self._lock = threading.Lock()
 
-    def watched(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Call]:
+    def watched(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _TimedCall]:
         """The same inputs, whose gradients say when the backward of the call that they are given to is done.
 
         A segment none of whose inputs gets a gradient has no such moment: its backward counts as 0.
         """
-        call = _Call()
+        call = _TimedCall()
 
         def arrived(gradient: torch.Tensor) -> None:
             if call.since is not None:
@@ -74,7 +74,7 @@ class SegmentTimes:
                 times.forward_seconds += seconds
 
     @contextmanager
-    def recompute(self, name: str, device: torch.device, call: _Call) -> Iterator[None]:
+    def recompute(self, name: str, device: torch.device, call: _TimedCall) -> Iterator[None]:
         start = self._now(device)
         try:
             yield

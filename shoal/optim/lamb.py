@@ -104,10 +104,10 @@ class Lamb(WholeTensorOptimizer):
         own, zero = table.of(comm.rank), torch.zeros(2, device=home)
         nodes, number = [], 0
         for flat in flats:
-            held = {part.parameter: part for part in flat.parts}
+            by_index = {part.parameter: part for part in flat.parts}
             for index in range(len(flat.shapes)):
-                if index in held:
-                    nodes += _advance(flat, held[index])
+                if index in by_index:
+                    nodes += _advance(flat, by_index[index])
                 else:  # not updated in this step: it counts as zero on every rank
                     nodes += [zero] * len(node_keys(*own[number], numels[number]))
                 number += 1
@@ -129,7 +129,7 @@ def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
     beta1, beta2 = group["betas"]
     shift = part.start - part.offset
 
-    def fill(begin: int, end: int) -> torch.Tensor:
+    def squares(begin: int, end: int) -> torch.Tensor:
         here = slice(begin + shift, end + shift)
         grad = gradient[here].to(flat.weight.dtype)
         flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -140,7 +140,7 @@ def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
         return squares
 
     level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
-    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), fill, level)
+    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), squares, level)
 
 
 def _direction(flat: RangeViews, here: slice) -> torch.Tensor:

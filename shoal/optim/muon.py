@@ -3,13 +3,13 @@
     m = momentum m + (1 - momentum) g        d = momentum m + (1 - momentum) g  (Nesterov; else d = m)
     w = w (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalize(d)
 
-Momentum is held as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
-(shared out by operations, so that no rank waits long), and the results are gathered. Orthogonalising everything on
-every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU core 50 times
-as long to orthogonalise as to receive.
+Momentum is stored as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
+(matrices are assigned by their operations, which balances the ranks), and the results are gathered. Orthogonalising
+everything on every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU
+core 50 times as long to orthogonalise as to receive.
 
 Source: Jordan et al., Muon: an optimizer for hidden layers (kellerjordan.github.io/posts/muon); Liu et al.,
-arXiv:2502.16982, for weight decay and sharing out.
+arXiv:2502.16982, for weight decay and the assignment to ranks.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Sharing:
 
 
 def share_out(parts: Sequence[Sequence[Interval]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
-    """Give each matrix to the rank with least to do, the costliest matrices first. Pure arithmetic, the same on
-    every rank.
+    """Assign each matrix to the rank with the fewest operations, the costliest matrices first. Pure arithmetic, the
+    same on every rank.
     """
     places = [list(accumulate((high - low for low, high in row), initial=0)) for row in parts]
     load = [0] * len(parts)
@@ -150,7 +150,7 @@ class Muon(WholeTensorOptimizer):
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
             bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
             of ``PartTable``.
-        Memory: both gathered, on the device, kept between steps.
+        Memory: both gathered buffers, on the device; not freed between steps.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -225,7 +225,7 @@ class Muon(WholeTensorOptimizer):
 
 
 class _Buffer:
-    """Memory that a communicator gathers into, used again in every unit and step."""
+    """The buffers that a communicator gathers into; every unit and step reuses them."""
 
     def __init__(self, comm: Communicator, memory: torch.Tensor) -> None:
         self.comm = comm
@@ -301,7 +301,7 @@ def _descend(flat: RangeViews, part: ParameterPart, direction: torch.Tensor) -> 
     weight = flat.weight[part.start : part.stop]
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # 16 bits cross to the host
+    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # copied to the host in 16 bits
 
 
 def _adamw(flat: RangeViews) -> None:

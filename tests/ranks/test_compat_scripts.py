@@ -121,7 +121,7 @@ def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_port_it_was_to
     ]
 
 
-def test_shoal_run_lends_the_name_to_ranks_and_to_another_launchers_ranks(tmp_path: Path) -> None:
+def test_shoal_run_installs_the_alias_in_ranks_and_in_another_launchers_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import deepspeed, os\nprint('saw', deepspeed.__version__, os.environ['RANK'])\n")
     version = f"0.19.8+shoal.{shoal.__version__}"

@@ -176,7 +176,7 @@ THERE_TOO = {"runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"}}
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()

@@ -18,7 +18,7 @@ from shoal.sharding.partition import UnitRules, partition
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()

@@ -232,7 +232,7 @@ def test_doctor_shows_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.fixture
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -271,7 +271,7 @@ def test_where_no_scheduler_says_anything_deepspeeds_function_says_so(
     assert "DEEPSPEED_ELASTICITY_CONFIG is not set" in caplog.text
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_deepspeeds_class_has_its_names() -> None:
     from deepspeed.elasticity.config import ElasticityConfig
 

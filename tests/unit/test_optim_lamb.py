@@ -139,7 +139,7 @@ def test_the_tree_sum_does_not_depend_on_the_cuts(numel: int, cuts: list[int], c
 
 
 def test_parts_that_do_not_join_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="no rank holds elements"):
+    with pytest.raises(ValueError, match="no rank owns elements"):
         plan_sums([[(0, 3)], [(4, 8)]], [8], torch.device("cpu"))
 
 

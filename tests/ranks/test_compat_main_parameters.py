@@ -14,7 +14,7 @@ from tests.ranks.models import Plain
 from tests.ranks.training import STAGES, adamw, config, make
 
 
-def masters(start: Any, settings: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
+def main_parameters(start: Any, settings: dict[str, Any], **options: Any) -> dict[str, torch.Tensor]:
     def begin() -> dict[str, torch.Tensor]:
         engine, *_ = start(model=make(Plain), optimizer=adamw, config=settings, **options)
         found = {name: shoal.zero.safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
@@ -34,8 +34,8 @@ def test_main_parameters_begin_rounded_only_under_deepspeeds_name(
     if stage and offload != "none":
         settings["zero_optimization"]["offload_optimizer"] = {"device": offload, "nvme_path": str(tmp_path)}
     dtype = torch.bfloat16 if precision == "bf16" else torch.float16
-    own = masters(shoal.initialize, settings)
-    under_deepspeed = masters(initialize, settings, dist_init_required=False)
+    own = main_parameters(shoal.initialize, settings)
+    under_deepspeed = main_parameters(initialize, settings, dist_init_required=False)
     for name, value in make(Plain).named_parameters():
         assert torch.equal(own[name], value.detach()), name
         assert torch.equal(under_deepspeed[name], value.detach().to(dtype).float()), name
@@ -43,6 +43,6 @@ def test_main_parameters_begin_rounded_only_under_deepspeeds_name(
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_in_fp32_nothing_is_rounded(stage: int) -> None:
-    under_deepspeed = masters(initialize, config(stage), dist_init_required=False)
+    under_deepspeed = main_parameters(initialize, config(stage), dist_init_required=False)
     for name, value in make(Plain).named_parameters():
         assert torch.equal(under_deepspeed[name], value.detach()), name

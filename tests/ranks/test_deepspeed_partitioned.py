@@ -26,7 +26,7 @@ def there_and_back(rank: int, size: int, rows: int) -> list[Any]:
     meta[4] += 1
     with pytest.raises(UsageError, match="the description is of rank"):
         PartitionedTensor.from_meta(meta, held.data(), group)
-    with pytest.raises(UsageError, match="does not cut"):
+    with pytest.raises(UsageError, match="does not split"):
         PartitionedTensor(whole, group, [0] * (size + 1))
     return [held.local_size()[0], uneven.local_size()[0], held.partition]
 

@@ -164,7 +164,7 @@ def test_the_threads_leave_torchs_own_number_of_threads_as_it_is() -> None:
     step.close()
 
 
-def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> None:
+def test_a_range_split_as_in_the_step_without_offload_has_the_same_bits() -> None:
     """An optimizer over pieces of 2048 elements against one update in blocks of 1024."""
     start, grads = torch.linspace(-1, 1, 8192 + 128), gradients(8192 + 128, BF16)
     pieces = [slice(low, low + 2048) for low in range(0, 8192 + 128, 2048)]

@@ -162,7 +162,7 @@ def test_the_environment_is_read_in_one_kind_of_file_and_written_in_none() -> No
     assert reads == []
 
 
-def test_no_module_but_the_command_line_and_the_drop_in_imports_the_face() -> None:
+def test_no_module_but_the_command_line_and_compat_imports_shoal() -> None:
     """The face imports every floor, so a floor that imports the face imports upward."""
     found = [
         f"{place}:{line}"
@@ -174,7 +174,7 @@ def test_no_module_but_the_command_line_and_the_drop_in_imports_the_face() -> No
     assert found == []
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_package_is_in_a_layer_of_the_contract() -> None:
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     floors = {name for layer in contract["layers"] for name in re.findall(r"\w+", layer)}
     rooms = {
@@ -185,7 +185,7 @@ def test_every_room_has_a_floor() -> None:
     assert rooms - floors == set()
 
 
-def test_there_is_no_room_for_leftovers() -> None:
+def test_there_is_no_package_for_leftovers() -> None:
     lent = PACKAGE / "compat" / "deepspeed"  # its modules have DeepSpeed's names
     own = [path for path in SOURCES if lent not in path.parents]
     names = {part for path in own for part in path.relative_to(PACKAGE).with_suffix("").parts}
@@ -312,7 +312,7 @@ def in_a_new_process(program: str) -> object:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_whole_face_of_shoal_loads_nothing_heavy() -> None:
+def test_the_public_names_of_shoal_load_nothing_heavy() -> None:
     """Time is measured by benchmarks/import_time.py; here only what would make it long is looked for."""
     program = (
         "import json, sys, torch\nbefore = set(sys.modules)\nimport shoal\n"

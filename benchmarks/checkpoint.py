@@ -215,7 +215,7 @@ def _parts(name: str, task: Task, rank: int, size: int, folder: Path) -> tuple[d
     step()
     engine = step.engine
     if name.endswith("async"):
-        return _async(step, engine, folder), engine.checkpoints.finish
+        return _async(step, engine, folder), engine.checkpointing.finish
 
     def save(repeat: int) -> None:
         engine.save_checkpoint(str(folder), tag=f"t{repeat}")
@@ -240,7 +240,7 @@ def _in_turn(save: Part, load: Part) -> tuple[dict[str, Part], Callable[[], None
 
 def _async(step: Callable[[], Any], engine: Any, folder: Path) -> dict[str, Part]:
     """The hold, and the steps before and after it; what is under way ends before the next is begun."""
-    settings = engine.checkpoints._settings
+    settings = engine.checkpointing._settings
     object.__setattr__(settings, "async_save", True)
 
     engine.save_checkpoint(str(folder), tag="first")  # the snapshot's memory is asked for once
@@ -248,7 +248,7 @@ def _async(step: Callable[[], Any], engine: Any, folder: Path) -> dict[str, Part
     def save(repeat: int) -> None:
         engine.save_checkpoint(str(folder), tag=f"t{repeat}")
 
-    engine.checkpoints.finish()
+    engine.checkpointing.finish()
     return {"step": lambda repeat: step(), "save": save, "next": lambda repeat: step()}
 
 

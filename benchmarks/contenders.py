@@ -360,9 +360,9 @@ class EngineStep:
         return loss
 
     def host_seconds(self) -> dict[str, float]:
-        """Where Shoal updates on the host: seconds of updates and seconds waited for them, in all."""
-        step = getattr(self.engine, "_optimizer_step", None)
-        lane = getattr(step, "lane", None)
+        """Since it was made, where Shoal updates on the host: seconds of updates, and seconds waited for them."""
+        sharding = getattr(self.engine, "sharding", None)
+        lane = getattr(getattr(sharding, "step", None), "cpu_optimizer", None)
         if lane is None:
             return {}
         return {"updates": lane.update_seconds, "waited": lane.waited_seconds}

@@ -31,12 +31,6 @@ in the same order. Ψ (Psi) is the number of parameters.
 ENGINE_ATTRIBUTES = {
     "module": "the model that was handed in, with its parameters sharded",
     "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
-    "lr_scheduler": "the schedule; stepped by `step()` after each step that was applied",
-    "training_dataloader": "the loader of `training_data`; None without it",
-    "global_steps": "steps so far, skipped ones included",
-    "global_samples": "samples so far, over all ranks",
-    "micro_steps": "calls of `step()` so far, one for each micro-batch",
-    "skipped_steps": "steps left out because a loss or gradient was not finite",
     "on_step": "callables that get the engine after each step",
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
     "plan": "what the config means, in Shoal's words",
@@ -44,20 +38,17 @@ ENGINE_ATTRIBUTES = {
     "flops_profiler": "the `FlopsProfiler` of the config's section; None without it",
 }
 ENGINE_INSIDE = {
-    "sharded",
-    "axes",
-    "progress",
     "access",
-    "checkpoints",
-    "weights",
-    "moving",
-    "recompute",
-    "recomputed",
-    "activations",
-    "by_step",
-    "owns_recompute",
+    "accumulation",
+    "axes",
+    "checkpointing",
+    "offloaded",
+    "properties",
+    "run_state",
+    "sharded",
     "sharded_optimizer",
-    "follows_deepspeed",
+    "sharding",
+    "weights",
 }
 
 FACE = [
@@ -87,12 +78,11 @@ def page() -> str:
             parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, set())]
             if inspect.isclass(thing):
                 parts += methods(thing)
-    parts += ["## The engine\n", *entry("shoal.Engine", shoal.Engine, 3, signature=False)]
-    parts += table(shoal.Engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
-    parts += methods(shoal.Engine)
-    face = importlib.import_module("shoal.engine.deepspeed_face").DeepSpeedFace
-    rows = importlib.import_module("shoal.engine.sparse_face").SparseFace
-    parts += ["### For DeepSpeed's sake\n", said(face), *methods(face), *methods(rows)]
+    engine = importlib.import_module("shoal.engine.engine").Engine
+    parts += ["## The engine\n", *entry("shoal.Engine", engine, 3, signature=False)]
+    parts += table(engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
+    parts += methods(engine)
+    parts += ["### DeepSpeed's names\n", said(shoal.Engine), *methods(shoal.Engine, without=set(dir(engine)))]
     optimizer = importlib.import_module("shoal.zero.optimizer").ShardedOptimizer
     parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
     parts += ["## shoal.zero\n"]
@@ -242,13 +232,16 @@ def table(cls: Any, described: dict[str, str], inside: set[str]) -> list[str]:
 
 
 def methods(cls: type, without: Collection[str] = ()) -> Iterator[str]:
-    """Every public method and property, in the order of the source; then those of the classes that it is made of."""
+    """Every public method and property, in the order of the source; then those of the classes that it is made of.
+
+    Methods that a table makes have no definition of their own, and are left out.
+    """
     made_of = [base for base in cls.__mro__ if base.__module__.startswith("shoal.")]
     members: dict[str, Any] = {}
     for base in made_of:
         members = {**members, **{name: member for name, member in vars(base).items() if name not in members}}
     for name, member in members.items():
-        if name.startswith("_") or name in without:
+        if name.startswith("_") or name == "knows" or name in without:
             continue
         if isinstance(member, property):
             node = definition(member.fget)
@@ -259,7 +252,7 @@ def methods(cls: type, without: Collection[str] = ()) -> Iterator[str]:
             yield said(member) if member.__doc__ else ""
         else:
             function = getattr(member, "__wrapped__", member)
-            if inspect.isfunction(function):
+            if inspect.isfunction(function) and function.__name__ == name:
                 yield f"#### {cls.__name__}.{name}\n"
                 yield f"```python\n{signature_of(function)}\n```\n"
                 yield said(function)

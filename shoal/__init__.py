@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from shoal import comm, errors, zero
     from shoal.checkpoint.loading_hf import load_hf
     from shoal.comm.world import init_distributed
+    from shoal.compat.engine import DeepSpeedEngine as Engine
+    from shoal.compat.initialize import initialize
     from shoal.config import add_config_arguments
-    from shoal.engine.engine import Engine
-    from shoal.engine.initialize import initialize
     from shoal.parallel import recompute as checkpointing
 
 __version__ = "0.1.0"
@@ -42,22 +42,25 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Engine": "shoal.engine",
     "add_config_arguments": "shoal.config",
     "init_distributed": "shoal.comm.world",
-    "initialize": "shoal.engine",
+    "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",
 }
+_RENAMED = {"Engine": ("shoal.compat.engine", "DeepSpeedEngine")}
 _PARTS = ("comm", "errors", "zero")
-_RENAMED = {"checkpointing": "shoal.parallel.recompute"}
+_RENAMED_PARTS = {"checkpointing": "shoal.parallel.recompute"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a part at its first use (PEP 562)."""
     if name in _PARTS:
         return import_module(f"shoal.{name}")
+    if name in _RENAMED_PARTS:
+        return import_module(_RENAMED_PARTS[name])
     if name in _RENAMED:
-        return import_module(_RENAMED[name])
+        module, original = _RENAMED[name]
+        return vars(import_module(module))[original]
     if name in _MODULES:
         return vars(import_module(_MODULES[name]))[name]
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")

@@ -46,7 +46,7 @@ from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from shoal.engine import Engine
+    from shoal.engine.engine import Engine
 
 _VALIDATION_FRACTION = 0.05
 _VALIDATION_SEQUENCES = 64

@@ -75,7 +75,7 @@ def prepare(
         "ds_config": settings,
         "ds_version": version,
     }
-    saving = engine._config_object.checkpoint
+    saving = engine.properties.config.checkpoint
     is_async = saving.async_save
     held = counters
     if stage < 3 and saving.module_in_model_file and not is_async:
@@ -89,7 +89,7 @@ def prepare(
             else:
                 write_values(sink, held)
         if stage > 0:
-            name = optimizer_file(is_bf16=bool(engine._config_object.bf16.enabled))
+            name = optimizer_file(is_bf16=bool(engine.properties.config.bf16.enabled))
             storage.replace(f"{tag}/{name}", _bytes_of(optimizer_state))
         if isinstance(storage, LocalStorage):
             for name, (what, main) in SCRIPTS.items():

@@ -118,7 +118,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "runtime.data_pipeline.curriculum_scheduler": {"shoal.data.curriculum": "CurriculumScheduler"},
     "runtime.engine": {
         ".runtime.entry": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-        "shoal.engine.engine": "DeepSpeedEngine=Engine",
+        "shoal.compat.engine": "DeepSpeedEngine",
     },
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {"shoal.compat.by_stage": "FP16_Optimizer"},

@@ -80,9 +80,6 @@ def _of_table() -> Iterator[tuple[str, Support]]:
 SUPPORT: dict[str, Support] = {
     **dict(_of_table()),
     # Keys that are declared in the classes because code reads them, or because they share a type with others there.
-    "zero_optimization.sub_group_size": no_effect(
-        "one unit's shard is updated at a time, on the host in blocks, so there is no larger group to divide"
-    ),
     f"{OFFLOAD}.buffer_count": no_effect("three buckets' state is in memory: the last, this one, the next"),
     f"{OFFLOAD}.pipeline_read": no_effect("the next state is always read while this one is updated"),
     f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),

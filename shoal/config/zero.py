@@ -61,7 +61,9 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )
-    sub_group_size: int = key(1_000_000_000, "elements that DeepSpeed updates at a time in the optimizer step", ge=1)
+    sub_group_size: int = key(
+        1_000_000_000, "most elements that an accelerator updates in one call of the optimizer; at least 512 Ki", ge=1
+    )
     stage3_prefetch_bucket_size: int = key(
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
     )

@@ -3,135 +3,113 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.comm.world import World
-from shoal.config import Config
-from shoal.device import Device, in_backward
-from shoal.engine.batch import Batch
-from shoal.engine.boundary import Boundary
-from shoal.engine.by_step import ByStep
-from shoal.engine.checkpoints import Checkpoints
-from shoal.engine.facts import EngineFacts
-from shoal.engine.guard import ModelGuard
+from shoal.device import in_backward
+from shoal.engine.accumulation import Accumulation, check_for_backward, check_for_scale
+from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.inputs import cast, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
-from shoal.engine.losses import Losses, check_for_backward, check_for_scale
-from shoal.engine.moving import Moving
 from shoal.engine.nonfinite import NonFinite
-from shoal.engine.progress import Progress
-from shoal.engine.schedule_watch import ScheduleWatch
-from shoal.engine.settings import Plan
+from shoal.engine.offload_states import Offloaded, OffloadStates
+from shoal.engine.profiling import ProfilingTimers
+from shoal.engine.progress import Progress, StepNumbers
+from shoal.engine.properties import Properties
+from shoal.engine.run_state import RunState
+from shoal.engine.saved_activations import SavedActivations
+from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
-from shoal.errors import NoOptimizerError, OutOfMemoryError, ShoalError, UsageError
+from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
+from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
-from shoal.optim.loss_scale import LossScale
-from shoal.parallel.activations import HostActivations
-from shoal.parallel.recompute import Recompute, RecomputedBlocks, uninstall
-from shoal.zero.engine_parameters import EngineParameters
+from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes
-from shoal.zero.step import ShardedStep
-from shoal.zero.step_status import GlobalStatus, refuse_unused, synchronize_status
+from shoal.zero.step_status import GlobalStatus
 
 
-class Engine(EngineFacts):
+class Engine(nn.Module):
     """A model that trains under one plan.
 
     Made by ``shoal.initialize``. ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``; or
-    ``loss.backward()`` and ``engine.step()``. Attributes that are not the engine's own are the model's.
+    ``loss.backward()`` and ``engine.step()``. Attributes that the engine does not have are the model's.
+
+    It has
+
+        properties       config, plan, ranks, device                            fixed
+        accumulation     micro-batches, losses, counters
+        sharding         parameters, gradients, optimizer state
+        run_state        schedule, data loader, curriculum                      what a checkpoint saves beside tensors
+        checkpointing, weights, offloaded                                       what moves the state elsewhere
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        sharded: ShardedModel,
-        optimizer_step: ShardedStep | None,
-        plan: Plan,
-        config: Config,
-        world: World,
-        axes: Axes,
-        device: Device,
-        loss_scale: LossScale | None,
+        sharding: Sharding,
+        properties: Properties,
+        accumulation: Accumulation,
+        offloaded: Offloaded,
+        run: RunState,
+        activations: SavedActivations,
+        timers: StepTimers,
+        progress: Progress,
     ) -> None:
         super().__init__()
-        self.module = module
-        self.sharded = sharded
-        self.plan = plan
-        self.world = world
-        self.axes = axes
-        self._device = device
-        self._config_object = config
-        self._groups = sharded.trained_groups
-        self._optimizer_step = optimizer_step
-        self._loss_scale = loss_scale
-        self._guard = ModelGuard(module, sharded, self._groups)
-        self._batch = Batch(
-            micro=config.train_micro_batch_size_per_gpu,
-            num_micro=config.gradient_accumulation_steps,
-            num_ranks=axes.batch.size,
-        )
-        self._boundary = Boundary(self._batch, is_managed=config.managed_gradient_accumulation)
-        self._losses = Losses(self._batch, loss_scale, is_managed=config.managed_gradient_accumulation)
-        self._has_backward = False
-        self._norm: float | None = None
-        self._nonfinite = NonFinite(plan, self._groups, axes, loss_scale)
-        self._is_destroyed = False
-        self._failure: Exception | None = None  # after which its state is of no use
-        self._was_step_applied = False
-        self.global_steps = 0
-        self.global_samples = 0
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.sharded_optimizer: ShardedOptimizer | None = (
-            ShardedOptimizer(
-                optimizer_step,
+        self.module = sharding.module
+        self.properties = properties
+        self.accumulation = accumulation
+        self.sharding = sharding
+        self.run_state = run
+        self.offloaded = offloaded
+        self.world = properties.world
+        self.plan = properties.plan
+        self.axes = properties.axes
+        self.sharded = sharding.model
+        self.access = sharding.access
+        self.access.engine = self
+        self.timers = timers
+        self.flops_profiler: FlopsProfiler | None = timers.profiler if isinstance(timers, ProfilingTimers) else None
+        self.on_step: list[Callable[[Any], None]] = []  # called with this engine
+        self.client_optimizer: Any = None if sharding.step is None else sharding.step.optimizer
+        self.sharded_optimizer: ShardedOptimizer | None = None
+        if sharding.step is not None:
+            self.sharded_optimizer = ShardedOptimizer(
+                sharding.step,
                 self._step_now,
                 self.zero_grad,
-                sharded.offload if plan.zero.stage == 3 else None,
-                loss_scale=loss_scale,
-                local_gradient=self._local_gradient,
+                sharding.model.offload if properties.stage == 3 else None,
+                loss_scale=accumulation.loss_scale,
+                local_gradient=sharding.local_gradient,
             )
-            if optimizer_step is not None
-            else None
+        self.weights = Weights(sharding, properties)
+        self.checkpointing = Checkpointing(
+            sharding, properties, accumulation, run, self.weights, self.sharded_optimizer
         )
-        self.by_step = ByStep(config)
-        self.lr_scheduler: Any = None
-        self._schedule_watch = ScheduleWatch()
-        self.training_dataloader: Any = None
-        self.client_optimizer: Any = None
-        self.follows_deepspeed = False  # where DeepSpeed answers otherwise than Shoal would by itself, as DeepSpeed
-        self.on_step: list[Callable[[Engine], None]] = []
-        self.timers = StepTimers(device, is_on=bool(config.wall_clock_breakdown))
-        self.flops_profiler: FlopsProfiler | None = None
-        self.progress: Progress | None = None
-        self.recompute: Recompute | None = None
-        self.owns_recompute = False  # made from the config, not by the script's ``configure``
-        self.recomputed: RecomputedBlocks | None = None  # modules that the config has recomputed
-        self.activations: HostActivations | None = None  # where the config has activations rest on the host
-        self.checkpoints = Checkpoints(self)
-        self.weights = Weights(self)
-        self.moving = Moving(self)
-        self.access = EngineParameters(
-            self,
-            sharded,
-            self._groups,
-            optimizer_step,
-            self._losses.unscale,
-            self._guard.follow,
-            stage=plan.zero.stage,
-            checks_changes=bool(config.zero_optimization.enable_sanity_checks),
-        )
-        for parameter in module.parameters():
+        self._offload_states = OffloadStates(sharding, properties, offloaded)
+        self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
+        self._activations = activations
+        self._progress = progress
+        self._norm: float | None = None
+        self._was_step_applied = False
+        self._is_destroyed = False
+        for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or name.startswith("__"):
+                raise
+        return getattr(module, name)
 
     # forward
 
@@ -142,10 +120,10 @@ class Engine(EngineFacts):
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
         """
         self._check_alive()
-        self.moving.require("forward()")
-        self._guard.check()
+        self.offloaded.require("forward()")
+        self.sharding.check.check()
         if self.module.training:
-            kwargs = self.by_step.into(kwargs, self.global_steps)
+            kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -155,55 +133,18 @@ class Engine(EngineFacts):
         )
         with self._failing("forward"), self.timers.phase("forward"), autocast, self.sharded.searching():
             output = self.module(*args, **kwargs)
-        self._guard.after_forward()
+        self.sharding.check.after_forward()
         return output
-
-    @contextmanager
-    def _failing(self, phase: str) -> Iterator[None]:
-        """Bring the units to rest when something raises.
-
-        An error that nobody catches is told to the other ranks by ``comm``.
-        """
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, ShoalError) and error.code.startswith("tier"):  # a disk that is too full included
-                self._failure = error
-            if in_backward():
-                raise  # recomputed activations: the backward pass that asked for them reports it
-            self._after_failure()
-            if self._device.is_out_of_memory(error) and not isinstance(error, OutOfMemoryError):
-                raise self._out_of_memory(error, phase) from error
-            if phase == "forward":
-                explain_mixed_formats(error, self.module, self.plan.precision.parameter)
-                self.by_step.explain(error)
-            raise
-
-    def _after_failure(self) -> None:
-        if self._optimizer_step is not None:
-            with suppress(Exception):  # the first error counts; an update that failed fails the next step too
-                self._optimizer_step.drop_gradients()
-        self.sharded.recover()
-        self._forget_losses()
-
-    def _out_of_memory(self, error: BaseException, phase: str) -> OutOfMemoryError:
-        ledger = self.memory_report()
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return OutOfMemoryError(
-            f"no memory left in {phase}: {first_line}\n{ledger}",
-            where=f"rank {self.global_rank}, step {self.global_steps}, micro-step {self.micro_steps}",
-            do=ledger.advice(self.plan.zero.stage, self.dp_world_size, self._batch.micro),
-        )
 
     # backward
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale.
 
-        Raises: AssertedUsageError: it is not one number with a graph behind it.
+        Raises: AssertedUsageError: the loss is not one number with a graph behind it.
         """
         check_for_scale(loss)
-        return self._losses.scaled(loss, "scaled")
+        return self.accumulation.scaled(loss, "scaled")
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
@@ -214,64 +155,39 @@ class Engine(EngineFacts):
             loss: shape [] or [1].
             scale_wrt_gas: divide by the accumulation steps.
 
-        Returns: the loss as it was given; where DeepSpeed's name is lent, divided by the accumulation steps, as it is
-        there.
+        Returns: the loss as it was given; under DeepSpeed's name divided by the accumulation steps, as DeepSpeed does.
         Raises: UsageError: no optimizer, or a loss that is not one differentiable number.
         Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
         of stage 3.
         """
         self._check_alive()
-        self.moving.require("backward()")
+        self.offloaded.require("backward()")
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
         with self._failing("backward"), self.timers.phase("backward"):
-            scaled = self._losses.scaled(loss, "engine", by_accumulation=scale_wrt_gas)
+            scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()
-        if self.follows_deepspeed and scale_wrt_gas and self.gradient_accumulation_steps() > 1:
-            loss = loss / self.gradient_accumulation_steps()
         return loss
 
-    def _on_backward(self) -> None:
-        """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``."""
-        self.moving.require("backward()")
-        self._has_backward = True
-        self.sharded.reducer.at_step = self._boundary.is_managed and self.is_gradient_accumulation_boundary()
-        if self._optimizer_step is not None and self._optimizer_step.cpu_optimizer is not None:
-            self._optimizer_step.cpu_optimizer.gradient_scale = self._losses.unscale()
-
-    def _settle(self) -> None:
-        """Have everything as the last step leaves it, also where updates on the host are still under way."""
-        if self._optimizer_step is not None:
-            self._optimizer_step.synchronize()
-            if self._failure is None:
-                self._guard.follow()
-
-    def _forget_losses(self) -> None:
-        self._has_backward = False
-        self._losses.forget()
-        self.sharded.num_plain_passes = 0
-
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step after the micro-batch that is under way?"""
-        return self._boundary.is_here()
+        """Does the optimizer step after the current micro-batch?"""
+        return self.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it from outside, before ``backward()``; from then on the engine does not count by itself."""
-        self._boundary.said = is_boundary
+        """Set it from outside, before ``backward()``; from then on the engine does not count by itself."""
+        self.accumulation.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, at every stage.
 
-        Raises: AssertedUsageError: where DeepSpeed's name is lent, what it asserts: stages 2 and 3, and one inside
-        another.
-        Memory: at stages 2 and 3 the gradients are whole on each rank until the next backward outside of it.
+        Raises: AssertedUsageError: under DeepSpeed's name, where DeepSpeed asserts: stages 2 and 3, and one block
+        inside another.
+        Memory: at stages 2 and 3 each rank holds its unsharded gradients until the next backward outside of the block.
         """
-        if self.follows_deepspeed:
-            self._refuse_no_sync()
         reducer = self.sharded.reducer
         was_syncing, reducer.is_syncing = reducer.is_syncing, False
         try:
@@ -282,137 +198,510 @@ class Engine(EngineFacts):
     # step
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At a boundary: reduce what is open, clip, update, schedule; otherwise count the micro-batch.
+        """At a boundary: reduce what is not reduced, clip, update, schedule; otherwise count the micro-batch.
 
         Raises: NonFiniteError: the loss is NaN or infinite, or gradients were so too often in a row.
         Communicates: stages 1 and 2: an all_gather of every parameter (Psi bytes); norm and flags: 32 bytes.
         """
         self._check_alive()
-        self.moving.require("step()")
-        if self.follows_deepspeed:
-            self._refuse_step_in_no_sync()
+        self.offloaded.require("step()")
         self.sharded.finish_backward()
-        is_boundary = self.is_gradient_accumulation_boundary()
-        num_micro = self._boundary.num_passed(len(self._losses.values))
+        is_boundary = self.accumulation.is_boundary()
+        num_micro = self.accumulation.num_micro_passed()
         if is_boundary:
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
-        self.micro_steps += 1
-        self._boundary.pass_by(is_end=is_boundary)
-        self.global_samples += self._batch.samples_of(num_micro)
+        self.accumulation.end_micro_batch(is_boundary=is_boundary, num_micro=num_micro)
 
     def _step_now(self) -> None:
-        """``optimizer.step()``: a step whatever the count says."""
-        with self._boundary.at_once():
+        """``optimizer.step()``: a step even between two boundaries."""
+        with self.accumulation.boundary_now():
             self.step()
 
     def _step_boundary(self, lr_kwargs: dict[str, Any] | None) -> None:
-        step = self._optimizer_step
-        if step is None:
+        accumulation, counters, sharding = self.accumulation, self.accumulation.counters, self.sharding
+        if sharding.step is None:
             raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
-        if not self._has_backward:
+        if not accumulation.has_backward:
             raise UsageError(
                 "step() was called without a backward() since the last step.",
-                where=f"rank {self.global_rank}, step {self.global_steps}",
+                where=self.properties.where(self.global_steps),
                 do="call engine.backward(loss) first.",
                 code="step-without-backward",
             )
-        self._losses.refuse_mixed(self.sharded.num_plain_passes)
-        self._guard.follow()  # before the update overwrites what the script has changed
-        self.sharded.reducer.complete_step()
-        are_finite = self._losses.are_finite()
-        status = synchronize_status(
-            self._groups, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite
-        )
-        unscale = self._losses.unscale()
-        self._norm = status.norm * unscale
-        if not self.plan.ignores_unused:
-            refuse_unused(status, self.global_steps)
-        is_applied = False
+        accumulation.refuse_mixed(self.sharded.num_plain_passes)
+        sharding.reduce_all()
+        status = sharding.synchronize_status(is_loss_finite=accumulation.are_losses_finite())
+        self._norm = status.norm * accumulation.gradient_scale()
+        sharding.refuse_unused(status, self.global_steps)
+        self._was_step_applied = False
         try:
-            is_applied = self._nonfinite.judge(status, self.global_steps, is_loss_known=bool(self._losses.values))
+            self._was_step_applied = self._nonfinite.judge(
+                status, self.global_steps, is_loss_known=bool(accumulation.losses)
+            )
         finally:
-            self._was_step_applied = is_applied
-            self.skipped_steps += not is_applied
+            counters.skipped_steps += not self._was_step_applied
             if self.sharded_optimizer is not None:
-                self.sharded_optimizer.overflow = not is_applied
-        if is_applied:
-            self._update(status, unscale)
+                self.sharded_optimizer.overflow = not self._was_step_applied
+        if self._was_step_applied:
+            self._update(status, self._norm)
         self._nonfinite.adapt_scale(status, self.global_steps)
-        if self.sharded_optimizer is not None and self._loss_scale is not None:
-            self.sharded_optimizer.loss_scale = self._loss_scale.scale
-        if is_applied and self.lr_scheduler is not None:
-            self._schedule_watch.step(self.lr_scheduler, lr_kwargs or {}, self.global_rank)
-        self.global_steps += 1
-        self.by_step.go_to(self.global_steps)
-        self._finish_step()
-        self.checkpoints.poll()
-        if self.recompute is not None and self.global_steps == 1:
-            unused = self.recompute.unused_note()
-            if unused is not None:
-                say_on_rank_0(self.global_rank, unused)
+        if self.sharded_optimizer is not None and accumulation.loss_scale is not None:
+            self.sharded_optimizer.loss_scale = accumulation.loss_scale.scale
+        if self._was_step_applied:
+            self.run_state.step_schedule(lr_kwargs or {}, self.global_rank)
+        counters.global_steps += 1
+        self.run_state.curriculum.go_to(self.global_steps)
+        self._end_step()
+        self.checkpointing.poll()
+        unused = self._activations.recompute.unused_note() if self.global_steps == 1 else None
+        if unused is not None:
+            say_on_rank_0(self.global_rank, unused)
         for callback in self.on_step:
             callback(self)
-        if self.progress is not None:
-            self.progress.after_step(self, self._losses.mean)
+        numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
+        self._progress.after_step(counters, numbers, self.memory_report)
 
-    def _update(self, status: GlobalStatus, unscale: float) -> None:
-        step = self._optimizer_step
-        assert step is not None and self._norm is not None
-        gradient_scale = unscale
-        clip = self.plan.clip_norm
-        if clip > 0 and math.isfinite(self._norm) and self._norm > clip:
-            gradient_scale *= clip / (self._norm + 1e-6)
-        if step.cpu_optimizer is not None:
-            step.cpu_optimizer.is_likely = gradient_scale == unscale
-        self.axes.drain()  # peers may still be reading the shards that are about to change
-        step.begin()
-        try:
-            with torch.no_grad():
-                works = step.update(self.sharded.units, gradient_scale, status.has_grad)
-        except Exception as error:
-            self._failure = error  # some units are a step ahead of the others
-            raise
-        finally:
-            step.end()
-        for work in works:
-            work.drain()  # from here on the script may change parameters in place
+    def _update(self, status: GlobalStatus, norm: float) -> None:
+        gradient_scale, clip = self.accumulation.gradient_scale(), self.plan.clip_norm
+        is_clipped = clip > 0 and math.isfinite(norm) and norm > clip
+        if is_clipped:
+            gradient_scale *= clip / (norm + 1e-6)
+        self.sharding.update(status, gradient_scale, is_clipped=is_clipped)
 
-    def _finish_step(self) -> None:
-        if self._optimizer_step is not None:
-            self._optimizer_step.drop_gradients()
-        for group in self._groups:
-            group.gradient.reset()
-        self._forget_losses()
+    def _end_step(self) -> None:
+        self.sharding.reset_gradients()
+        self.accumulation.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step under way. After ``step()`` there are none."""
+        """Discard the gradients of the current step. After ``step()`` there are none."""
         if self.sharded.in_pass:
             return
-        self._finish_step()
+        self._end_step()
         for parameter in self.module.parameters():
             parameter.grad = None
 
-    # its end
+    # compiling
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model's forward in place, as ``torch.nn.Module.compile`` does.
+
+        Args:
+            compile_kwargs: passed to ``torch.compile``.
+
+        Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd.
+        """
+        self._check_alive()
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuiltError(
+                "engine.compile() takes no schedule of DeepCompile's and no compiled autograd.",
+                do="leave schedule and compiled_autograd_enabled out.",
+            )
+        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Was the model's forward compiled?"""
+        return self.module._compiled_call_impl is not None
+
+    # properties
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was given."""
+        return self.properties.config.raw
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return self.world.local_rank
+
+    @property
+    def global_rank(self) -> int:
+        """This rank's number among all."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.world.size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Data-parallel ranks."""
+        return self.axes.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes: inputs go there."""
+        return self.properties.device.torch_device
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer that ``initialize`` returned; None without one."""
+        return self.sharded_optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule; stepped by ``step()`` after each step that was applied. Set it to None to step your own."""
+        return self.run_state.lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, schedule: Any) -> None:
+        self.run_state.lr_scheduler = schedule
+
+    @property
+    def training_dataloader(self) -> Any:
+        """The loader of ``training_data``; None without it."""
+        return self.run_state.training_dataloader
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Any) -> None:
+        self.run_state.training_dataloader = loader
+
+    @property
+    def global_steps(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self.accumulation.counters.global_steps
+
+    @global_steps.setter
+    def global_steps(self, value: int) -> None:
+        self.accumulation.counters.global_steps = value
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far, over all ranks."""
+        return self.accumulation.counters.global_samples
+
+    @global_samples.setter
+    def global_samples(self, value: int) -> None:
+        self.accumulation.counters.global_samples = value
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step()`` so far, one for each micro-batch."""
+        return self.accumulation.counters.micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self.accumulation.counters.micro_steps = value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because a loss or gradient was not finite."""
+        return self.accumulation.counters.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, value: int) -> None:
+        self.accumulation.counters.skipped_steps = value
+
+    @property
+    def is_watched(self) -> bool:
+        """Do changes that ``GatheredParameters`` would lose raise an error?"""
+        return bool(self.properties.config.zero_optimization.enable_sanity_checks)
+
+    @property
+    def trained_groups(self) -> list[ParameterGroup]:
+        """Every trainable bucket, in unit order."""
+        return self.sharding.groups
+
+    def train_batch_size(self) -> int:
+        """Samples of one step, over all ranks."""
+        return self.accumulation.global_batch
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one micro-batch of one rank."""
+        return self.accumulation.micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one step."""
+        return self.accumulation.num_micro
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the global batch by changing the accumulation steps.
+
+        Raises: ConfigError: it does not divide by micro-batch x data-parallel ranks. UsageError: in the middle of a
+        step.
+        """
+        self.accumulation.set_global_batch(train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the micro-batch; the accumulation steps stay."""
+        self.accumulation.micro_batch = micro_batch_size
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self.properties.stage
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0: no clipping."""
+        return self.plan.clip_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return [] if self.sharded_optimizer is None else [g.get("lr", 0.0) for g in self.sharded_optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm over all axes of the last step's gradients, before clipping; None before the first step."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Did the last ``step()`` change the parameters?"""
+        return self._was_step_applied
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of losses under fp16; 1 otherwise."""
+        return 1.0 if self.accumulation.loss_scale is None else self.accumulation.loss_scale.scale
+
+    def memory_report(self) -> Ledger:
+        """Bytes by kind, tier and unit, and the allocator's figures."""
+        return self.sharding.ledger(self._activations.bytes_by_tier(), self.offloaded.ledger_kinds)
+
+    # checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a run needs to resume. Every rank calls.
+
+        Args:
+            save_dir: a folder that all ranks see, or an fsspec URL.
+            tag: the checkpoint's name; None: ``global_step`` and the number of steps. A checkpoint of that name is
+                replaced when the new one is complete.
+            client_state: what ``load_checkpoint`` will return: numbers, text, lists, dicts and tensors.
+            save_latest: ``load_checkpoint`` without a tag may choose this one.
+
+        Returns: was it saved? (With ``checkpoint.async_save``: was it begun?)
+        Raises: CheckpointError: on every rank; older checkpoints and the running state are unchanged.
+        Communicates: what each rank wrote, as JSON; no parameter.
+        Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
+        """
+        self._be_ready()
+        return self.checkpointing.save(
+            save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Any]:
+        """Load a checkpoint that any layout saved, or one of DeepSpeed's, universal or not. Every rank calls.
+
+        Args:
+            load_dir: the folder that was saved to, or an fsspec URL; of DeepSpeed's checkpoints a local one.
+            tag: its name; None: the newest complete one, or the one of DeepSpeed's that ``latest`` names. With
+                ``checkpoint.load_universal`` the one that ``latest_universal`` names.
+            load_module_strict: False: parameters that only one side has are left out, and logged.
+            load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
+            custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` with all parameters gathered.
+
+        Returns: the checkpoint's path, and the client state. (Both None under DeepSpeed's name where none is there.)
+        Raises: CheckpointError: on every rank; nothing was changed.
+        Communicates: below stage 3 one all_gather of the parameters; short messages.
+        Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
+        """
+        self._be_ready("loading")
+        return self.checkpointing.load(
+            load_dir,
+            tag,
+            is_strict=load_module_strict,
+            has_optimizer=load_optimizer_states,
+            has_schedule=load_lr_scheduler_states,
+            is_module_only=load_module_only,
+            custom_load_fn=custom_load_fn,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights alone, in the parameters' own dtype. Every rank calls.
+
+        Args:
+            save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives.
+
+        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
+        """
+        self._be_ready()
+        return self.weights.save(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's unsharded values by name, on the host, on every rank. Every rank calls.
+
+        Args:
+            destination: a dict to put them in, which is then returned.
+            prefix: goes before each name.
+            keep_vars: DeepSpeed's; what comes out are copies always.
+
+        Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
+        """
+        self._be_ready()
+        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, prefix=prefix)
+        if destination is None:
+            return found
+        destination.update(found)
+        return destination
+
+    def load_module_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Set the model's values, and the main parameters, from unsharded ones. Every rank passes the same.
+
+        Args:
+            state_dict: values by name, or a dict that has them under ``"module"``, as DeepSpeed's model files do.
+            fetch_z3_params: DeepSpeed's; sharded parameters are set at any stage without it.
+
+        Raises: CheckpointError: missing, unexpected or of another shape; all of them.
+        """
+        self._be_ready("loading")
+        inner = state_dict.get("module")
+        if isinstance(inner, Mapping):
+            state_dict = inner
+        self.weights.load_module_state_dict(state_dict, is_strict=strict, custom_load_fn=custom_load_fn)
+
+    # states that are offloaded for a while
+
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move states from the device to host memory until ``reload_states()``. Every rank calls, between two passes.
+
+        Meanwhile ``save_checkpoint``, ``module_state_dict`` and the safe accessors work, except those of gradients;
+        a call that needs an offloaded state raises.
+
+        Args:
+            include: of ``optim_states``, ``hp_params`` (main parameters), ``lp_params`` (the model's parameters),
+                ``lp_grads``, ``contiguous_grad_buffer`` (buffers of communication and casts: freed, not copied):
+                strings, or members of DeepSpeed's enum; None: all. States on the host or a disk stay there. Main
+                parameters that share the parameters' memory move with ``lp_params``.
+            device: ``cpu``.
+            pin_memory: use pinned memory, where the system allows it.
+            non_blocking: no effect: copies are queued together, and the call returns when the device's memory is free.
+
+        Raises: UsageError: inside a pass, while a unit is gathered, or an unknown name. OutOfMemoryError: the host has
+            too little memory; nothing was moved.
+        Communicates: nothing. Order: waits until no peer reads the memory.
+        """
+        self._be_ready()
+        self._offload_states.offload(include, device, is_pinned=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Undo ``offload_states``: every bit is as before. Does nothing where nothing is offloaded.
+
+        Args:
+            non_blocking: return before the copies are done; the device's later work waits for them.
+
+        Raises: OutOfMemoryError: the device has too little memory; call it again when it has.
+        """
+        self._check_alive()
+        try:
+            self._offload_states.reload(is_blocking=not non_blocking)
+        except Exception as error:
+            self._explain_out_of_memory(error, "reload_states()")
+            raise
+
+    def empty_partition_cache(self) -> None:
+        """Between two passes: release gathered parameters that no block holds, and the allocator's unused memory."""
+        self._check_alive()
+        self._offload_states.empty_cache()
+
+    # failures
 
     def _check_alive(self) -> None:
         if self._is_destroyed:
             raise UsageError("this engine was destroyed.", do="call shoal.initialize() again.", code="engine-destroyed")
-        if self._failure is not None:
+        failure = self.sharding.failure
+        if failure is not None:
             raise UsageError(
-                f"this engine failed before and cannot go on: {str(self._failure).splitlines()[0]}",
-                where=f"rank {self.global_rank}, step {self.global_steps}",
-                do="destroy() it, mend the cause, call shoal.initialize() again and load the last checkpoint.",
+                f"this engine failed before and cannot go on: {str(failure).splitlines()[0]}",
+                where=self.properties.where(self.global_steps),
+                do="destroy() it, fix the cause, call shoal.initialize() again and load the last checkpoint.",
                 code="engine-failed",
-            ) from self._failure
+            ) from failure
+
+    def _be_ready(self, call: str | None = None) -> None:
+        """Wait until the state is as the last step left it. Raises: UsageError: what ``call`` needs is offloaded."""
+        self._check_alive()
+        self.sharding.wait()
+        if call is not None:
+            self.offloaded.require(call)
+
+    @contextmanager
+    def _failing(self, phase: str) -> Iterator[None]:
+        """When something raises: release the units, discard the gradients, and explain the error.
+
+        An error that nothing catches is reported to the other ranks by ``comm``.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ShoalError) and error.code.startswith("tier"):  # a disk that is too full included
+                self.sharding.failure = error
+            if in_backward():
+                raise  # recomputed activations: the backward pass that asked for them reports it
+            self.sharding.recover()
+            self.accumulation.reset()
+            self._explain_out_of_memory(error, phase)
+            if phase == "forward":
+                explain_mixed_formats(error, self.module, self.plan.precision.parameter)
+                self.run_state.curriculum.explain(error)
+            raise
+
+    def _explain_out_of_memory(self, error: Exception, phase: str) -> None:
+        """Raises: OutOfMemoryError: with the ledger, where ``error`` is the allocator's."""
+        if isinstance(error, OutOfMemoryError) or not self.properties.device.is_out_of_memory(error):
+            return
+        ledger = self.memory_report()
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise OutOfMemoryError(
+            f"no memory left in {phase}: {first_line}\n{ledger}",
+            where=f"{self.properties.where(self.global_steps)}, micro-step {self.micro_steps}",
+            do=ledger.advice(self.properties.stage, self.dp_world_size, self.accumulation.micro_batch),
+        ) from error
+
+    # the end
 
     def destroy(self) -> None:
-        """Take all hooks off, free buckets, gradients and optimizer state; the model keeps its parameters.
+        """Remove all hooks, free buckets, gradients and optimizer state; the model keeps its parameters.
 
-        A checkpoint that is being written is waited for.
+        Waits for a checkpoint that is being written.
 
-        They are whole, unless they were built under ``zero.Init`` or on the meta device: then they are sharded as they
-        were then. Every rank calls. After a failed step, or a disk that failed, nothing is gathered: what was sharded
+        The parameters are unsharded, unless they were built under ``zero.Init`` or on the meta device: then they are
+        sharded again. Every rank calls. After a failed step, or a failed disk, nothing is gathered: what was sharded
         reads as NaN.
 
         Idempotent.
@@ -420,39 +709,23 @@ class Engine(EngineFacts):
         if self._is_destroyed:
             return
         try:
-            self.checkpoints.close()
-            self._settle()
+            self.checkpointing.close()
+            self.sharding.wait()
         finally:
             self._tear_down()
 
     def _tear_down(self) -> None:
-        if self._optimizer_step is not None and self._optimizer_step.cpu_optimizer is not None:
-            self._optimizer_step.cpu_optimizer.close()
-        if self.activations is not None:
-            self.activations.remove()
-        if self.recomputed is not None:
-            self.recomputed.remove()
-        if self.recompute is not None and self.owns_recompute:
-            uninstall(self.recompute, self.world)
+        self.sharding.stop_host_updates()
+        self._activations.remove()
         self._is_destroyed = True
-        if self.progress is not None and self.progress.monitor is not None:
-            self.progress.monitor.close()
-        try:
-            self.sharded.recover()
-            self.sharded.detach(is_failed=self._failure is not None)
-        finally:
-            self.sharded.disks.close()
+        if self._progress.monitor is not None:
+            self._progress.monitor.close()
+        self.sharding.detach()
         if self.sharded_optimizer is not None:
             self.sharded_optimizer.let_go()
-        if self._optimizer_step is not None:
-            self._optimizer_step.free()
-        for group in self._groups:
-            group.gradient.free()
-            group.ranges = []
+        self.sharding.free()
         for parameter in self.module.parameters():
             OWNERS.pop(parameter, self.access)
-        self._guard.forget()
-        self._groups.clear()
         self.on_step.clear()
-        if not self._device.is_cuda:
-            self._device.give_cache_back()
+        if not self.properties.device.is_cuda:
+            self.properties.device.give_cache_back()

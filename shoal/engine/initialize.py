@@ -1,4 +1,4 @@
-"""``initialize``: from a model, an optimizer and a config to an engine."""
+"""``initialize``: from a model, an optimizer and a config to an engine. Reads top to bottom, in the order it runs."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.comm.world import World, current_world, init_distributed
+from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
 from shoal.device import Device
+from shoal.engine.accumulation import Accumulation
+from shoal.engine.client_optimizer import MadeOptimizer, make_optimizer, make_schedule, schedule_notes
+from shoal.engine.curriculum import Curriculum
 from shoal.engine.engine import Engine
-from shoal.engine.handed_in import check_mpu, make_optimizer, make_schedule, schedule_notes
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.offload import Offload
+from shoal.engine.offload_states import Offloaded
 from shoal.engine.profiling import ProfilingTimers
-from shoal.engine.progress import Progress, make_monitor
-from shoal.engine.settings import Plan, loss_scale_of, plan_of
+from shoal.engine.progress import Progress
+from shoal.engine.properties import Properties
+from shoal.engine.run_state import RunState
+from shoal.engine.saved_activations import SavedActivations
+from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of
+from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh
 from shoal.observe.collectives import collective_log
-from shoal.observe.flops_profiler import FlopsProfiler
+from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
+from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
-from shoal.parallel.activations import HostActivations
-from shoal.parallel.recompute import (
-    Recompute,
-    RecomputeSettings,
-    current_recompute,
-    install,
-    is_configured,
-    recompute_blocks,
-)
 from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.import_state import import_state
-from shoal.zero.init import suspended
 from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
-Initialized = tuple[Engine, Any, Any, Any]
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 _HEAP_NOTE = (
     "host memory that a step frees stays with the process for the next one, so that the kernel need not clear it again;"
@@ -64,68 +64,97 @@ _HEAP_NOTE = (
 
 
 def initialize(
+    engine_class: type[AnyEngine],
+    model: nn.Module,
+    config: str | pathlib.Path | dict[str, Any] | None,
+    world: World,
+    *,
     args: Any = None,
-    model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
     lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | pathlib.Path | dict[str, Any] | None = None,
-    mesh_param: Any = None,
-    config_params: str | pathlib.Path | dict[str, Any] | None = None,
-) -> Initialized:
-    """Shard a model for training. DeepSpeed's signature and return values.
-
-    Args:
-        model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
-        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None:
-            from the config.
-        model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
-        training_data: a dataset; a loader of this rank's micro-batches is returned.
-        lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
-        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
-            for it.
-
-    Returns: engine, optimizer (None without one), data loader, schedule.
-    Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
-    Communicates: the model's values are broadcast from rank 0.
-    """
-    with suspended():  # ``zero.Init`` contexts in which the script builds its model
-        return _initialize(
-            args,
+) -> AnyEngine:
+    """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``."""
+    given = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    replaced = [section for section, value in given.items() if value is not None]
+    settings = load(config, args=args, world_size=world.size, replaced=replaced)
+    if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
+        check_scheduler(settings.elasticity, planned)
+    plan = plan_of(settings, world.size)
+    refuse_cuda_graphs(model, plan.zero.stage, world.device)
+    axes = _timed(_make_axes(world, plan), world, settings)
+    _check_same_everywhere(axes, settings, model)
+    made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
+    sparse = made.sparse(model)
+    schedule = make_schedule(lr_scheduler, settings, made.optimizer)
+    notes = made.notes + schedule_notes(lr_scheduler, settings, made.optimizer)
+    if world.size > 1:
+        reduce_dtypes = lower_precision_parameters(model, settings, plan)
+        plan = dataclasses.replace(plan, precision=dataclasses.replace(plan.precision, reduce_dtypes=reduce_dtypes))
+    device = Device(world.device)
+    if not device.is_cuda and not heap_is_set():
+        device.heap = HostHeap.begin()
+    properties = Properties(settings, plan, world, axes, device)
+    accumulation = Accumulation(
+        micro_batch=settings.train_micro_batch_size_per_gpu,
+        num_micro=settings.gradient_accumulation_steps,
+        num_ranks=axes.batch.size,
+        loss_scale=loss_scale_of(settings) if made.optimizer is not None else None,
+        is_managed=settings.managed_gradient_accumulation,
+    )
+    offloaded = Offloaded(properties, accumulation.counters)
+    offload = Offload(model, properties)
+    with device.use():
+        sharded = build(
             model,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            distributed_port,
-            mpu,
-            dist_init_required,
-            collate_fn,
-            config if config is not None else config_params,
-            mesh_param,
+            made.groups,
+            plan.zero,
+            plan.precision,
+            axes,
+            device.torch_device,
+            partial(_begin_backward, offloaded, accumulation),
+            decide=offload.decide,
+            open_disks=offload.open_disks,
+            sparse=sparse,
         )
+        try:
+            step = _make_step(made, sharded, properties, offload.num_ranks_here)
+            sharding = Sharding(model, sharded, step, properties, accumulation)
+            run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
+            activations = SavedActivations(model, settings, world)
+            timers = (
+                ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
+                if settings.flops_profiler.enabled
+                else StepTimers(device, is_on=bool(settings.wall_clock_breakdown))
+            )
+            monitor = make_monitor(settings, world.rank)
+            progress = Progress(settings, world.rank, timers, monitor, activations.recompute)
+            engine = engine_class(sharding, properties, accumulation, offloaded, run, activations, timers, progress)
+        except BaseException:
+            sharded.disks.close()
+            raise
+    if step is not None and step.cpu_optimizer is not None:
+        notes += [note for note in [host_note(step.optimizer)] if note is not None]
+    if not device.is_cuda:
+        notes += emulation_notes(settings.low_precision_formats)
+    notes += offload.notes()
+    if collective_log(world).is_on:
+        notes.append(
+            "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."
+            if world.size > 1
+            else "comms_logger: one rank alone sends nothing, so there is nothing to time."
+        )
+    notes += activations.notes
+    if device.heap is not None:
+        notes.append(_HEAP_NOTE)
+        engine.on_step.append(device.heap.after_step)
+    _report(engine, notes)
+    return engine
 
 
-def _initialize(
-    args: Any,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    distributed_port: int,
-    mpu: Any,
-    dist_init_required: bool | None,
-    collate_fn: Callable[..., Any] | None,
-    source: str | pathlib.Path | dict[str, Any] | None,
-    mesh_param: Any,
-) -> Initialized:
-    if model is None or not isinstance(model, nn.Module):
+def check_model(model: Any) -> None:
+    """Raises: ModelError: it is no module, or it cannot be sharded as it is."""
+    if not isinstance(model, nn.Module):
         raise ModelError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
         )
@@ -142,131 +171,6 @@ def _initialize(
             do="run the model on one batch first, so that its lazy modules know their sizes.",
             code="model-lazy",
         )
-    _check_free(model)
-    world = _world(dist_init_required, distributed_port)
-    if source is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
-        raise ConfigError(
-            "no config was given.",
-            do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
-            code="config-missing",
-        )
-    if mpu is not None:
-        check_mpu(mpu, world.size)
-    if mesh_param is not None:
-        raise ConfigError(
-            f"mesh_param = {mesh_param!r}: meshes are made from the config.",
-            do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
-            code="mesh",
-        )
-    handed_in = {"optimizer": optimizer, "scheduler": lr_scheduler}
-    replaced = [section for section, given in handed_in.items() if given is not None]
-    settings = load(source, args=args, world_size=world.size, replaced=replaced)
-    if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
-        check_scheduler(settings.elasticity, planned)
-    plan = plan_of(settings, world.size)
-    refuse_cuda_graphs(model, plan.zero.stage, world.device)
-    axes = _timed(make_axes(world, plan), world, settings)
-    _check_same_everywhere(axes, settings, model)
-    made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
-    client_optimizer, notes = made.optimizer, made.notes
-    schedule = make_schedule(lr_scheduler, settings, client_optimizer)
-    notes += schedule_notes(lr_scheduler, settings, client_optimizer)
-    reduce_dtypes = lower_precision_parameters(model, settings, plan) if world.size > 1 else {}
-    device = Device(world.device)
-    if not device.is_cuda and not heap_is_set():
-        device.heap = HostHeap.begin()
-    engine_box: list[Engine] = []
-    offload = Offload(settings, plan, model, axes.world, device, world.rank)
-    with device.use():
-        sharded = build(
-            model,
-            made.groups,
-            plan.zero,
-            dataclasses.replace(plan.precision, reduce_dtypes=reduce_dtypes),
-            axes,
-            device.torch_device,
-            lambda: engine_box[0]._on_backward(),
-            decide=offload.decide,
-            open_disks=offload.open_disks,
-            sparse=made.sparse(model),
-        )
-        try:
-            step: ShardedStep | None = None
-            if client_optimizer is not None and made.is_direct:
-                step = DirectStep(client_optimizer, sharded.trained_groups, axes.shard)
-                import_state(step)
-            elif client_optimizer is not None:
-                section = settings.zero_optimization.offload_optimizer
-                step = ShardedStep(
-                    client_optimizer,
-                    sharded.trained_groups,
-                    axes.shard,
-                    block_numel=device.step_block_numel,
-                    max_range_numel=int(settings.zero_optimization.sub_group_size) or None,
-                    device=device,
-                    is_ahead=section.super_offload,
-                    num_host_threads=_host_threads(section.cpuadam_cores_perc, offload.num_ranks_here),
-                    pins_host=plan.zero.pins_state,
-                )
-                import_state(step)
-                if sharded.disks.state is not None:
-                    sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
-            scale = loss_scale_of(settings) if step else None
-            engine = Engine(model, sharded, step, plan, settings, world, axes, device, scale)
-        except BaseException:
-            sharded.disks.close()
-            raise
-    notes += offload.notes()
-    if client_optimizer is not None and any(group.is_state_offloaded for group in sharded.trained_groups):
-        notes += [note for note in [host_note(client_optimizer)] if note is not None]
-    if collective_log(world).is_on:
-        notes.append(
-            "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."
-            if world.size > 1
-            else "comms_logger: one rank alone sends nothing, so there is nothing to time."
-        )
-    engine_box.append(engine)
-    engine.client_optimizer = client_optimizer
-    engine.lr_scheduler = schedule
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    wished = RecomputeSettings.of(settings.activation_checkpointing)
-    if is_configured() and wished == RecomputeSettings():
-        engine.recompute = current_recompute()  # what the script has configured stays
-    else:
-        engine.recompute, engine.owns_recompute = Recompute(wished), True
-        install(engine.recompute, world)
-        notes += engine.recompute.notes()
-    if settings.activation_checkpointing.modules:
-        engine.recomputed = recompute_blocks(
-            model, settings.activation_checkpointing.modules, recompute=engine.recompute
-        )
-    if settings.offload_activation.device == "cpu":
-        engine.activations = HostActivations(model, max_nbytes=settings.offload_activation.bytes)
-    if not device.is_cuda:
-        notes += emulation_notes(settings.low_precision_formats)
-    if device.heap is not None:
-        notes.append(_HEAP_NOTE)
-        engine.on_step.append(device.heap.after_step)
-    if settings.flops_profiler.enabled:
-        engine.flops_profiler = FlopsProfiler(model, engine, float(settings.flops_profiler.recompute_fwd_factor))
-        engine.timers = ProfilingTimers(engine, device, settings)
-    engine.progress = Progress(settings, engine.timers, make_monitor(settings, world.rank))
-    _report(engine, settings, notes)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _host_threads(share: float, num_ranks_here: int) -> int:
-    """This rank's part of the host's cores for updates.
-
-    Not torch's own number: launchers set that to 1 where a process has a GPU.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(share * cores / num_ranks_here))
-
-
-def _check_free(model: nn.Module) -> None:
-    """Raises: ModelError: another engine holds a parameter. Each engine would move it into buckets of its own."""
     held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
     if held:
         raise ModelError(
@@ -278,13 +182,7 @@ def _check_free(model: nn.Module) -> None:
         )
 
 
-def _world(dist_init_required: bool | None, port: int) -> World:
-    if dist_init_required:
-        init_distributed(distributed_port=port)
-    return current_world()
-
-
-def make_axes(world: World, plan: Plan) -> Axes:
+def _make_axes(world: World, plan: Plan) -> Axes:
     """The communicators that a plan needs."""
     mesh = Mesh.of(
         world.size, dp_shard=plan.shard_size or world.size, dp_replicate=world.size // (plan.shard_size or world.size)
@@ -330,10 +228,12 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
     if comm.size == 1:
         return
     mine = {
-        "config": repr(sorted(_flat(settings.effective()))),
+        "config": repr(sorted((key, repr(value)) for key, value in flat(settings.effective()).items())),
         "model": repr([(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]),
     }
-    digests = comm.gather_objects({key: _digest(text) for key, text in mine.items()}, label="start-up check")
+    digests = comm.gather_objects(
+        {key: hashlib.sha256(text.encode()).hexdigest() for key, text in mine.items()}, label="start-up check"
+    )
     for key, error in (("config", ConfigError), ("model", ModelError)):
         values = [digest[key] for digest in digests]
         if len(set(values)) > 1:
@@ -348,18 +248,59 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
             )
 
 
-def _flat(value: Any, path: str = "") -> list[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        return [item for key, inner in value.items() for item in _flat(inner, f"{path}.{key}")]
-    return [(path, repr(value))]
+def _begin_backward(offloaded: Offloaded, accumulation: Accumulation) -> bool:
+    """A backward pass begins, by ``backward()``, by ``loss.backward()`` or by ``torch.autograd.grad``.
+
+    Returns: is it the last one before the step? Raises: UsageError: a state that it needs is offloaded.
+    """
+    offloaded.require("backward()")
+    return accumulation.begin_pass()
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _make_step(
+    made: MadeOptimizer,
+    sharded: ShardedModel,
+    properties: Properties,
+    num_ranks_here: int,
+) -> ShardedStep | None:
+    """The optimizer on this rank's range; None without an optimizer."""
+    if made.optimizer is None:
+        return None
+    config, plan, axes, device = properties.config, properties.plan, properties.axes, properties.device
+    step: ShardedStep
+    if made.is_direct:
+        step = DirectStep(made.optimizer, sharded.trained_groups, axes.shard)
+        import_state(step)
+        return step
+    section = config.zero_optimization.offload_optimizer
+    step = ShardedStep(
+        made.optimizer,
+        sharded.trained_groups,
+        axes.shard,
+        block_numel=device.step_block_numel,
+        sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
+        device=device,
+        is_ahead=section.super_offload,
+        num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
+        pins_host=plan.zero.pins_state,
+    )
+    import_state(step)
+    if sharded.disks.state is not None:
+        sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
+    return step
 
 
-def _report(engine: Engine, settings: Config, notes: list[str]) -> None:
-    rank = engine.global_rank
+def _host_threads(share: float, num_ranks_here: int) -> int:
+    """This rank's part of the host's cores for updates.
+
+    Not torch's own number: launchers set that to 1 where a process has a GPU.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(share * cores / num_ranks_here))
+
+
+def _report(engine: Engine, notes: list[str]) -> None:
+    rank, settings = engine.global_rank, engine.properties.config
     make_audible(settings.log_level)
     if settings.dump_state:
         say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")

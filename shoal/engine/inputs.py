@@ -1,4 +1,4 @@
-"""A forward's inputs in the dtype that the model computes in, and what to do where another one meets it."""
+"""Casts a forward's inputs to the dtype that the model computes in, and explains errors of mixed dtypes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure of dicts, lists and tuples with its floating-point tensors cast; the rest as it is."""
+    """Cast the floating-point tensors in nested dicts, lists and tuples; other values are kept."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -22,10 +22,10 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.dtype | None) -> None:
-    """Where a forward failed over formats, and buffers have another one than the parameters, say so beside the error.
+    """Add a note to an error about dtypes where buffers have another dtype than the parameters.
 
     Args:
-        parameter: the format that the config gives parameters; None: their own.
+        parameter: the dtype that the config gives parameters; None: their own.
     """
     if parameter is None or not isinstance(error, RuntimeError):
         return

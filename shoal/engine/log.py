@@ -1,4 +1,4 @@
-"""One logger. Rank 0 speaks, each thing once; ``log_level`` in the config says how much."""
+"""The logger ``shoal``. Rank 0 logs; ``log_level`` in the config sets the level."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ logger = logging.getLogger("shoal")
 
 
 def make_audible(level: str | None) -> None:
-    """Let information lines be seen where nobody has set logging up; whoever has, keeps it.
+    """Show messages of level INFO unless the script has configured logging.
 
     Args:
-        level: ``log_level`` of the config; None: information and up.
+        level: ``log_level`` of the config; None: INFO.
     """
     if level is not None:
         logger.setLevel(level.upper())
@@ -24,6 +24,6 @@ def make_audible(level: str | None) -> None:
 
 
 def say_on_rank_0(rank: int, message: str) -> None:
-    """An information line, on one rank only."""
+    """Log a message of level INFO on rank 0."""
     if rank == 0:
         logger.info(message)

@@ -1,8 +1,8 @@
-"""Which parameters' gradients travel in the dtype of ``torch.autocast``.
+"""Which parameters' gradients are reduced in the dtype of ``torch.autocast``.
 
-Under autocast a linear or convolutional module computes its weights' gradients in the lower precision and widens them
-at the end, so sending what it computed loses little and halves the bytes. Sums are rounded: over several micro-batches
-before they are sent, and at stage 0 over the ranks. So it is done only where the config asks for it.
+Under autocast a linear or convolutional module computes its weights' gradients in low precision and casts them to fp32
+at the end. Reducing them in low precision loses little and halves the bytes. Sums are rounded: over several
+micro-batches before they are reduced, and at stage 0 over the ranks. So it is done only where the config asks for it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _KEY = "torch_autocast.lower_precision_safe_modules"
 
 
 def lower_precision_parameters(model: nn.Module, config: Config, plan: Plan) -> dict[str, torch.dtype]:
-    """The reduce dtype of gradients, by the parameter's name, where it is not the parameter's own.
+    """The reduce dtype by parameter name, where it is not the parameter's own dtype.
 
     Parameters of these very classes, not of those derived from them, as in DeepSpeed. A shared parameter counts where
     all modules that hold it are of these classes.
 
-    Raises: ConfigError: a class of the config that is not there; all of them.
+    Raises: ConfigError: classes of the config that do not exist; all of them are named.
     """
     given = config.torch_autocast.lower_precision_safe_modules
     if plan.autocast_dtype is None or plan.precision.gradient.reduce_dtype is not None or not given:

@@ -1,43 +1,41 @@
-"""What is done about a step whose gradients are NaN or infinite.
+"""Decides about a step whose loss or gradients are NaN or infinite: raise, skip, or apply with a warning.
 
-Never nothing: it raises, or says the rank, the step and the parameter.
+The error or the message names the rank, the step and the parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from shoal.engine.log import logger
-from shoal.engine.settings import Plan
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
-from shoal.sharding.param_group import ParameterGroup
-from shoal.zero.settings import Axes
 from shoal.zero.step_status import GlobalStatus, first_bad_parameter
 
-# Steps in a row whose loss, before it was scaled, is not finite. A smaller scale mends none of them.
+# Steps in a row whose loss, before scaling, is not finite. A smaller loss scale repairs none of them.
 MAX_BAD_LOSSES = 3  # under a loss scale: one odd batch may overflow in an fp16 forward
 MAX_SKIPPED_LOSSES = 10  # where the user asked to skip
 
 
 class NonFinite:
-    """Judges steps. Every rank judges alike, from what all agreed on.
+    """Decides from the synchronized status, so every rank decides alike.
 
-    ``precision.nonfinite`` is "raise", "skip" or "warn" (apply all the same). Without it, a loss that is NaN, or that
-    nobody saw, raises; gradients that overflow though the loss is finite are skipped. Under a loss scale overflows are
-    what the scale gives way to; a bad loss is skipped there too, but soon raises. Too many in a row raise in any case.
+    ``precision.nonfinite`` is "raise", "skip" or "warn" (apply the step). Without it, a step raises if its loss is not
+    finite or unknown (``loss.backward()``); it is skipped if the gradients overflow and the loss is finite. Under a
+    loss scale an overflow is skipped and lowers the scale; a loss that is not finite is skipped at first, and raises
+    after 3 steps in a row. Too many bad steps in a row raise in any case.
     """
 
-    def __init__(self, plan: Plan, groups: Sequence[ParameterGroup], axes: Axes, loss_scale: LossScale | None) -> None:
-        self._plan = plan
-        self._groups = groups
-        self._axes = axes
+    def __init__(self, properties: Properties, sharding: Sharding, loss_scale: LossScale | None) -> None:
+        self._plan = properties.plan
+        self._comm = properties.axes.world
+        self._sharding = sharding
         self._loss_scale = loss_scale
         self._num_in_a_row = 0
         self._num_bad_losses = 0  # in a row
 
     def judge(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> bool:
-        """Shall the step be applied?
+        """Is the step to be applied?
 
         Raises: NonFiniteError: on every rank; the parameters are untouched.
         Communicates: a name per rank, when the gradients are not finite.
@@ -76,7 +74,7 @@ class NonFinite:
         return self._num_bad_losses >= MAX_SKIPPED_LOSSES
 
     def adapt_scale(self, status: GlobalStatus, step: int) -> None:
-        """Have the loss scale, if there is one, learn how the step went, and say what an overflow did to it."""
+        """Update the loss scale, if there is one, after the step, and log what an overflow did to it."""
         if self._loss_scale is None or status.bad_loss_ranks:  # a bad loss is no overflow
             return
         event = self._loss_scale.update(not status.is_finite)
@@ -98,9 +96,9 @@ class NonFinite:
         )
 
     def _describe(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> tuple[str, str]:
-        comm = self._axes.world
-        mine = first_bad_parameter(self._groups) if comm.rank in status.bad_gradient_ranks else None
-        names = comm.gather_objects(mine, label="first bad parameter") if comm.size > 1 else [mine]
+        comm = self._comm
+        mine = first_bad_parameter(self._sharding.groups) if comm.rank in status.bad_gradient_ranks else None
+        names = comm.gather_objects(mine, label="first bad parameter")
         first = next((name for name in names if name), None)
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
         if status.bad_loss_ranks:

@@ -1,23 +1,22 @@
-"""Offload at start-up: what is free, which tier each unit gets, and the disks that are opened for it.
+"""Offload at start-up: measure free memory, choose the tier of each unit, open the disks.
 
 1  every rank   measures its device, its share of its host, its share of the disk    (``offload: "auto"`` only)
-2  all ranks    exchange the numbers; the least of each counts, so all decide the same
-3  every rank   opens its folders and asks for room; a rank that finds none tells all
+2  all ranks    exchange the numbers and take the least of each, so all choose the same tiers
+3  every rank   opens its folders and reserves room; if one rank finds none, all raise
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.config import Config
 from shoal.device import Device
-from shoal.engine.settings import Plan
+from shoal.engine.properties import Properties
 from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.memory.aligned import host_too_small
 from shoal.memory.available import host_available_nbytes
@@ -31,7 +30,11 @@ from shoal.zero.offload_policy import FittedTiers, Free, Tiers, fit_to_memory
 
 
 def measure(device: Device, *, is_host_separate: bool, num_ranks_here: int, path: str | None) -> Free:
-    """What one of ``num_ranks_here`` ranks of this host may take. Device memory is its own where the host is apart."""
+    """The free memory that one of ``num_ranks_here`` ranks of this host may use.
+
+    Args:
+        is_host_separate: False: the device computes in host memory, so it has none of its own.
+    """
     host = host_available_nbytes() // num_ranks_here
     disk = free_nbytes(path) // num_ranks_here if path is not None else None
     if not is_host_separate:
@@ -40,41 +43,32 @@ def measure(device: Device, *, is_host_separate: bool, num_ranks_here: int, path
 
 
 class Offload:
-    """Decides the tiers of one engine's units, and opens its disks.
+    """Chooses the tiers of one engine's units, and opens its disks.
 
-    Args:
-        measure: as ``measure``; another one for tests.
+    Communicates: the names of the ranks' hosts.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        plan: Plan,
-        model: nn.Module,
-        comm: Communicator,
-        device: Device,
-        rank: int,
-        measure: Callable[..., Free] | None = None,
-    ) -> None:
-        self._config = config
-        self._plan = plan
+    def __init__(self, model: nn.Module, properties: Properties) -> None:
         self._model = model
-        self._comm = comm
-        self._device = device
-        self._rank = rank
-        self._measure = measure
-        hosts = list(comm.gather_objects(socket.gethostname(), label="offload: hosts")) if comm.size > 1 else ["here"]
-        self.num_ranks_here = hosts.count(socket.gethostname()) if comm.size > 1 else 1
+        self._config = properties.config
+        self._zero = properties.plan.zero
+        self._itemsize = (properties.plan.precision.parameter or torch.float32).itemsize
+        self._comm = comm = properties.axes.world
+        self._device = properties.device
+        self._rank = properties.rank
+        self._is_host_separate = self._zero.has_separate_host(self._device.torch_device)
+        host = socket.gethostname()
+        self.num_ranks_here = list(comm.gather_objects(host, label="offload: hosts")).count(host)
         self.fitted: FittedTiers | None = None
 
     def decide(self, sizes: Sequence[UnitMemory]) -> Sequence[Tiers]:
         """The tiers of the units.
 
         Raises: OutOfMemoryError: the host is too small for them, or ``auto`` finds no room; on every rank.
-        Communicates: with ``auto`` three numbers, with host memory apart whether it suffices.
+        Communicates: with ``auto`` three numbers; on an accelerator whether host memory suffices.
         """
         if self._config.offload != "auto":
-            tiers = self._plan.zero.tiers(sizes)
+            tiers = self._zero.tiers(sizes)
             self._check_host(sizes, tiers)
             return tiers
         free = self._free()
@@ -82,8 +76,8 @@ class Offload:
         return self.fitted.tiers
 
     def _check_host(self, sizes: Sequence[UnitMemory], tiers: Sequence[Tiers]) -> None:
-        if not self._plan.zero.has_separate_host(self._device.torch_device):
-            return  # the device's own memory, whoever asks for it
+        if not self._is_host_separate:
+            return
         copies = 2 if self._config.zero_optimization.offload_optimizer.super_offload else 1
         needed = 0
         for size, on in zip(sizes, tiers, strict=True):
@@ -96,16 +90,14 @@ class Offload:
 
     def _free(self) -> Free:
         paths = [path for path in self._paths() if path is not None]
-        mine = (self._measure or measure)(
+        mine = measure(
             self._device,
-            is_host_separate=self._plan.zero.has_separate_host(self._device.torch_device),
+            is_host_separate=self._is_host_separate,
             num_ranks_here=self.num_ranks_here,
             path=paths[0] if paths else None,
         )
-        # The model's own copy goes, unit by unit, while the units are built.
+        # The model's own copy is freed, unit by unit, while the units are built.
         mine = Free(mine.device + self._held_nbytes(), mine.host, mine.disk)
-        if self._comm.size == 1:
-            return mine
         least = mine
         for device, host, disk in self._comm.gather_objects([mine.device, mine.host, mine.disk], label="offload: free"):
             least = least.least(Free(device, host, disk))
@@ -124,7 +116,7 @@ class Offload:
         if self.fitted is not None:
             return [f"{self.fitted}."]
         zero = self._config.zero_optimization
-        if self._plan.zero.parameter_tier is Tier.DISK and self._plan.zero.max_host_numel:
+        if self._zero.parameter_tier is Tier.DISK and self._zero.max_host_numel:
             return [
                 f"zero_optimization.offload_param.max_in_cpu: the first {zero.offload_param.max_in_cpu:,} elements of "
                 "each rank's parameters stay in host memory; 0 sends all to the disk."
@@ -141,10 +133,10 @@ class Offload:
         return parameters, state
 
     def open_disks(self, parameter_nbytes: int, state_nbytes: int) -> Disks:
-        """Make this rank's folders and find room.
+        """Make this rank's folders and reserve room.
 
-        Raises: TierError, OutOfMemoryError: on every rank, if some rank's folder cannot hold it. Nothing is left there.
-        Communicates: what each rank found.
+        Raises: TierError, OutOfMemoryError: on every rank, if one rank's folder has no room. The folders are removed.
+        Communicates: each rank's error, or none.
         """
         tiers: dict[str, DiskTier] = {}
         problem: ShoalError | None = None
@@ -156,14 +148,14 @@ class Offload:
                     tier = tiers.get(str(path)) or tiers.setdefault(str(path), self._tier(str(path)))
                     tier.reserve(nbytes, num_ranks=self.num_ranks_here)
             if parameter_nbytes:
-                found.parameters = self._parameter_store(tiers[str(parameter_path)])
+                found.parameters = self._parameter_shelf(tiers[str(parameter_path)])
             if state_nbytes:
                 found.state = DiskOptimizerState(
                     DiskStore(
                         tiers[str(state_path)],
                         "state",
                         device=self._device.torch_device,
-                        is_pinned=self._plan.zero.pins_state,
+                        is_pinned=self._zero.pins_state,
                     )
                 )
         except ShoalError as error:
@@ -176,16 +168,15 @@ class Offload:
             raise
         return found
 
-    def _parameter_store(self, tier: DiskTier) -> DiskStore:
+    def _parameter_shelf(self, tier: DiskTier) -> DiskStore:
         section = self._config.zero_optimization.offload_param
-        itemsize = (self._plan.precision.parameter or torch.float32).itemsize
         count = int(section.buffer_count)
         return DiskStore(
             tier,
             "parameters",
             device=self._device.torch_device,
-            max_ahead=(count, count * int(section.buffer_size) * itemsize),
-            is_pinned=self._plan.zero.pins_parameters,
+            max_ahead=(count, count * int(section.buffer_size) * self._itemsize),
+            is_pinned=self._zero.pins_parameters,
         )
 
     def _tier(self, path: str) -> DiskTier:

@@ -1,44 +1,63 @@
-"""``flops_profiler`` of the config: one step of the engine is counted and timed, and rank 0 prints what it found."""
+"""``flops_profiler`` of the config: count and time one step of the engine, and print the result on rank 0."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from shoal.config import Config
-from shoal.device import Device
+from shoal.engine.accumulation import Accumulation
+from shoal.engine.properties import Properties
 from shoal.observe.flops import OperationCount
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.flops_text import StepSeconds
 from shoal.observe.timers import StepTimers
 
-if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+
+class _Ranks:
+    """What ``FlopsProfiler`` reads from an engine."""
+
+    mp_world_size = 1
+
+    def __init__(self, properties: Properties, accumulation: Accumulation) -> None:
+        self.world_size = properties.world.size
+        self.dp_world_size = properties.axes.world.size
+        self._accumulation = accumulation
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._accumulation.micro_batch
 
 
 class ProfilingTimers(StepTimers):
-    """The timers of an engine that profiles one step: in the place of ``StepTimers``, where the config asks for it.
+    """The timers of an engine that profiles one step, where the config asks for it.
 
-    In that step, on rank 0, forward counts by module, backward counts as a whole, and all three phases are timed. With
-    several micro-batches the figures are those of the step's last. No other step and no other rank does anything.
+    In that step rank 0 counts forward by module and backward as a whole, and times all three phases. With several
+    micro-batches the figures are those of the step's last. Other steps and other ranks run as with ``StepTimers``.
     """
 
-    def __init__(self, engine: Engine, device: Device, config: Config) -> None:
-        super().__init__(device, is_on=bool(config.wall_clock_breakdown))
-        self._engine = engine
+    def __init__(
+        self, model: nn.Module, properties: Properties, accumulation: Accumulation, num_recomputed: int
+    ) -> None:
+        config = properties.config
+        super().__init__(properties.device, is_on=bool(config.wall_clock_breakdown))
+        self.profiler = FlopsProfiler(
+            model, _Ranks(properties, accumulation), float(config.flops_profiler.recompute_fwd_factor)
+        )
+        self._properties = properties
+        self._accumulation = accumulation
+        self._num_recomputed = num_recomputed
         self._settings = config.flops_profiler
         self._taken: dict[str, float] = {}
         self._backward_flops: int | None = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        engine, profiler = self._engine, self._engine.flops_profiler
-        is_here = engine.global_rank == 0 and engine.global_steps == self._settings.profile_step
+        profiler, step = self.profiler, self._accumulation.counters.global_steps
+        is_profiled = self._properties.rank == 0 and step == self._settings.profile_step
         with super().phase(name):
-            if profiler is None or not is_here:
+            if not is_profiled:
                 yield
             elif name == "forward":
                 with self._forward(profiler):
@@ -78,12 +97,12 @@ class ProfilingTimers(StepTimers):
         self._taken[name] = self.now() - began
 
     def _print(self, profiler: FlopsProfiler) -> None:
-        engine, settings = self._engine, self._settings
+        settings = self._settings
         profiler.seconds = StepSeconds(
             forward=self._taken.get("forward", 0.0),
             backward=self._taken.get("backward"),
             step=self._taken["step"],
-            num_micro=engine.gradient_accumulation_steps(),
+            num_micro=self._accumulation.num_micro,
             backward_flops=self._backward_flops,
         )
         profiler.notes = self._notes()
@@ -96,17 +115,16 @@ class ProfilingTimers(StepTimers):
         )
 
     def _notes(self) -> list[str]:
-        engine = self._engine
-        notes = []
-        if engine.gradient_accumulation_steps() > 1:
-            notes.append(f"one of {engine.gradient_accumulation_steps()} micro-batches is shown, the last of the step.")
+        notes, num_micro = [], self._accumulation.num_micro
+        if num_micro > 1:
+            notes.append(f"one of {num_micro} micro-batches is shown, the last of the step.")
         if "backward" not in self._taken:
             notes.append("backward was not measured: the script calls loss.backward(), not engine.backward(loss).")
-        if engine.zero_optimization_stage() == 3 and engine.dp_world_size > 1:
+        if self._properties.stage == 3 and self._properties.axes.world.size > 1:
             notes.append("latencies of modules include the gathering of their parameters.")
-        if engine.recomputed is not None and not self._settings.recompute_fwd_factor:
+        if self._num_recomputed and not self._settings.recompute_fwd_factor:
             notes.append(
-                f"{len(engine.recomputed)} modules are recomputed in backward, which the FLOPS of backward leave out:"
+                f"{self._num_recomputed} modules are recomputed in backward, which the FLOPS of backward leave out:"
                 " recompute_fwd_factor says how many forward passes they are."
             )
         return notes

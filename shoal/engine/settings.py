@@ -1,7 +1,8 @@
-"""Translates the JSON file's words (DeepSpeed's) into Shoal's: the one place that knows both."""
+"""Translates the config, in DeepSpeed's words, into the settings of Shoal's parts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the engine needs to know, decided before the first step."""
+    """What the config means for this number of ranks. Fixed before the first step."""
 
     zero: ZeroSettings
     precision: Precision
@@ -129,13 +130,13 @@ def plan_of(config: Config, dp_size: int) -> Plan:
 
 
 def wide_buffers_of(config: Config) -> tuple[str, ...] | None:
-    """Names of buffers that stay in fp32; None: those that the model names."""
+    """Names of buffers that stay in fp32; None: those that the model lists."""
     names = config.data_types.keep_in_fp32_modules
     return None if isinstance(names, str) else tuple(names)
 
 
 def _state_tier(config: Config) -> Tier:
-    """Raises: ConfigError: stage 0, where no rank has optimizer state of its own to move."""
+    """Raises: ConfigError: offload at stage 0, where optimizer state is replicated on every rank."""
     zero = config.zero_optimization
     tier = _tier(zero.offload_optimizer)
     if tier is not Tier.DEVICE and zero.stage == 0:
@@ -155,7 +156,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 def _scales(config: Config, dp_size: int) -> tuple[float, float]:
-    """Factors before and after the sum over ranks: a mean, unless the file asks for a sum."""
+    """Factors before and after the sum over ranks: a mean, unless the config asks for a sum."""
     divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(dp_size)
     if config.prescale_gradients:
         return 1.0 / divisor, 1.0
@@ -164,49 +165,43 @@ def _scales(config: Config, dp_size: int) -> tuple[float, float]:
 
 
 def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
+    """Ranks that one shard group has, and ranks of hpZ's second sharding; None: all ranks, no second sharding."""
     zero = config.zero_optimization
     mics, hpz = int(zero.mics_shard_size or -1), int(zero.zero_hpz_partition_size or 1)
+    replicas = max(_degree(config.parallel.dp_replicate) or 1, 1)
+    _check_divides("parallel.dp_replicate", replicas, dp_size)
     asked = {
         "zero_optimization.mics_shard_size": mics if mics > 0 else None,
         "parallel.dp_shard": _degree(config.parallel.dp_shard),
+        "parallel.dp_replicate": dp_size // replicas if replicas > 1 else None,
     }
-    replicas = _degree(config.parallel.dp_replicate)
-    if replicas is not None and replicas > 1:
-        if dp_size % replicas:
-            raise ConfigError(
-                f"parallel.dp_replicate = {replicas} does not divide {dp_size} data-parallel ranks.",
-                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
-                code="mesh",
-            )
-        asked["parallel.dp_replicate"] = dp_size // replicas
-    sizes = {size for size in asked.values() if size is not None}
-    if len(sizes) > 1:
+    sizes = {key: size for key, size in asked.items() if size is not None}
+    if len(set(sizes.values())) > 1:
         raise ConfigError(
-            "these keys ask for different shard groups: "
-            + ", ".join(f"{key} -> {size} ranks" for key, size in asked.items() if size is not None),
+            f"these keys ask for different shard groups: {', '.join(f'{k} -> {n} ranks' for k, n in sizes.items())}",
             do="set one of them.",
             code="mesh",
         )
-    shard = sizes.pop() if sizes else None
-    for key, size in (
-        (next((k for k, v in asked.items() if v == shard), ""), shard),
-        ("zero_optimization.zero_hpz_partition_size", hpz),
-    ):
-        if size is not None and dp_size % size:
-            raise ConfigError(
-                f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
-                do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
-                code="mesh",
-            )
-    if shard is not None and hpz > 1:
+    for key, size in {**sizes, "zero_optimization.zero_hpz_partition_size": hpz}.items():
+        _check_divides(key, size, dp_size)
+    if sizes and hpz > 1:
         raise ConfigError(
             "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.",
             do="set one of them.",
             code="mesh",
         )
+    shard = next(iter(sizes.values()), dp_size)
     secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
-    # Stage 0 shards nothing.
-    return (shard if shard is not None and shard < dp_size and zero.stage > 0 else None), secondary
+    return (shard if shard < dp_size and zero.stage > 0 else None), secondary  # stage 0 shards nothing
+
+
+def _check_divides(key: str, size: int, dp_size: int) -> None:
+    if dp_size % size:
+        raise ConfigError(
+            f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
+            do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
+            code="mesh",
+        )
 
 
 def _degree(value: object) -> int | None:
@@ -228,3 +223,10 @@ def loss_scale_of(config: Config) -> LossScale | None:
             min_loss_scale=float(fp16.min_loss_scale),
         )
     )
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted path."""
+    if isinstance(value, Mapping):
+        return {k: v for key, inner in value.items() for k, v in flat(inner, f"{path}.{key}" if path else key).items()}
+    return {path: value}

@@ -15,9 +15,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    from shoal.config import Config
 
 Event = tuple[str, float, int]  # name, value, step (or samples: any count that grows)
 
@@ -236,3 +239,35 @@ def read_json_lines(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 def _name_of(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def make_monitor(config: Config, rank: int) -> Monitor | None:
+    """The monitor that the config's sections ask for; None where there is none, and on every rank but 0."""
+    if rank != 0:
+        return None
+    writers: list[MonitorWriter] = []
+    if config.tensorboard.enabled:
+        writers.append(TensorBoardWriter(_folder(config.tensorboard, "tensorboard")))
+    if config.csv_monitor.enabled:
+        writers.append(CsvWriter(_folder(config.csv_monitor, "csv")))
+    if config.wandb.enabled:
+        writers.append(WandbWriter(config.wandb.project, group=config.wandb.group, team=config.wandb.team))
+    if config.comet.enabled:
+        section = config.comet
+        writers.append(
+            CometWriter(
+                every=section.samples_log_interval,
+                name=section.experiment_name,
+                api_key=section.api_key,
+                project=section.project,
+                workspace=section.workspace,
+                experiment_key=section.experiment_key,
+                mode=section.mode,
+                online=section.online,
+            )
+        )
+    return Monitor(writers) if writers else None
+
+
+def _folder(section: Any, kind: str) -> Path:
+    return Path(str(section.output_path or Path("runs") / kind), str(section.job_name))

@@ -116,8 +116,8 @@ class GradientBuffer:
         self.num_reductions = 0  # ever begun: distinguishes one step's gradient from the next one's
         self._staging = staging
         staging.register(self.layout)
-        is_alone = parameters.comm.size == 1 and len(axes) == 1
-        self.is_whole = is_alone or not row.is_gradient_sharded  # is the accumulator the whole buffer?
+        self.is_alone = parameters.comm.size == 1 and len(axes) == 1  # is there one rank?
+        self.is_whole = self.is_alone or not row.is_gradient_sharded  # is the accumulator the whole buffer?
         self._is_whole_at_step = not row.gradient_at_step.is_sharded
         self._accumulator: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []

@@ -182,7 +182,7 @@ def build(
     precision: Precision,
     axes: Axes,
     device: torch.device,
-    on_backward: Callable[[], None],
+    on_backward: Callable[[], bool],
     *,
     decide: Decide | None = None,
     open_disks: Callable[[int, int], Disks] | None = None,

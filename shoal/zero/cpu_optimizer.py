@@ -21,7 +21,7 @@ Sources: ZeRO-Offload (arXiv:2101.06840), section 4; SuperOffload (arXiv:2509.21
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -101,7 +101,7 @@ class CpuOptimizer:
     ) -> None:
         self.is_ahead = is_ahead
         self.kind: RuleName | None = kind_of(optimizer)
-        self.gradient_scale = 1.0  # the likely one of this backward pass; set when it begins
+        self.likely_scale: Callable[[], float] = lambda: 1.0  # what gradients are multiplied by, if nothing is clipped
         self.is_likely = True  # did the last step use the likely scale?
         self.num_ahead = 0  # updates that ran in the backward pass and were right
         self.num_undone = 0  # those that were not
@@ -187,7 +187,7 @@ class CpuOptimizer:
             transfer.undo = [
                 host_empty(group.main.numel(), torch.float32, group.main.device, is_pinned=False) for _ in tensors
             ]
-        transfer.update = self._submit(group, ranges, self.gradient_scale, is_ahead=True)
+        transfer.update = self._submit(group, ranges, self.likely_scale(), is_ahead=True)
 
     def start(self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float) -> bool:
         """At the step: update these ranges of a group whose gradient has been sent. Does not block the host.

@@ -39,7 +39,7 @@ class DirectStep(ShardedStep):
     def __init__(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], shard_comm: Communicator
     ) -> None:
-        super().__init__(optimizer, groups, shard_comm, block_numel=None, max_range_numel=None)
+        super().__init__(optimizer, groups, shard_comm, block_numel=None)
         inner = inner_optimizers(optimizer)
         self._holders = [*inner, optimizer]
         self._home = {
@@ -51,6 +51,10 @@ class DirectStep(ShardedStep):
         self._left: dict[int, dict[str, Any]] = {}  # by a parameter's id: what its optimizer was left with
         self._check_known(inner)
         self._lift()
+
+    def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
+        """One extent per parameter: each is updated by itself."""
+        return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
 
     def _check_known(self, inner: Sequence[torch.optim.Optimizer]) -> None:
         known = {id(parameter) for _, _, parameter, _ in self._placed()}

@@ -29,7 +29,6 @@ class EngineParameters(ParameterOwner):
     """The owner of an engine's parameters.
 
     Args:
-        engine: found again by its parameters; not kept alive.
         unscale: what gradients in memory must be multiplied by (accumulation, loss scale).
         before: called before each access; copies parameters that a script has changed into the main parameters.
         stage, checks_changes: as ``ParameterOwner``'s.
@@ -37,7 +36,6 @@ class EngineParameters(ParameterOwner):
 
     def __init__(
         self,
-        engine: object,
         sharded: ShardedModel,
         groups: Sequence[ParameterGroup],
         step: ShardedStep | None,
@@ -48,7 +46,7 @@ class EngineParameters(ParameterOwner):
         checks_changes: bool,
     ) -> None:
         super().__init__(sharded.comm, stage, checks_changes=checks_changes)
-        self._engine = weakref.ref(engine)
+        self._engine: weakref.ref[object] | None = None
         self._sharded = sharded
         self._step = step
         self._unscale = unscale
@@ -60,7 +58,11 @@ class EngineParameters(ParameterOwner):
     @property
     def engine(self) -> object:
         """The engine; None once it is gone."""
-        return self._engine()
+        return None if self._engine is None else self._engine()
+
+    @engine.setter
+    def engine(self, engine: object) -> None:
+        self._engine = weakref.ref(engine)
 
     # the same for every owner
 

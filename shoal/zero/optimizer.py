@@ -258,9 +258,12 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
 
     @property
     def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """This rank's fp32 master weights by group, in 1-D pieces: DeepSpeed's name of it at stage 0."""
-        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
-        return [[p.param for p in pieces if p.group == index] for index in range(len(self.param_groups))]
+        """This rank's fp32 main parameters by group, 1-D, one per parameter: DeepSpeed's name of it at stage 0."""
+        ranges = [part for group in self.sharded_step.groups for part in group.ranges]
+        return [
+            [part.param[s.start : s.stop] for part in ranges if part.group == index for s in part.segments]
+            for index in range(len(self.param_groups))
+        ]
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:

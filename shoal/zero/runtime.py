@@ -96,8 +96,7 @@ class ShardedModel:
     Args:
         units: in order.
         modules: by unit name, the modules whose forward needs the unit.
-        on_backward: called when a backward pass begins (the engine decides there whether it is the last before the
-            step).
+        on_backward: called when a backward pass begins. Returns: is it the last one before the step?
         sparse_names: weights whose gradients are sent as rows.
         sharded_at_init: ids of parameters that no rank ever held whole.
     """
@@ -116,7 +115,7 @@ class ShardedModel:
         max_live_numel: int,
         has_overlap: bool,
         device: torch.device,
-        on_backward: Callable[[], None],
+        on_backward: Callable[[], bool],
         disks: Disks | None = None,
         sparse_names: frozenset[str] = frozenset(),
         sharded_at_init: frozenset[int] = frozenset(),
@@ -378,7 +377,7 @@ class ShardedModel:
             if self._pass.outermost is None:
                 self._pass.outermost = backward_pass()
             return self._pass
-        self._on_backward()  # first, since it may refuse
+        self.reducer.at_step = self._on_backward()  # first, since it may refuse
         for group in self.trained_groups:
             group.gradient.take_back()
         self._pass = _Pass(

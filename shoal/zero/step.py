@@ -27,6 +27,7 @@ from shoal.zero.cpu_optimizer import CpuOptimizer
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call
+MIN_RANGE_NUMEL = 512 * 1024  # a smaller ``sub_group_size`` would cost more in calls than it saves in memory
 
 HasGrad = Mapping[ParameterGroup, bytes]
 """By parameter group, one byte per parameter: did a gradient arrive on some rank?"""
@@ -40,7 +41,8 @@ class ShardedStep:
         groups: every trained parameter group, in unit order.
         shard_comm: the axis that shards optimizer state.
         block_numel: most elements of one range of what is stored on the device; None: no limit.
-        max_range_numel: likewise, from the file (``sub_group_size``); None: no limit.
+        sub_group_numel: most elements that an accelerator updates in one call (``sub_group_size``), at least
+            ``MIN_RANGE_NUMEL``; None: ``BATCH_NUMEL``.
         device: that computes forward and backward.
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
@@ -54,7 +56,7 @@ class ShardedStep:
         shard_comm: Communicator,
         *,
         block_numel: int | None,
-        max_range_numel: int | None,
+        sub_group_numel: int | None = None,
         device: Device | None = None,
         is_ahead: bool = False,
         num_host_threads: int | None = None,
@@ -74,8 +76,9 @@ class ShardedStep:
                 is_pinned=pins_host,
             )
         self._is_whole_tensor = isinstance(optimizer, WholeTensorOptimizer)
-        self._block_numel = min((limit for limit in (block_numel, max_range_numel) if limit), default=None)
-        self._batch_numel = 0 if block_numel else min(max_range_numel or BATCH_NUMEL, BATCH_NUMEL)
+        sub_group = max(sub_group_numel or BATCH_NUMEL, MIN_RANGE_NUMEL)
+        self._block_numel = block_numel or sub_group
+        self._batch_numel = 0 if block_numel else min(sub_group, BATCH_NUMEL)
         self._scratch: torch.Tensor | None = None
         self._user_groups: list[list[torch.nn.Parameter]] = []
         for group in self.groups:
@@ -119,8 +122,8 @@ class ShardedStep:
                     yield self._range(group, index, low, min(low + step, stop))
 
     def _extents(self, group: ParameterGroup, index: int) -> list[tuple[int, int]]:
-        """What of this rank's range belongs to one optimizer group; by parameter where gradients are views."""
-        if group.gradient.is_view:
+        """What of this rank's range belongs to one optimizer group; on one rank by parameter, without gaps."""
+        if group.gradient.is_alone and not self._is_whole_tensor:
             return [(s.offset, s.offset + s.numel) for s in group.buffer.layout.specs if s.group == index]
         return [group.buffer.layout.group_range(index, group.buffer.begin, group.buffer.end)]
 
@@ -234,7 +237,7 @@ class ShardedStep:
         for group in with_disk:
             group.buffer.pin_shard(is_overwritten=all(has_grad[group]))
         ranges = [(group, part) for group in batch for part in self._with_grad(group, has_grad[group])]
-        self._update(ranges, gradient_scale)
+        self._step_ranges(ranges, gradient_scale, self._batch_numel)
         for group in with_disk:
             group.buffer.unpin_shard()
         return [work for group in batch for work in _update_replicas(group)]
@@ -252,7 +255,7 @@ class ShardedStep:
             ranges = self._with_grad(group, has_grad)
             cpu = self.cpu_optimizer if group.updates is not None else None
             if cpu is None or not cpu.start(group, ranges, gradient_scale):
-                self._step_ranges(group, ranges, gradient_scale)
+                self._step_ranges([(group, part) for part in ranges], gradient_scale, self._block_of(group))
         if group.updates is not None and (group.disk is not None or group.buffer.is_on_disk):
             group.updates.finish(group)  # memory holds few groups of what is stored on a disk
         if group.disk is not None:
@@ -286,18 +289,19 @@ class ShardedStep:
                 found.append(part)
         return found
 
-    def _step_ranges(self, group: ParameterGroup, ranges: Sequence[ParameterRange], gradient_scale: float) -> None:
-        """Update ranges in calls of at most one block."""
-        limit = self._block_of(group)
-        batch: list[ParameterRange] = []
+    def _step_ranges(
+        self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float, limit: int | None
+    ) -> None:
+        """Update ranges in calls of at most ``limit`` elements, or of one range."""
+        batch: list[tuple[ParameterGroup, ParameterRange]] = []
         numel = 0
-        for part in ranges:
+        for group, part in ranges:
             if batch and limit and numel + part.stop - part.start > limit:
-                self._update([(group, one) for one in batch], gradient_scale)
+                self._update(batch, gradient_scale)
                 batch, numel = [], 0
-            batch.append(part)
+            batch.append((group, part))
             numel += part.stop - part.start
-        self._update([(group, one) for one in batch], gradient_scale)
+        self._update(batch, gradient_scale)
 
     def _load_gradients(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
         """Give each range its gradient, in the main parameters' dtype and scaled."""

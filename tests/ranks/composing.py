@@ -192,8 +192,8 @@ class _Player:
             ]
             client = torch.optim.AdamW(groups, lr=0.05, foreach=self.case.optimizer == "client foreach", fused=False)
         engine, *_ = shoal.initialize(model=self.model, optimizer=client, config=self.settings)
-        self.played.owners += [weakref.ref(o) for o in (engine, engine.sharded, engine._optimizer_step)]
-        self.played.owners += [weakref.ref(state) for state in engine.trained_groups]
+        self.played.owners += [weakref.ref(o) for o in (engine, engine.sharded, engine.sharding.step)]
+        self.played.owners += [weakref.ref(group) for group in engine.trained_groups]
         return engine
 
     def note(self, label: str, value: Any) -> None:
@@ -239,7 +239,7 @@ class _Player:
             self.note("norm", self.engine.get_global_grad_norm())
             self.note("applied", self.engine.was_step_applied())
             self.note("scale", self.engine.loss_scale)
-        while self.engine._boundary.micro_in_step:  # to the end of the step
+        while self.engine.accumulation.micro_in_step:  # to the end of the step
             self.micro()
             self.engine.step()
         self.all_values("end")
@@ -272,7 +272,7 @@ class _Player:
         self.tag = f"t{self.num_saves}"
         self.engine.save_checkpoint(self.folder, tag=self.tag)
         # Read after the save: an asynchronous one must hold what was there at the call all the same.
-        self.played.saved = self.values() if not self.engine._has_backward else None
+        self.played.saved = self.values() if not self.engine.accumulation.has_backward else None
 
     def act(self, action: Action) -> None:
         name, *rest = action

@@ -25,7 +25,7 @@ EVERY_RANKS_PHASES = ("snapshot", "shard_write", "shard_fsync", "exchange")
 FIRST_RANKS_PHASES = ("manifest", "rename", "latest", "gc")
 BETWEEN_RENAMES = "between the renames"  # of the checkpoint that is replaced, and of the new one
 SURVIVED, FAILED = 0, 3  # exit codes
-_PRELOADED = ["torch._dynamo", "shoal.config", "shoal.engine", "shoal.optim.build", "shoal.checkpoint.save", __name__]
+_PRELOADED = ["torch._dynamo", "shoal.compat.initialize", "shoal.optim.build", "shoal.checkpoint.save", __name__]
 
 
 def tiny(stage: int = 1, **sections: Any) -> Run:
@@ -123,6 +123,6 @@ def save_and_die(rank: int, folder: str, is_async: bool, victim: int, phase: str
                 rename(source, target)
 
             os.rename = rename_or_die  # type: ignore[assignment]
-        engine.checkpoints.on_phase = kill
+        engine.checkpointing.on_phase = kill
     engine.save_checkpoint(folder, tag=tag)
-    engine.checkpoints.finish()
+    engine.checkpointing.finish()

@@ -26,7 +26,7 @@ def attempt(act: Callable[[], Any]) -> tuple[str, Any]:
 
 def save_and_finish(engine: shoal.Engine, folder: Path) -> bool:
     is_saved = engine.save_checkpoint(folder)
-    engine.checkpoints.finish()
+    engine.checkpointing.finish()
     return is_saved
 
 

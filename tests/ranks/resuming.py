@@ -17,7 +17,6 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.engine.weights import local_shards_of
 from shoal.errors import CheckpointError
 from tests.ranks.models import Late, Plain
 from tests.ranks.training import Factory, adamw, batch, config, make
@@ -115,13 +114,13 @@ def micro_steps(engine: shoal.Engine, run: Run, first: int, count: int) -> list[
 def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
     """What the engine holds. Every rank calls."""
     held = {name: p for name, p in engine.module.named_parameters() if engine.access.knows(p)}
-    step = engine._optimizer_step
+    step = engine.sharding.step
     mine: set[str] = set()
     scalars: dict[str, dict[str, Any]] = {}
     if step is not None:
         for value in step.optimizer.state.values():
             mine |= {key for key, item in value.items() if isinstance(item, torch.Tensor) and item.dim() == 1}
-        scalars = copy.deepcopy(local_shards_of(engine).scalars())
+        scalars = copy.deepcopy(engine.sharding.local_shards().scalars())
     keys = sorted(set().union(*engine.axes.world.gather_objects(sorted(mine), label="test: keys")))
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key in keys:

@@ -56,7 +56,7 @@ def test_whatever_changes_the_state_waits_until_an_asynchronous_save_has_copied_
         micro_steps(engine, run, 0, 2)
         engine.save_checkpoint(tmp_path / "first")
         state = state_of(engine)
-        engine.checkpoints.finish()
+        engine.checkpointing.finish()
         zeros = {name: torch.zeros_like(value) for name, value in engine.module_state_dict().items()}
         engine.save_checkpoint(tmp_path / "second")
         parameter = next(p for p in engine.module.parameters() if p.requires_grad and p.dim() > 1)
@@ -71,7 +71,7 @@ def test_whatever_changes_the_state_waits_until_an_asynchronous_save_has_copied_
                 parameter.fill_(1.0)
         else:
             engine.load_module_state_dict(zeros)
-        engine.checkpoints.finish()
+        engine.checkpointing.finish()
         return state
 
     saved = on_ranks(run, save)
@@ -86,7 +86,7 @@ def test_a_second_asynchronous_save_waits_for_the_first_and_a_load_too(tmp_path:
             if phase == "shard_fsync":
                 time.sleep(0.2)
 
-        engine.checkpoints.on_phase = wait
+        engine.checkpointing.on_phase = wait
         for index in range(3):
             micro_steps(engine, run, index, 1)
             engine.save_checkpoint(tmp_path)
@@ -117,7 +117,7 @@ settings = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"async_save": Tr
 engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=settings)
 engine.backward(engine(torch.ones(1, 300)).sum())
 engine.step()
-engine.checkpoints.on_phase = lambda phase: time.sleep(0.5 if phase == "shard_write" else 0)
+engine.checkpointing.on_phase = lambda phase: time.sleep(0.5 if phase == "shard_write" else 0)
 engine.save_checkpoint(sys.argv[1])
 """
 

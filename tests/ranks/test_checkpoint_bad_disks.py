@@ -56,13 +56,13 @@ def train_through(run: Run, folder: Path, on_phase: Callable[[str], None], then:
         micro_steps(engine, run, 0, 1)
         outcomes = [attempt(lambda: engine.save_checkpoint(folder))]
         micro_steps(engine, run, 1, 1)
-        engine.checkpoints.on_phase = on_phase
+        engine.checkpointing.on_phase = on_phase
         outcomes.append(attempt(lambda: save_and_finish(engine, folder)))
         engine.axes.world.barrier(label="test: all have failed")
         if engine.global_rank == 0:
             then()
         engine.axes.world.barrier(label="test: mended")
-        engine.checkpoints.on_phase = lambda phase: None
+        engine.checkpointing.on_phase = lambda phase: None
         micro_steps(engine, run, 2, 1)
         outcomes.append(attempt(lambda: save_and_finish(engine, folder)))
         state = state_of(engine)

@@ -124,7 +124,7 @@ def test_each_rank_reads_only_its_ranges(tmp_path: Path, monkeypatch: pytest.Mon
         stores.append(Counting(Path(url)))
         return stores[-1]
 
-    monkeypatch.setattr("shoal.engine.checkpoints.open_storage", open_counting)
+    monkeypatch.setattr("shoal.engine.checkpointing.open_storage", open_counting)
     total = sum(path.stat().st_size for path in (tmp_path / "global_step1").glob("*.safetensors"))
     for world in (4, 2, 1):
         stores.clear()

@@ -16,7 +16,6 @@ from shoal.checkpoint import directory
 from shoal.checkpoint.storage import LocalStorage
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.weights import local_shards_of
 from tests.ranks.dying import SIZE, tiny
 from tests.ranks.failing_saves import Outcome, attempt, load, save_and_finish, steps_in
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, state_of
@@ -38,7 +37,7 @@ class Slow:
                 time.sleep(SLOW_SECONDS)
             self.events.append((rank, name))
 
-        engine.checkpoints.on_phase = wait
+        engine.checkpointing.on_phase = wait
 
 
 @pytest.mark.parametrize(("phase", "victim"), [("shard_write", 0), ("shard_write", 1), ("manifest", 0)])
@@ -57,14 +56,14 @@ def test_a_writer_that_dies_is_an_error_at_the_next_step_on_all_ranks(
             if name == phase and engine.global_rank == victim:
                 raise SystemExit("the writer is gone")  # ends a thread without a word
 
-        engine.checkpoints.on_phase = die
+        engine.checkpointing.on_phase = die
         outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path))]
         for step in range(1, 3):  # the files, then the commit
             time.sleep(0.2)
             have_died.wait()
             # mypy infers no lambda with a default.
             outcomes.append(attempt(lambda step=step: micro_steps(engine, run, step, 1) and "stepped"))  # type: ignore[misc]
-        engine.checkpoints.on_phase = lambda name: None
+        engine.checkpointing.on_phase = lambda name: None
         later = attempt(lambda: save_and_finish(engine, tmp_path))
         outcomes.append(later)
         steps = engine.global_steps
@@ -103,7 +102,7 @@ def test_a_system_without_threads_is_an_error_on_all_ranks(tmp_path: Path, monke
         engine = engine_of(run)
         micro_steps(engine, run, 0, 1)
         monkeypatch.setattr(threading.Thread, "start", refuse)
-        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpoints.finish)]
+        outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path)), attempt(engine.checkpointing.finish)]
         engine.axes.world.barrier(label="test: both have failed")
         monkeypatch.setattr(threading.Thread, "start", start)
         outcomes.append(attempt(lambda: save_and_finish(engine, tmp_path)))
@@ -132,23 +131,23 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         # mypy takes the mixed values for objects.
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
         client_state["list"].append(3)  # type: ignore[attr-defined]
-        shards = local_shards_of(engine)
+        shards = engine.sharding.local_shards()
         everything = (*shards.model(), *shards.optimizer())
         for piece in (piece for shard in everything if not shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
-        for bucket_state in engine.trained_groups:
-            bucket_state.let_go()  # as whoever changes what only Shoal can reach
+        for group in engine.trained_groups:
+            group.wait_for_readers()  # as every caller that changes state
         for piece in (piece for shard in everything if shard.is_private for piece in shard.pieces):
             piece.fill_(123.0)
         assert engine.optimizer is not None
-        assert engine._optimizer_step is not None
+        assert engine.sharding.step is not None
         for group in engine.optimizer.param_groups:
             group["lr"] = 7.0
-        for state in engine._optimizer_step.optimizer.state.values():
+        for state in engine.sharding.step.optimizer.state.values():
             state["step"] += 100
         engine.global_steps += 50
         is_early = not any(name == "shard_fsync" for _, name in slow.events)
-        engine.checkpoints.finish()
+        engine.checkpointing.finish()
         engine.destroy()
         return before, is_early
 
@@ -182,8 +181,8 @@ def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_p
             began = time.monotonic()
             engine.save_checkpoint(tmp_path)
             seconds.append(time.monotonic() - began)
-            assert engine.checkpoints._host is not None
-            buffers.add(engine.checkpoints._host.data_ptr())
+            assert engine.checkpointing._host is not None
+            buffers.add(engine.checkpointing._host.data_ptr())
             most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "shoal-checkpoint"]))
         engine.destroy()  # waits for the last
         return seconds, buffers, most_threads
@@ -210,7 +209,7 @@ def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     code, said = attempt(lambda: second.save_checkpoint(tmp_path, tag="of-the-second"))
     assert code == "checkpoint-locked"
     assert f"process {os.getpid()} on " in said
-    first.checkpoints.finish()
+    first.checkpointing.finish()
     assert attempt(lambda: save_and_finish(second, tmp_path)) == ("returned", True)
     first.destroy()
     second.destroy()

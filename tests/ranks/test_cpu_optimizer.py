@@ -69,7 +69,7 @@ def train(settings: dict[str, Any], between: Between | None = None, steps: int =
             for key in ("exp_avg", "exp_avg_sq"):
                 values[f"{key} {name}"] = engine.access.full_optimizer_state(parameter, key)
     values |= engine.module_state_dict()
-    cpu = engine._optimizer_step.cpu_optimizer
+    cpu = engine.sharding.step.cpu_optimizer
     counts = (0, 0) if cpu is None else (cpu.num_ahead, cpu.num_undone)
     engine.destroy()
     return {"losses": losses, "values": values, "counts": counts}
@@ -201,7 +201,7 @@ def overflow(settings: dict[str, Any]) -> tuple[bool, int]:
     with suppress(NonFiniteError):
         engine.step()
     after = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters() if p.requires_grad}
-    undone = engine._optimizer_step.cpu_optimizer.num_undone
+    undone = engine.sharding.step.cpu_optimizer.num_undone
     engine.destroy()
     return all(torch.equal(value, after[name]) for name, value in before.items()), undone
 
@@ -244,7 +244,7 @@ def waits(settings: dict[str, Any]) -> list[str]:
     tokens = torch.arange(10).view(2, 5)
     engine.backward(engine(tokens).float().square().mean())
     engine.step()
-    cpu, order, gate = engine._optimizer_step.cpu_optimizer, [], threading.Event()
+    cpu, order, gate = engine.sharding.step.cpu_optimizer, [], threading.Event()
     start = cpu._step.start
 
     def slow(*args: Any, **keys: Any) -> Any:
@@ -285,7 +285,7 @@ def breaks(settings: dict[str, Any]) -> None:
     def fails(*args: Any, **keys: Any) -> Any:
         raise MemoryError("no room for the scratch")
 
-    engine._optimizer_step.cpu_optimizer._step.start = fails
+    engine.sharding.step.cpu_optimizer._step.start = fails
     try:
         engine.backward(engine(tokens).float().square().mean())
         engine.step()

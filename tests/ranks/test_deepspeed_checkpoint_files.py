@@ -60,7 +60,7 @@ def saved(folder: Path, stage: int, **sections: Any) -> dict[str, torch.Tensor]:
         engine.backward(engine(*batch(0, current_world().rank, 2)))
         engine.step()
         assert engine.save_checkpoint(str(folder), client_state=STATE)
-        engine.checkpoints.finish()
+        engine.checkpointing.finish()
         values = {name: engine.access.full_parameter(p).clone() for name, p in engine.module.named_parameters()}
         engine.destroy()
         return values
@@ -168,14 +168,14 @@ def test_weights_come_out_in_another_format(tmp_path: Path, dtype: Any) -> None:
 def test_what_lies_beside_is_there_on_every_rank_when_the_save_returns(tmp_path: Path, stage: int) -> None:
     def train() -> bool:
         engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=config(stage), dist_init_required=False)
-        prepare = engine.checkpoints.beside
+        prepare = engine.checkpointing.beside
         assert prepare is not None
 
         def slowly(*about: Any) -> Callable[[], None]:
             write = prepare(*about)
             return lambda: (time.sleep(0.3), write())[1]
 
-        engine.checkpoints.beside = slowly
+        engine.checkpointing.beside = slowly
         engine.save_checkpoint(tmp_path)
         is_there = (tmp_path / "zero_to_fp32.py").exists()
         engine.destroy()

@@ -257,7 +257,7 @@ def test_states_say_where_they_are() -> None:
         for is_away in (False, True):
             for kind in OffloadStateTypeEnum:
                 assert get_state_devices(engine, kind) == {torch.device("cpu")}
-                assert engine.moving.is_away(kind.value) is is_away
+                assert engine.offloaded.is_away(kind.value) is is_away
             engine.offload_states()
         engine.destroy()
 

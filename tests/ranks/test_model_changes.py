@@ -18,7 +18,7 @@ from shoal.comm.world import current_world
 from shoal.errors import ModelError
 from tests.ranks.models import Plain
 from tests.ranks.test_offload import make_apart
-from tests.ranks.training import batch, config, make, main_parameters, micro_step, run_steps, start, start_with
+from tests.ranks.training import batch, config, main_parameters, make, micro_step, run_steps, start, start_with
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -337,7 +337,7 @@ def device_peak(num_layers: int, accumulation: int, places: dict[str, dict[str, 
                     live.reset_peak()
                 engine.backward(engine(x).float().square().mean())
                 engine.step()
-        engine._settle()
+        engine.sharding.wait()
         host = sum(e.nbytes for e in engine.memory_report().entries if e.tier == "host")
         host -= engine.sharded.disks.host_nbytes  # not made by an operation
         device = sum(e.nbytes for e in engine.memory_report().entries if e.tier == "device")

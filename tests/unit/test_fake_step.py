@@ -21,6 +21,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, fake_world
 from shoal.errors import PlacementError
 from shoal.sharding.unit import Unit, UnitState
+from shoal.zero.step import ShardedStep
 from tests.ranks.models import Plain, cross_entropy
 from tests.ranks.training import (
     adamw,
@@ -33,6 +34,7 @@ from tests.ranks.training import (
     run_steps,
     sgd,
     start,
+    start_with,
 )
 
 VOCABULARY, HIDDEN, BLOCKS = 1024, 256, 3
@@ -275,3 +277,31 @@ def test_a_step_in_small_parts_gives_the_bits_of_a_step_in_one() -> None:
     whole = run_ranks(2, job, 10**9)
     for numel in (1, 100, 1000):
         assert are_bit_equal(run_ranks(2, job, numel)[0], whole[0])
+
+
+def test_an_accelerator_updates_ranges_of_at_most_a_sub_group_and_many_units_in_one_call() -> None:
+    calls: list[list[int]] = []
+
+    class Recording(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            calls.append([p.numel() for group in self.param_groups for p in group["params"]])
+            super().step()
+
+    def job(numel: int) -> tuple[list[list[int]], int]:
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+        engine = start_with(model, config(2, units={"names": []}), lambda parameters: Recording(parameters, lr=0.1))
+        step, groups = engine.sharding.step, engine.sharded.trained_groups
+        accelerated = ShardedStep(step.optimizer, groups, engine.axes.shard, block_numel=None, sub_group_numel=numel)
+        for group in groups:
+            group.gradient.accumulator()
+        has_grad = {group: bytes([1] * len(group.buffer.parameters)) for group in groups}
+        calls.clear()
+        accelerated.begin()
+        with torch.no_grad():
+            works = accelerated.update(engine.sharded.units, 1.0, has_grad)
+        accelerated.end()
+        engine.destroy()
+        return list(calls), len(works)
+
+    assert run_ranks(1, job, 10**9)[0] == ([[1 << 20] * 3], 3)
+    assert run_ranks(1, job, 1)[0] == ([[1 << 19]] * 6, 3)

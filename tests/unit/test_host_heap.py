@@ -104,7 +104,7 @@ def test_what_the_user_said_about_the_heap_stays(monkeypatch: pytest.MonkeyPatch
         config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
         engine = shoal.initialize(model=model, config=config)[0]
         engine.destroy()
-        return engine._device.heap
+        return engine.properties.device.heap
 
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert heap() is not None
@@ -121,7 +121,7 @@ config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "
           "bf16": {"enabled": True}}
 engine = shoal.initialize(model=model, config=config)[0]
 if sys.argv[1] == "kept at once":
-    engine._device.heap.after_step()
+    engine.properties.device.heap.after_step()
 for _ in range(2):
     engine.backward(engine(torch.ones(64, 512, dtype=torch.bfloat16)).float().sum())
     engine.step()

@@ -14,9 +14,8 @@ import torch
 
 import shoal
 from shoal.config import load
-from shoal.engine.progress import make_monitor
 from shoal.errors import UsageError
-from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter, read_json_lines
+from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter, make_monitor, read_json_lines
 
 
 def test_events_of_one_step_are_one_json_line(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.engine.progress import make_monitor
-from shoal.observe.monitor import CometWriter, Event, Monitor
+from shoal.observe.monitor import CometWriter, Event, Monitor, make_monitor
 
 
 class MonitorMaster:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,9 +25,9 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_name,
     set_z3_leaf_modules_by_suffix,
 )
+from shoal.compat.engine import DeepSpeedEngine as Engine
+from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
-from shoal.engine import Engine
-from shoal.engine import initialize as shoal_initialize
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.engine_parameters import EngineParameters
@@ -108,12 +110,13 @@ def initialize(
     engine.follows_deepspeed = True
     made = engine.sharded_optimizer
     if made is not None and optimizer is None:
-        mark(made, engine._config_object)
+        mark(made, engine.properties.config)
     is_wrapped = engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled()
     if made is not None and not is_wrapped:
         take_class(made)
-    engine.checkpoints.beside = prepare
-    if engine._config_object.checkpoint.async_save and engine.zero_optimization_stage() < 3:
+    engine.checkpointing.beside = partial(prepare, cast(Engine, weakref.proxy(engine)))
+    engine.checkpointing.allows_missing = True
+    if engine.properties.config.checkpoint.async_save and engine.zero_optimization_stage() < 3:
         say_on_rank_0(
             engine.global_rank,
             "checkpoint.async_save: mp_rank_00_model_states.pt holds no module; zero_to_fp32.py gives the weights",
@@ -146,7 +149,7 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
             do="make it even, or leave it out: Shoal has no use for it.",
             code="deepspeed-refuses",
         )
-    settings = engine._config_object
+    settings = engine.properties.config
     model_format = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
     wanted = settings.data_types.grad_accum_dtype
     if stage == 0 and engine.sharded_optimizer is not None and wanted not in (None, model_format):
@@ -171,7 +174,7 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
 
 def _mark_leaves(engine: Engine) -> None:
     """Put the mark that scripts ask for on the modules that the config says are one unit."""
-    leaf = engine._config_object.zero_optimization.leaf_module
+    leaf = engine.properties.config.zero_optimization.leaf_module
     if engine.zero_optimization_stage() == 3:
         set_z3_leaf_modules(engine.module, leaf.classes, raise_if_not_found=False)
         set_z3_leaf_modules_by_name(engine.module, leaf.names, raise_if_not_found=False)

@@ -23,7 +23,7 @@ def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.d
         parts = [part_of(parameter) for parameter in model.module.parameters()]
     else:
         parts = []
-    home = torch.device("cpu") if model.moving.is_away(state.value) else model.device
+    home = torch.device("cpu") if model.offloaded.is_away(state.value) else model.device
     return {part.device for part in parts if part is not None} or {home}
 
 

@@ -1,66 +1,59 @@
-"""Notices that a model was changed after it was sharded, at a few microseconds a forward."""
+"""Detects changes of the model after it was sharded, at a cost of a few microseconds a forward."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
 
 logger = logging.getLogger("shoal")
 
 _FULL_CHECK_EVERY = 64
-_SLICE = 64  # parameters that are looked at in each forward, in turn
+_SLICE = 64  # parameters that are checked in each forward, in turn
 
 _version = attrgetter("_version")
-# Torch's annotations of its C functions leave this one out.
-# torch._C has it; its type stubs do not.
+# Torch's type stubs leave this function out.
 _is_same_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
-class ModelGuard:
-    """Compares the model with what was sharded, and lets master weights follow parameters that a script changes.
+class ParameterCheck:
+    """Compares the model with what was sharded, and copies parameters that a script changes to main parameters.
 
-    Args:
-        groups: the trained parameter groups.
-
-    Each forward counts modules and parameters, looks at some parameters in turn (is each still there, in its bucket's
-    memory?), and at the version counters of those whose master weights are apart from them. Now and then all are
-    compared. Changes through ``parameter.data`` leave no trace in a version counter.
+    Each forward counts modules and parameters, checks that some parameters are still there and in their bucket's
+    memory, and compares the version counters of parameters that have a main parameter of their own. Every 64th forward
+    checks all parameters. Changes through ``parameter.data`` do not change a version counter.
     """
 
-    def __init__(self, model: nn.Module, sharded: ShardedModel, groups: Sequence[ParameterGroup]) -> None:
+    def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
         self._model = model
         self._sharded = sharded
         self._home = {
-            id(parameter): (bucket, slot)
-            for unit in sharded.units
-            for group in unit.groups
-            for bucket in [group.buffer]
-            for slot, parameter in enumerate(bucket.parameters)
+            id(parameter): (group.buffer, slot)
+            for group in sharded.groups
+            for slot, parameter in enumerate(group.buffer.parameters)
         }
         self._next = 0
         self._forwards = 0
-        self._look()
+        self._record_model()
         self._followed = [
             (group, slot)
-            for group in groups
+            for group in sharded.trained_groups
             if group.has_own_main and not group.buffer.is_sharded
             for slot in range(len(group.buffer.parameters))
         ]
         self._followed_parameters = [group.buffer.parameters[slot] for group, slot in self._followed]
         self._versions = list(map(_version, self._followed_parameters))
-        self._before: list[int] | None = None  # versions of all parameters, in a forward that is looked at
+        self._before: list[int] | None = None  # versions of all parameters before a forward that is checked
         self._has_warned = False
 
-    def _look(self) -> None:
+    def _record_model(self) -> None:
         self._modules = list(self._model.modules())
         self._members = [
             (module._parameters, name, parameter)
@@ -82,7 +75,7 @@ class ModelGuard:
         self._forwards += 1
         if is_due or self._counted() != self._count:
             check_unchanged(self._model, self._sharded)
-            self._look()
+            self._record_model()
         begin = 0 if is_due else self._next
         end = len(self._members) if is_due else begin + _SLICE
         self._next = end if end < len(self._members) else 0
@@ -120,9 +113,9 @@ class ModelGuard:
         )
 
     def follow(self) -> None:
-        """Let master weights follow parameters that were changed in place since the last look. Communicates nothing.
+        """Copy parameters changed in place since the last call to their main parameters. Communicates nothing.
 
-        Each rank looks at its own copy: the ranks have to change them alike, as in plain data parallelism.
+        Each rank reads its own copy: all ranks must make the same change, as in plain data parallelism.
         """
         now = list(map(_version, self._followed_parameters))
         if now == self._versions:
@@ -130,20 +123,20 @@ class ModelGuard:
         for index, (group, slot) in enumerate(self._followed):
             if now[index] != self._versions[index]:
                 bucket = group.buffer
-                place = bucket.layout.specs[slot]
-                low, high = max(place.offset, bucket.begin), min(place.offset + place.numel, bucket.end)
+                held = bucket.layout.specs[slot]
+                low, high = max(held.offset, bucket.begin), min(held.offset + held.numel, bucket.end)
                 if low < high:
                     group.update_main(low - bucket.begin, high - bucket.begin, bucket.full[low:high])
         self._versions = now
 
     def forget(self) -> None:
-        """Hold neither parameters nor master weights any more."""
+        """Drop the references to parameters and main parameters."""
         self._home.clear()
         self._members, self._modules = [], []
         self._followed, self._followed_parameters, self._versions = [], [], []
 
     def after_forward(self) -> None:
-        """Warn once of parameters that the model's own forward changes: no rank's change is everybody's."""
+        """Warn once where the model's own forward changes parameters, since no rank sees another rank's change."""
         before, self._before = self._before, None
         if before is None or self._sharded.comm.size == 1:
             return

@@ -1,4 +1,4 @@
-"""An engine's checkpoints: what is saved and loaded, when, and with which of the config's settings."""
+"""An engine's checkpoints: what is saved and loaded, when, and under which settings of the config."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import atexit
 import os
 import re
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,20 +23,23 @@ from shoal.checkpoint.reader import StateReader
 from shoal.checkpoint.save import Save, SavedState, SaveOptions
 from shoal.checkpoint.storage import Storage, open_storage
 from shoal.device import host_empty
-from shoal.engine import own_state
+from shoal.engine import run_state
+from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger, say_on_rank_0
-from shoal.engine.weights import local_shards_of
+from shoal.engine.properties import Properties
+from shoal.engine.run_state import RunState
+from shoal.engine.settings import flat
+from shoal.engine.sharding import Sharding
+from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
-
-if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
+from shoal.zero.optimizer import ShardedOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
 
 
-# Prepares, on rank 0, what goes beside a checkpoint: of an engine, in a storage, by a tag, with a client state, perhaps
-# without what is frozen. What it returns is called once the checkpoint is committed.
-Beside = Callable[["Engine", Storage, str, Mapping[str, Any], bool], Callable[[], None]]
+# Called on rank 0 with the storage, the tag, the client state and whether frozen parameters are left out. It takes what
+# other files beside the checkpoint will hold, and returns the function that writes them after the commit.
+Beside = Callable[[Storage, str, Mapping[str, Any], bool], Callable[[], None]]
 
 
 class TagsDifferError(CheckpointError, AssertionError):
@@ -43,25 +48,38 @@ class TagsDifferError(CheckpointError, AssertionError):
     code = "checkpoint-tag"
 
 
-class Checkpoints:
+class Checkpointing:
     """Saves and loads one engine.
 
-    ``on_phase`` is called by name as a save goes on (``"snapshot"``, ``"shard_write"``, ...).
+    ``on_phase`` is called with the name of each phase of a save (``"snapshot"``, ``"shard_write"``, ...).
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = cast(Any, weakref.proxy(engine))
+    def __init__(
+        self,
+        sharding: Sharding,
+        properties: Properties,
+        accumulation: Accumulation,
+        run: RunState,
+        weights: Weights,
+        optimizer: ShardedOptimizer | None,
+    ) -> None:
+        self._sharding = sharding
+        self._module = sharding.module
+        self._properties = properties
+        self._settings = properties.config.checkpoint
+        self._comm = properties.axes.world
+        self._accumulation = accumulation
+        self._run = run
+        self._weights = weights
+        self._optimizer = optimizer
         self.on_phase: Callable[[str], None] = lambda phase: None
+        self.beside: Beside | None = None
+        self.allows_missing = False  # loading from a folder without a checkpoint is no error
+        self.loaded_size: int | None = None  # ranks of the run that saved the checkpoint loaded last
         self._in_flight: Save | None = None
         self._host: torch.Tensor | None = None
-        self._farewell: Callable[[], None] | None = None
-        self.beside: Beside | None = None
+        self._at_exit: Callable[[], None] | None = None
         self._after: Callable[[], None] | None = None
-        self.loaded_size: int | None = None  # ranks of the run that saved what was loaded last
-
-    @property
-    def _settings(self) -> Any:
-        return self._engine._config_object.checkpoint
 
     # save
 
@@ -75,26 +93,20 @@ class Checkpoints:
         save_latest: bool,
         exclude_frozen: bool,
     ) -> bool:
-        """Save. Returns: was it? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
+        """Save. Returns: was it saved? (False only with ``checkpoint.on_save_error`` ``"warn"``.)"""
         self.finish()
-        engine = self._engine
-        engine.sharded.finish_backward()
+        self._sharding.model.finish_backward()
         storage = open_storage(folder)
         settings = self._settings
-        tag = self._agreed_tag(tag if tag is not None else f"global_step{engine.global_steps}")
+        tag = self._agreed_tag(tag if tag is not None else f"global_step{self._accumulation.counters.global_steps}")
         options = SaveOptions(save_latest, settings.async_save, Retention(settings.keep_last, settings.keep_every))
-        shards = local_shards_of(self._engine)
+        shards = self._sharding.local_shards()
         wanted = list(shards.model(exclude_frozen=exclude_frozen)) + list(shards.optimizer())
-        problem: Exception | None = None
-        state: Any = None
-        try:
+        with self._on_all_ranks("checkpoint: own state"):
             state = self._state(shards, client_state, exclude_frozen=exclude_frozen)
-        except (CheckpointError, UsageError, TypeError, ValueError) as error:
-            problem = error
-        agree(engine.axes.world, problem, None, "checkpoint: own state")
         try:
             save = Save(
-                engine.axes.world,
+                self._comm,
                 storage,
                 tag,
                 [shard for shard in wanted if shard.numel],
@@ -102,26 +114,26 @@ class Checkpoints:
                 options,
                 self.on_phase,
                 self._host_memory,
-                engine.device,
+                self._properties.device.torch_device,
             )
         except CheckpointError as error:
             return self._report(error)
         finally:
             shards.leave()
-        if self.beside is not None and engine.axes.world.rank == 0:
-            self._after = self.beside(engine, storage, tag, client_state or {}, exclude_frozen)
+        if self.beside is not None and self._comm.rank == 0:
+            self._after = self.beside(storage, tag, client_state or {}, exclude_frozen)
         if save.is_done:
             self._write_beside()
-            self._meet()
+            self._wait_for_files_beside()
         else:
             self._in_flight = save
-            for bucket_state in engine.trained_groups:
-                bucket_state.before_change = save.wait_taken
-            self._say_goodbye()
+            for group in self._sharding.groups:
+                group.before_change = save.wait_taken
+            self._finish_at_exit()
         return True
 
     def _write_beside(self) -> None:
-        """The checkpoint is committed; what goes with it cannot undo that."""
+        """Write the files beside a committed checkpoint. Their failure does not undo the commit."""
         after, self._after = self._after, None
         if after is None:
             return
@@ -132,10 +144,10 @@ class Checkpoints:
                 "the checkpoint is saved, but not all that goes beside it for DeepSpeed's clients: %s", error
             )
 
-    def _meet(self) -> None:
-        """No rank goes on before what rank 0 wrote beside the checkpoint is there."""
+    def _wait_for_files_beside(self) -> None:
+        """Every rank waits until rank 0 has written the files beside the checkpoint."""
         if self.beside is not None:
-            agree(self._engine.axes.world, None, None, "checkpoint: beside")
+            agree(self._comm, None, None, "checkpoint: beside")
 
     def _report(self, error: CheckpointError) -> bool:
         if self._settings.on_save_error == "warn":
@@ -150,8 +162,8 @@ class Checkpoints:
                 do="use letters, digits, '.', '_', '-', '=' and '+'.",
                 code="checkpoint-tag",
             )
-        comm = self._engine.axes.world
-        tags = [str(tag)] if comm.size == 1 else list(comm.gather_objects(str(tag), label="checkpoint: tag"))
+        comm = self._comm
+        tags = list(comm.gather_objects(str(tag), label="checkpoint: tag"))
         if len(set(tags)) > 1:
             validation = self._settings.tag_validation
             if validation == "Fail":
@@ -167,48 +179,45 @@ class Checkpoints:
         """One buffer for all snapshots: asking the system for its pages costs more than the copy."""
         if self._host is None or self._host.numel() < nbytes:
             self._host = None
-            self._host = host_empty(nbytes, torch.uint8, self._engine.device)
+            self._host = host_empty(nbytes, torch.uint8, self._properties.device.torch_device)
         return self._host
 
     def _state(self, shards: LocalShards, client_state: Any, *, exclude_frozen: bool) -> SavedState:
-        engine = self._engine
         if client_state is not None and not isinstance(client_state, Mapping):
             raise CheckpointError(
                 f"client_state is of type {type(client_state).__name__}, not a dict.",
                 do="pass a dict whose values are numbers, text, lists, dicts and tensors.",
                 code="checkpoint-state",
             )
-        settings = engine._config_object
-        buffers = buffers_of(engine.module)
-        tensors = {(MODEL, name): buffer for name, buffer in buffers.items()} if engine.axes.world.rank == 0 else {}
-        optimizer = engine.sharded_optimizer
+        settings, axes = self._properties.config, self._properties.axes
+        buffers = buffers_of(self._module)
+        optimizer = self._optimizer
         groups = []
         if optimizer is not None:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         return SavedState(
-            step=engine.global_steps,
+            step=self._accumulation.counters.global_steps,
             parameters=self._parameters(shards),
             versions=versions(),
-            world={"size": engine.axes.world.size, "dp_shard": engine.axes.shard.size, "stage": engine.plan.zero.stage},
-            table=engine.sharded.table.as_dict(),
+            world={"size": axes.world.size, "dp_shard": axes.shard.size, "stage": self._properties.stage},
+            table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),
             groups=groups,
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
-            engine=own_state.shared(engine, exclude_frozen=exclude_frozen),
+            engine=self._run.shared(exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
-            tensors=tensors,
-            own=own_state.own(engine, buffers),
+            tensors={(MODEL, name): buffer for name, buffer in buffers.items()} if self._comm.rank == 0 else {},
+            own=self._run.own(buffers),
             scalars=shards.scalars(),
         )
 
     def _parameters(self, shards: LocalShards) -> Callable[[], list[ParameterRecord]]:
-        engine = self._engine
-        names, aliases = names_of(engine.module)
-        parameters = list(engine.module.parameters())
+        names, aliases = names_of(self._module)
         shapes = shards.global_shapes()
+        parameters = list(self._module.parameters())
         group_of = {}
-        if engine.sharded_optimizer is not None:
-            group_of = {id(p): i for i, g in enumerate(engine.sharded_optimizer.param_groups) for p in g["params"]}
+        if self._optimizer is not None:
+            group_of = {id(p): i for i, g in enumerate(self._optimizer.param_groups) for p in g["params"]}
 
         def describe() -> list[ParameterRecord]:
             return [
@@ -224,7 +233,7 @@ class Checkpoints:
 
         return describe
 
-    # an asynchronous save that is under way
+    # an asynchronous save in progress
 
     def poll(self) -> None:
         """At the end of a step. Raises: CheckpointError: a writer failed, on every rank."""
@@ -241,7 +250,7 @@ class Checkpoints:
             self._write_beside()
 
     def finish(self) -> None:
-        """Wait for a save that is under way. Every rank calls. Raises: CheckpointError: as ``poll``."""
+        """Wait for a save in progress. Every rank calls. Raises: CheckpointError: as ``poll``."""
         if self._in_flight is None:
             return
         save, self._in_flight = self._in_flight, None
@@ -251,11 +260,11 @@ class Checkpoints:
             self._report(error)
             return
         self._write_beside()
-        self._meet()
+        self._wait_for_files_beside()
 
-    def _say_goodbye(self) -> None:
-        """A process that ends in good order waits for what it is writing."""
-        if self._farewell is not None:
+    def _finish_at_exit(self) -> None:
+        """Let a process that exits normally wait for the checkpoint that it is writing."""
+        if self._at_exit is not None:
             return
         mine = weakref.ref(self)
 
@@ -268,20 +277,34 @@ class Checkpoints:
             except CommError as error:
                 logger.error("the last checkpoint may not be committed: %s", error)
 
-        self._farewell = finish
+        self._at_exit = finish
         atexit.register(finish)
 
     def close(self) -> None:
-        """Wait, and forget."""
+        """Wait for a save in progress and free the host memory of snapshots."""
         self.finish()
-        if self._farewell is not None:
-            atexit.unregister(self._farewell)
-            self._farewell = None
+        if self._at_exit is not None:
+            atexit.unregister(self._at_exit)
+            self._at_exit = None
         self._host = None
 
     # load
 
-    def load(
+    def load(self, folder: str | os.PathLike[str], tag: str | None, **wishes: Any) -> tuple[str | None, Any]:
+        """Load. Returns: the checkpoint's path and the client state. ``wishes``: as ``_load``.
+
+        Under ``allows_missing`` both are None where the folder names no checkpoint and holds none.
+        """
+        try:
+            return self._load(folder, tag, **wishes)
+        except CheckpointError as error:
+            is_missing = tag is None and error.code == "checkpoint-missing"
+            if not (self.allows_missing and is_missing) or directory.read_latest(open_storage(folder)) is not None:
+                raise
+            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
+            return None, None
+
+    def _load(
         self,
         folder: str | os.PathLike[str],
         tag: str | None,
@@ -292,22 +315,19 @@ class Checkpoints:
         is_module_only: bool,
         custom_load_fn: Callable[..., Any] | None,
     ) -> tuple[str, Any]:
-        """Load. Returns: the checkpoint's path and the client state."""
-        engine = self._engine
         self.finish()
         storage = open_storage(folder)
-        comm = engine.axes.world
+        comm = self._comm
         is_checked = bool(self._settings.verify)
-        shards = local_shards_of(self._engine)
-        names = names_of(engine.module)[0]
+        names = names_of(self._module)[0]
         groups: list[list[str]] = []
         optimizer = None
-        if engine.sharded_optimizer is not None:
-            groups = [[names[id(p)] for p in g["params"]] for g in engine.sharded_optimizer.param_groups]
-            optimizer = type(engine.sharded_optimizer.optimizer).__name__
-        has_optimizer = has_optimizer and not is_module_only and engine.sharded_optimizer is not None
+        if self._optimizer is not None:
+            groups = [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+            optimizer = type(self._optimizer.optimizer).__name__
+        has_optimizer = has_optimizer and not is_module_only and self._optimizer is not None
         wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer)
-        load = Load(comm, shards, buffers_of(engine.module), wanted)
+        load = Load(comm, self._sharding.local_shards(), buffers_of(self._module), wanted)
         folders = directory.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
@@ -324,119 +344,99 @@ class Checkpoints:
                 logger.warning("%s is damaged, so %s is loaded instead: %s", name, folders[index + 1], error)
                 continue
             break
-        engine.sharded.recover()
+        self._sharding.model.recover()
         if custom_load_fn is not None:
             values = {t.name: reader.tensor(MODEL, t.name) for t in chosen.manifest.tensors if t.kind == MODEL}
-            engine.weights.with_whole_parameters(lambda: custom_load_fn(src=values, dst=engine.module))
+            self._weights.with_gathered_parameters(lambda: custom_load_fn(src=values, dst=self._module))
             if wanted.has_optimizer:
                 logger.warning("custom_load_fn was given, so only the model was loaded.")
         else:
             load.apply(chosen, reader)
         if not is_module_only and custom_load_fn is None:
-            if wanted.has_optimizer and chosen.manifest.optimizer is not None and engine.sharded_optimizer is not None:
-                for group, values in zip(engine.sharded_optimizer.param_groups, trees["groups"], strict=True):
+            if wanted.has_optimizer and chosen.manifest.optimizer is not None and self._optimizer is not None:
+                for group, values in zip(self._optimizer.param_groups, trees["groups"], strict=True):
                     group.update(values)
             self._restore(chosen, trees, has_schedule=has_schedule)
         self.loaded_size = chosen.manifest.world.get("size")
         for note in (*notes, *self._config_changes(chosen)):
-            say_on_rank_0(engine.global_rank, note)
+            say_on_rank_0(self._properties.rank, note)
         agree(comm, None, None, "checkpoint: loaded")
         return f"{storage.url}/{chosen.folder}", trees["client_state"]
 
-    def load_if_there(self, folder: str | os.PathLike[str], tag: str | None, **wishes: Any) -> tuple[str | None, Any]:
-        """As ``load``; where the folder names no checkpoint and none lies in it, that is no error.
-
-        Returns: the checkpoint's path and the client state; or None and None.
-        """
-        try:
-            return self.load(folder, tag, **wishes)
-        except CheckpointError as error:
-            is_missing = tag is None and error.code == "checkpoint-missing"
-            if not is_missing or directory.read_latest(open_storage(folder)) is not None:
-                raise
-            logger.warning("nothing was loaded, as in DeepSpeed: %s", error.what)
-            return None, None
-
     def _restore(self, chosen: Chosen, trees: dict[str, Any], *, has_schedule: bool) -> None:
         """Raises: CheckpointError: on every rank, if some rank could not set its state; its tensors are loaded then."""
-        problem: Exception | None = None
-        try:
-            own_state.restore(
-                self._engine,
-                trees["engine"],
-                trees["own"],
-                chosen.folder,
-                has_schedule=has_schedule,
-                num_ranks=len(chosen.manifest.engine.get("ranks", ())),
-            )
-        except (CheckpointError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-            problem = CheckpointError(
-                f"the parameters are loaded, but not what belongs to them: {type(error).__name__}: {error}.",
-                where=chosen.where,
-                do="load another checkpoint, or the weights alone (load_module_only=True).",
-                code="checkpoint-damaged",
-            )
-        agree(self._engine.axes.world, problem, None, "checkpoint: restored")
+        with self._on_all_ranks(
+            "checkpoint: restored",
+            "the parameters are loaded, but not what belongs to them",
+            where=chosen.where,
+            do="load another checkpoint, or the weights alone (load_module_only=True).",
+        ):
+            num_ranks = len(chosen.manifest.engine.get("ranks", ()))
+            own = trees["own"]
+            self._run.restore(trees["engine"], own, chosen.folder, has_schedule=has_schedule, num_ranks=num_ranks)
+        scale = self._accumulation.loss_scale
+        if self._optimizer is not None and scale is not None:
+            self._optimizer.loss_scale = scale.scale
 
     def _compare_own(self, chosen: Chosen, trees: dict[str, Any], *, is_strict: bool, has_schedule: bool) -> list[str]:
         """Returns: notes. Raises: CheckpointError: on every rank, what does not fit beside the tensors."""
-        engine = self._engine
-        problems, notes = own_state.compare(engine, trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
-        problem = None
-        if problems:
-            lines = "".join(f"\n    {text}" for text in problems)
-            problem = CheckpointError(
-                f"the checkpoint does not fit this run:{lines}",
-                where=chosen.where,
-                do="build the run that was saved, or load in part.",
-                code="checkpoint-mismatch",
-            )
-        agree(engine.axes.world, problem, None, "checkpoint: fit")
+        problems, notes = self._run.compare(trees["engine"], is_strict=is_strict, has_schedule=has_schedule)
+        lines = "".join(f"\n    {text}" for text in problems)
+        problem = CheckpointError(
+            f"the checkpoint does not fit this run:{lines}",
+            where=chosen.where,
+            do="build the run that was saved, or load in part.",
+            code="checkpoint-mismatch",
+        )
+        agree(self._comm, problem if problems else None, None, "checkpoint: fit")
         return notes
 
-    def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
-        """The nested values, whole, before anything is changed."""
-        manifest = chosen.manifest
-        rank = self._engine.axes.world.rank
-        ranks = manifest.engine.get("ranks", [])
-        kind = f"rank/{rank}"
+    @contextmanager
+    def _on_all_ranks(self, label: str, what: str = "", *, where: str = "", do: str = "") -> Iterator[None]:
+        """What the block raises on one rank is raised as a CheckpointError on every rank.
+
+        Args:
+            what: begins the message of an error that is no CheckpointError; empty: the message is as it is.
+        """
         problem: Exception | None = None
-        trees: dict[str, Any] = {}
         try:
-            extra = lambda name: reader.tensor("extra", name)  # noqa: E731
-            engine_tree = {k: v for k, v in manifest.engine.items() if k != "ranks"}
+            yield
+        except CommError:
+            raise  # reported to the other ranks by ``comm``
+        except (CheckpointError, UsageError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
+            problem = error
+            if what and not isinstance(error, CheckpointError):
+                text = f"{what}: {type(error).__name__}: {error}."
+                problem = CheckpointError(text, where=where, do=do, code="checkpoint-damaged")
+        agree(self._comm, problem, None, label)
+
+    def _read_trees(self, chosen: Chosen, reader: StateReader) -> dict[str, Any]:
+        """Read all nested values before anything is changed."""
+        manifest, rank = chosen.manifest, self._comm.rank
+        ranks = manifest.engine.get("ranks", [])
+        extra, mine = partial(reader.tensor, "extra"), partial(reader.tensor, f"rank/{rank}")
+        what = "the state beside the tensors cannot be read"
+        with self._on_all_ranks("checkpoint: state", what, where=chosen.where):
             trees = {
-                "engine": tree.decode(engine_tree, extra),
+                "engine": tree.decode({k: v for k, v in manifest.engine.items() if k != "ranks"}, extra),
                 "groups": tree.decode(manifest.groups, extra),
                 "client_state": tree.decode(manifest.client_state, extra),
-                "own": tree.decode(ranks[rank], lambda name: reader.tensor(kind, name)) if rank < len(ranks) else None,
+                "own": tree.decode(ranks[rank], mine) if rank < len(ranks) else None,
             }
-            own_state.check(trees["engine"], trees["own"])
-        except (CheckpointError, KeyError, TypeError, ValueError) as error:
-            problem = (
-                error
-                if isinstance(error, CheckpointError)
-                else CheckpointError(
-                    f"the state beside the tensors cannot be read: {type(error).__name__}: {error}.",
-                    where=chosen.where,
-                    code="checkpoint-damaged",
-                )
-            )
-        agree(self._engine.axes.world, problem, None, "checkpoint: state")
-        saved = trees["engine"].get("layout")
-        own = trees["own"]
+            run_state.check(trees["engine"], trees["own"])
+        saved, own = trees["engine"].get("layout"), trees["own"]
         has_open = bool(own and own["gradients"])
-        if any(agree(self._engine.axes.world, None, has_open, "checkpoint: open gradients")):
-            same_size = len(ranks) == self._engine.axes.world.size
-            if not same_size or saved != open_gradients.layout_of(self._engine.trained_groups):
-                open_gradients.put([], [None], saved)
+        if any(agree(self._comm, None, has_open, "checkpoint: open gradients")):
+            is_same_size = len(ranks) == self._comm.size
+            if not is_same_size or saved != open_gradients.layout_of(self._sharding.groups):
+                open_gradients.put([], [None], saved)  # raises
         return trees
 
     def _config_changes(self, chosen: Chosen) -> list[str]:
         """Which settings are not what they were when the checkpoint was saved."""
         if not chosen.manifest.config:
             return []  # it was converted from another format
-        before, now = _flat(chosen.manifest.config), _flat(_plain(self._engine._config_object.effective()))
+        before, now = flat(chosen.manifest.config), flat(_plain(self._properties.config.effective()))
         changes = [
             f"{key}: {before.get(key)!r} when saved, {now.get(key)!r} now"
             for key in sorted({*before, *now})
@@ -458,9 +458,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value == value and abs(value) != float("inf"):
         return value
     return str(value)
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping):
-        return {k: v for key, inner in value.items() for k, v in _flat(inner, f"{path}.{key}" if path else key).items()}
-    return {path: value}

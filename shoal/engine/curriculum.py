@@ -1,10 +1,10 @@
-"""Keyword arguments that a training forward gets from the config, by the step.
+"""Keyword arguments that the config adds to every training forward, chosen by the step.
 
     section                  a forward gets
     curriculum_learning      curriculum_seqlen=N
     progressive_layer_drop   progressive_layer_drop=True, pld_theta=share
 
-A new one is one more ``Source`` in ``ByStep``.
+Add a section as one more ``Source`` in ``Curriculum``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from shoal.models.layer_drop import ProgressiveLayerDrop
 
 
 class Source(Protocol):
-    """What one section of the config gives. Steps are those done so far; ``names`` are the arguments'."""
+    """One section. Steps are those done so far; ``names`` are the arguments of a forward."""
 
     names: tuple[str, ...]
 
     @property
     def schedule(self) -> dict[str, Any]:
-        """What it computes with; a checkpoint keeps it, to tell of another one."""
+        """The settings, for a checkpoint, which reports other settings when it is loaded."""
 
     @property
     def place(self) -> Any:
-        """Where it is, beyond what the step says; a checkpoint keeps it."""
+        """The position that does not follow from the step alone, for a checkpoint."""
 
     def arguments(self, num_steps: int) -> dict[str, Any]:
         """For a forward."""
 
     def go_to(self, num_steps: int, place: Any = None) -> None:
-        """A step is done; or a checkpoint is loaded, with what it has of the place."""
+        """A step is done, or a checkpoint is loaded."""
 
 
 class LayerDrop:
@@ -55,8 +55,8 @@ class LayerDrop:
         self.drop.update_state(max(num_steps - 1, 0))
 
 
-class Curriculum:
-    """The older form of curriculum learning: the length of the sequences, which the model or the script cuts."""
+class SequenceLength:
+    """The older form of curriculum learning: a sequence length; the model or the script truncates to it."""
 
     def __init__(self, scheduler: CurriculumScheduler, kind: str) -> None:
         self.scheduler = scheduler
@@ -80,47 +80,45 @@ class Curriculum:
             self.scheduler.set_current_difficulty(int(place))
 
 
-class ByStep:
+class Curriculum:
     """The sources that a configuration switches on."""
 
-    def __init__(self, settings: Config) -> None:
+    def __init__(self, config: Config) -> None:
         self.layer_drop: ProgressiveLayerDrop | None = None
-        self.curriculum: CurriculumScheduler | None = None
+        self.scheduler: CurriculumScheduler | None = None
         self._sources: dict[str, Source] = {}
-        drop, curriculum = settings.progressive_layer_drop, settings.curriculum_learning
+        drop, curriculum = config.progressive_layer_drop, config.curriculum_learning
         if drop.enabled:
             self.layer_drop = ProgressiveLayerDrop(float(drop.theta), float(drop.gamma))
             self._sources["progressive_layer_drop"] = LayerDrop(self.layer_drop)
         if curriculum.enabled:
-            self.curriculum = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
-            self._sources["curriculum_learning"] = Curriculum(self.curriculum, curriculum.curriculum_type)
+            self.scheduler = CurriculumScheduler(curriculum.model_dump(exclude_none=True))
+            self._sources["curriculum_learning"] = SequenceLength(self.scheduler, curriculum.curriculum_type)
 
     def into(self, kwargs: dict[str, Any], num_steps: int) -> dict[str, Any]:
-        """A training forward's keyword arguments, with what the sources give; that counts where both name one."""
+        """A training forward's keyword arguments with those of the sources, which win over the script's."""
         for source in self._sources.values():
             kwargs = {**kwargs, **source.arguments(num_steps)}
         return kwargs
 
     def go_to(self, num_steps: int) -> None:
-        """So many steps are done."""
+        """``num_steps`` steps are done."""
         for source in self._sources.values():
             source.go_to(num_steps)
 
     def explain(self, error: Exception) -> None:
-        """Where a forward does not take such an argument, say beside the error where it comes from."""
-        if not isinstance(error, TypeError):
-            return
-        for name, source in self._sources.items():
+        """Add a note to the error of a forward that does not take one of the arguments."""
+        for name, source in self._sources.items() if isinstance(error, TypeError) else ():
             if any(repr(argument) in str(error) for argument in source.names):
                 error.add_note(
-                    f'shoal: "{name}" in the config hands every training forward {", ".join(source.names)}: take it as'
-                    " a keyword argument of the model's forward and act by it, or switch the section off."
+                    f'shoal: "{name}" in the config passes {", ".join(source.names)} to every training forward: accept'
+                    " it as a keyword argument of the model's forward and use it, or disable the section."
                 )
 
     def set_custom_schedule(self, functions: Callable[[int], int] | Mapping[str, Callable[[int], int]]) -> None:
         """Raises: UsageError: there is no curriculum with a ``custom`` schedule, or no function for it."""
         held = self._sources.get("curriculum_learning")
-        if not isinstance(held, Curriculum) or held.schedule["schedule_type"] != "custom":
+        if not isinstance(held, SequenceLength) or held.schedule["schedule_type"] != "custom":
             raise UsageError(
                 "a function for the curriculum's schedule was given, and the config has no curriculum that takes one.",
                 do='write "curriculum_learning": {"enabled": true, "schedule_type": "custom", ...}.',
@@ -138,27 +136,30 @@ class ByStep:
     # to and from a checkpoint
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, by section."""
+        """What a checkpoint saves, by section."""
         return {name: {"schedule": s.schedule, "place": s.place} for name, s in self._sources.items()}
 
     def changes(self, saved: Mapping[str, Any]) -> list[str]:
-        """What is another schedule here than where it was saved."""
+        """How the schedules differ from the saved ones."""
         notes = [
             f"the checkpoint's run had {name}, this one has not." for name in sorted(set(saved) - set(self._sources))
         ]
         for name, source in self._sources.items():
             if name not in saved:
                 notes.append(f"the checkpoint's run had no {name}; this one's goes by the checkpoint's step.")
-            elif _plain(saved[name]["schedule"]) != _plain(source.schedule):
+            elif not _is_same(saved[name], source):
                 notes.append(f"{name} is another one than in the checkpoint; this one's goes by the checkpoint's step.")
         return notes
 
     def restore(self, saved: Mapping[str, Any], num_steps: int) -> None:
-        """Go on from a checkpoint's step; from its very place where the schedule is the same."""
+        """Continue from a checkpoint's step; from its exact position where the schedule is the same."""
         for name, source in self._sources.items():
-            held = saved.get(name)
-            is_same = held is not None and _plain(held["schedule"]) == _plain(source.schedule)
-            source.go_to(num_steps, held["place"] if held is not None and is_same else None)
+            is_same = name in saved and _is_same(saved[name], source)
+            source.go_to(num_steps, saved[name]["place"] if is_same else None)
+
+
+def _is_same(saved: Mapping[str, Any], source: Source) -> bool:
+    return bool(_plain(saved["schedule"]) == _plain(source.schedule))
 
 
 def _plain(value: Any) -> Any:

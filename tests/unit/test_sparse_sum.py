@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shoal.comm.single import SingleCommunicator
-from shoal.sharding.sparse_sum import SparseSum, add_rows, rows_in, sparse_names, summed
+from shoal.sharding.gradient import coalesced
+from shoal.sharding.sparse_sum import SparseSum, add_rows, rows_in, sparse_names
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 64])
@@ -56,10 +57,10 @@ def test_a_row_that_is_not_finite_and_one_that_adds_up_to_zero_are_sent(value: f
 def test_entries_of_a_row_in_16_bit_are_added_in_fp32() -> None:
     values = torch.tensor([[256.0], [1.0], [1.0], [4.0]], dtype=torch.bfloat16)
     gradient = torch.sparse_coo_tensor(torch.tensor([[2, 2, 2, 0]]), values, (3, 1), check_invariants=False)
-    found = summed(gradient, torch.float32)
+    found = coalesced(gradient, torch.float32)
     assert found.indices().tolist() == [[0, 2]]
     assert found.values().tolist() == [[4.0], [258.0]]  # one after the other in bf16: 256
-    assert summed(gradient, torch.bfloat16).values().dtype == torch.bfloat16
+    assert coalesced(gradient, torch.bfloat16).values().dtype == torch.bfloat16
 
 
 def test_the_names_are_those_of_trained_embeddings_tied_ones_once() -> None:

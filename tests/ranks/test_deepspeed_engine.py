@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.getters import DERIVED, NOT_HERE, PATHS
+from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
 from shoal.errors import NotBuiltError, UsageError
 from shoal.zero.optimizer import DeepSpeedOptimizer
 from tests.ranks.models import Plain

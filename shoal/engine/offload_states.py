@@ -1,23 +1,25 @@
-"""States that leave the device for a while, and come back: room for something else between two parts of a run.
+"""``offload_states()`` and ``reload_states()``: move states to host memory between two passes, and back.
 
-    rests on the device    train ...  offload_states()   another program's work   reload_states()  ... train
-    rests on the host                 [ states                                  ]
+    on the device    train ...  offload_states()   another program's work   reload_states()  ... train
+    on the host                 [ states                                  ]
 
-What a config keeps on the host or on a disk stays there. On a CPU the host's memory is the device's, and nothing moves.
+States that the config keeps on the host or on a disk do not move. Where the device is a CPU, nothing moves.
 """
 
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
+from shoal.engine.accumulation import Counters
 from shoal.engine.log import say_on_rank_0
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
 from shoal.errors import UsageError
 from shoal.memory.aligned import aligned_empty, host_too_small
 from shoal.memory.available import host_available_nbytes
@@ -25,9 +27,6 @@ from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.placement import Tier
 from shoal.text import format_bytes
-
-if TYPE_CHECKING:
-    from shoal.engine.engine import Engine
 
 # DeepSpeed's names, and the ledger's.
 KINDS = {
@@ -45,74 +44,83 @@ _NEEDS = {
 }
 
 
-class Moving:
-    """Moves the states of one engine."""
+class Offloaded:
+    """Which states of one engine are offloaded now: moved by ``offload_states()`` and not yet moved back."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine: Engine = cast(Any, weakref.proxy(engine))
-        self._away: set[str] = set()
-        self._is_apart = engine.plan.zero.is_offloaded(Tier.HOST, engine.device)
+    def __init__(self, properties: Properties, counters: Counters) -> None:
+        self.is_host_separate = properties.plan.zero.is_offloaded(Tier.HOST, properties.device.torch_device)
+        self.names: set[str] = set()
+        self._properties = properties
+        self._counters = counters
 
     @property
     def ledger_kinds(self) -> frozenset[str]:
-        """The ledger's kinds of what is on the host now and comes back."""
-        return frozenset(KINDS[name] for name in self._away) if self._is_apart else frozenset()
+        """The ledger's kinds of what is in host memory meanwhile."""
+        return frozenset(KINDS[name] for name in self.names) if self.is_host_separate else frozenset()
 
     def is_away(self, name: str) -> bool:
-        """Was that kind of state moved, and not brought back?"""
-        return name in self._away
+        """Is that kind of state offloaded?"""
+        return name in self.names
 
     def require(self, call: str) -> None:
-        """Raises: UsageError: something that ``call`` needs is away."""
-        if not self._away:
+        """Raises: UsageError: a state that ``call`` needs is offloaded."""
+        if not self.names:
             return
-        missing = [name for name in _NEEDS[call] if name in self._away]
+        missing = [name for name in _NEEDS[call] if name in self.names]
         if missing:
             raise UsageError(
                 f"{call} needs {', '.join(missing)}, which offload_states() moved away.",
-                where=f"rank {self._engine.global_rank}, step {self._engine.global_steps}",
+                where=self._properties.where(self._counters.global_steps),
                 do="call engine.reload_states() first.",
                 code="states-away",
             )
 
-    # away
+
+class OffloadStates:
+    """Moves the states of one engine between the device and host memory."""
+
+    def __init__(self, sharding: Sharding, properties: Properties, offloaded: Offloaded) -> None:
+        self._sharding = sharding
+        self._axes = properties.axes
+        self._device = properties.device
+        self._rank = properties.rank
+        self._offloaded = offloaded
 
     def offload(self, include: Any, device: Any, *, is_pinned: bool) -> None:
         """Move states to the host. Returns when the device's memory is free."""
         wanted = _names(include)
         place = str(getattr(device, "value", device))
         if place == "none":
-            say_on_rank_0(self._engine.global_rank, "offload_states(device='none'): nothing was moved.")
+            say_on_rank_0(self._rank, "offload_states(device='none'): nothing was moved.")
             return
         if place.partition(":")[0] != "cpu":
             raise UsageError(
                 f"offload_states(device={place!r}): states move to host memory only.",
-                do="pass device='cpu'; optimizer state rests on a disk with"
+                do="pass device='cpu'; optimizer state is kept on a disk with"
                 ' "offload_optimizer": {"device": "nvme"} in the config.',
                 code="states-device",
             )
-        self.empty_cache(gives_back=False)
-        engine = self._engine
-        held = [unit.name for unit in engine.sharded.sharded if not unit.is_released]
-        if held:
+        self.empty_cache(frees_memory=False)
+        gathered = [unit.name for unit in self._sharding.model.sharded if not unit.is_released]
+        if gathered:
             raise UsageError(
-                f"offload_states() while {', '.join(held[:4])}{' ...' if len(held) > 4 else ''} are gathered.",
+                f"offload_states() while {', '.join(gathered[:4])}{' ...' if len(gathered) > 4 else ''} are gathered.",
                 do="call it outside of GatheredParameters, and not between a backward pass with create_graph and the"
                 " next.",
                 code="states-held",
             )
-        new = [name for name in KINDS if name in wanted and name not in self._away]
-        if not self._is_apart:
-            self._away.update(new)
-            say_on_rank_0(
-                engine.global_rank,
-                f"offload_states({', '.join(new)}): nothing was moved: {engine.device} computes in host memory.",
-            )
+        new = [name for name in KINDS if name in wanted and name not in self._offloaded.names]
+        if not self._offloaded.is_host_separate:
+            self._offloaded.names.update(new)
+            computes = f"{self._device.torch_device} computes in host memory"
+            say_on_rank_0(self._rank, f"offload_states({', '.join(new)}): nothing was moved: {computes}.")
             return
         needed = sum(tensor.nbytes for name in new for tensor in self._on_device(name))
         if needed > host_available_nbytes():
             raise host_too_small(needed)
-        engine.axes.drain()  # peers may still be reading what is about to be moved
+        for comm in (self._axes.world, self._axes.shard, self._axes.replicate):
+            if comm is not None:
+                comm.drain()  # peers may still be reading this memory
         done: set[str] = set()
         try:
             for name in new:
@@ -122,112 +130,99 @@ class Moving:
             for name in done:
                 self._move_back(name)
             raise
-        self._away |= done
-        engine._device.synchronize()
-        gc.collect()  # graphs that only a cycle keeps hold gradients and gathered units
-        engine._device.give_cache_back()
-        say_on_rank_0(
-            engine.global_rank, f"offload_states: {format_bytes(needed)} of rank 0 in host memory: {', '.join(new)}."
-        )
+        self._offloaded.names |= done
+        self._device.synchronize()
+        gc.collect()  # graphs that only a reference cycle keeps hold gradients and gathered units
+        self._device.give_cache_back()
+        moved = f"{format_bytes(needed)} of rank 0 in host memory: {', '.join(new)}"
+        say_on_rank_0(self._rank, f"offload_states: {moved}.")
 
     @torch.no_grad()
     def _move_out(self, name: str, *, is_pinned: bool) -> None:
-        engine = self._engine
         empty = partial(_host_empty, is_pinned=is_pinned)
         copied = partial(_copied_to_host, is_pinned=is_pinned)
+        step = self._sharding.step
         if name == "lp_params":
-            for bucket in self._buckets():
+            for bucket in self._buffers():
                 bucket.move_to_host(empty)
             self._point_at_parameters()
         elif name == "hp_params":
-            for group in self._states():
-                if group.has_own_main:
-                    group.main = copied(group.main)
-                    _point(group)
+            self._move_main_parameters(copied)
         elif name == "optim_states":
-            if engine._optimizer_step is not None:
-                engine._optimizer_step.release_state()
+            if step is not None:
+                step.release_state()
             for held, key in self._optimizer_tensors():
                 held[key] = copied(held[key])
         elif name == "lp_grads":
-            for group in engine.trained_groups:
+            for group in self._sharding.groups:
                 group.gradient.move_to_host(copied)
         else:
-            engine.sharded.staging.clear()
-            if engine._optimizer_step is not None:
-                engine._optimizer_step.free_scratch()
-
-    # back
+            self._sharding.model.staging.clear()
+            if step is not None:
+                step.free_scratch()
 
     def reload(self, *, is_blocking: bool) -> None:
         """Move everything back."""
-        engine = self._engine
-        try:
-            for name in reversed(KINDS):  # gradients after parameters: autograd wants them on one device
-                if name in self._away and self._is_apart:
-                    self._move_back(name)
-        except Exception as error:
-            if engine._device.is_out_of_memory(error):
-                raise engine._out_of_memory(error, "reload_states()") from error
-            raise
-        self._away.clear()
+        for name in reversed(KINDS):  # gradients after parameters: autograd wants them on one device
+            if name in self._offloaded.names and self._offloaded.is_host_separate:
+                self._move_back(name)
+        self._offloaded.names.clear()
         if is_blocking:
-            engine._device.synchronize()
+            self._device.synchronize()
 
     @torch.no_grad()
     def _move_back(self, name: str) -> None:
-        engine = self._engine
-        device = engine.device
+        device = self._device.torch_device
+        copied = partial(_copied_to_device, device=device)
         if name == "lp_params":
-            for group in engine.sharded.groups:
-                if group.buffer.is_moved:
-                    group.buffer.move_to_device(device)
+            for unit in self._sharding.model.units:
+                for bucket in [group.buffer for group in unit.groups]:
+                    if bucket.is_moved:
+                        bucket.move_to_device(device)
             self._point_at_parameters()
         elif name == "hp_params":
-            for group in self._states():
-                if group.has_own_main:
-                    group.main = _copied_to_device(group.main, device)
-                    _point(group)
+            self._move_main_parameters(copied)
         elif name == "optim_states":
             for held, key in self._optimizer_tensors():
-                held[key] = _copied_to_device(held[key], device)
+                held[key] = copied(held[key])
         elif name == "lp_grads":
-            for group in engine.trained_groups:
+            for group in self._sharding.groups:
                 group.gradient.move_to_device()
 
-    # what is gathered
+    def empty_cache(self, *, frees_memory: bool = True) -> None:
+        """Release every gathered unit that no block holds.
 
-    def empty_cache(self, *, gives_back: bool = True) -> None:
-        """Release every unit that nobody holds, and give the allocator's unused memory back."""
-        engine = self._engine
-        if engine.sharded.in_pass:
+        Args:
+            frees_memory: give the allocator's unused memory back to the device, too.
+        """
+        if self._sharding.model.in_pass:
             raise UsageError(
                 "states were to be moved, or units released, inside a backward pass.",
                 do="call it between two passes.",
                 code="states-in-pass",
             )
-        engine.sharded.release_all()
-        if gives_back:
+        self._sharding.model.release_all()
+        if frees_memory:
             gc.collect()
-            engine._device.give_cache_back()
+            self._device.give_cache_back()
 
-    # what there is
+    # which tensors
 
-    def _buckets(self) -> Iterator[ParameterBuffer]:
-        """Buckets whose parameters rest on the device."""
-        for group in self._engine.sharded.groups:
+    def _buffers(self) -> Iterator[ParameterBuffer]:
+        """Buffers of parameters that are stored on the device."""
+        for group in self._sharding.model.groups:
             is_on_device = not group.buffer.is_sharded or group.row.parameter.tier is Tier.DEVICE
             if is_on_device and not group.buffer.is_shard_offloaded:
                 yield group.buffer
 
     def _states(self) -> Iterator[ParameterGroup]:
-        """Buckets whose master weights and optimizer state rest on the device, or did."""
-        for group in self._engine.trained_groups:
+        """Buckets whose main parameters and optimizer state are stored on the device when they are not offloaded."""
+        for group in self._sharding.groups:
             if not group.is_state_offloaded and group.disk is None:
                 yield group
 
     def _optimizer_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        step = self._engine._optimizer_step
+        step = self._sharding.step
         if step is None:
             return
         for group in self._states():
@@ -238,20 +233,26 @@ class Moving:
                         yield held, key
 
     def _on_device(self, name: str) -> list[torch.Tensor]:
-        """What moving a kind out copies."""
+        """The tensors that ``_move_out`` copies."""
         if name == "lp_params":
-            return [bucket.shard if bucket.is_sharded else bucket.full for bucket in self._buckets()]
+            return [bucket.shard if bucket.is_sharded else bucket.full for bucket in self._buffers()]
         if name == "hp_params":
             return [group.main for group in self._states() if group.has_own_main]
         if name == "optim_states":
             return [held[key] for held, key in self._optimizer_tensors()]
         if name == "lp_grads":
-            return [tensor for group in self._engine.trained_groups for tensor in group.gradient.open_tensors()]
+            return [tensor for group in self._sharding.groups for tensor in group.gradient.open_tensors()]
         return []
 
+    def _move_main_parameters(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for group in self._states():
+            if group.has_own_main:
+                group.main = copied(group.main)
+                _point(group)
+
     def _point_at_parameters(self) -> None:
-        """Master weights that are the parameters' own memory are where the parameters are."""
-        for group in self._engine.trained_groups:
+        """Main parameters that share the parameters' memory follow it."""
+        for group in self._sharding.groups:
             if not group.has_own_main and group.disk is None:
                 group.main = group.owned_parameters
                 _point(group)

@@ -214,7 +214,7 @@ def test_a_model_that_does_not_take_it_is_an_error_that_names_the_section(
     engine = one(config(0, **section), make(Plain))
     with pytest.raises(TypeError, match=argument) as caught:
         engine(*batch(0, 0, 1))
-    assert f'shoal: "{next(iter(section))}" in the config hands every training forward' in caught.value.__notes__[0]
+    assert f'shoal: "{next(iter(section))}" in the config passes' in caught.value.__notes__[0]
     engine.eval()
     engine(*batch(0, 0, 1))
     engine.destroy()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shoal.engine.own_state import check
+from shoal.engine.run_state import check
 
 GENERATORS = {"torch": 0, "python": {"words": 0}, "numpy": {"keys": 0}}
 OWN: dict[str, Any] = {"generators": GENERATORS, "buffers": {}, "gradients": [], "losses": [], "styles": []}

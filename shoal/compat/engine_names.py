@@ -1,7 +1,7 @@
-"""DeepSpeed's engine has a method for each key of the file: here they are a table, name -> path in the configuration.
+"""Names of DeepSpeed's engine as tables: methods that return a value of the configuration, and names that are not here.
 
-A name of DeepSpeed's engine that Shoal does not have is in a table too, so that it is an error, and never the
-attribute of the same name that the user's model may have.
+A name of DeepSpeed's engine that Shoal does not have raises an error: otherwise it would be taken for the attribute of
+the same name that the user's model may have.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from shoal.config import Config
 from shoal.engine.settings import DTYPES
 from shoal.errors import NotBuiltError
 
+# method -> path in the configuration
 PATHS = {
     "memory_breakdown": "memory_breakdown",
     "wall_clock_breakdown": "wall_clock_breakdown",
@@ -110,6 +111,7 @@ def _is_offloaded(config: Config) -> bool:
     return getattr(config.zero_optimization.offload_optimizer, "device", "none") == "cpu"
 
 
+# method -> what it returns
 DERIVED: dict[str, Callable[[Config], Any]] = {
     "zero_optimization": lambda config: config.zero_optimization.stage > 0,
     "zero_optimization_partition_gradients": lambda config: config.zero_optimization.stage >= 2,
@@ -209,22 +211,14 @@ class AbsentError(NotBuiltError, AttributeError):
     """A name of DeepSpeed's that Shoal does not have: ``hasattr`` says so, and using it says what to take instead."""
 
 
-def getter(name: str, config: Config) -> Callable[[], Any] | None:
-    """DeepSpeed's method of that name, which says what the configuration has; None: there is no such one."""
-    if name in DERIVED:
-        return lambda: DERIVED[name](config)
-    if name in PATHS:
-        return lambda: _at(config, PATHS[name])
-    return None
-
-
 def refuse(name: str) -> None:
     """Raises: AbsentError: DeepSpeed's engine has the name, and Shoal's does not."""
     if name in NOT_HERE:
         raise AbsentError(f"DeepSpeed's engine.{name} is not here.", do=f"{NOT_HERE[name]}.", code="engine-absent")
 
 
-def _at(config: Config, path: str) -> Any:
+def value_at(config: Config, path: str) -> Any:
+    """The value at a dotted path; None below a section that is None."""
     value: Any = config
     for part in path.split("."):
         if value is None:

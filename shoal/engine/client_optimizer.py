@@ -1,4 +1,4 @@
-"""What a script hands to ``initialize`` beside its model: an optimizer, a schedule, an ``mpu``; judged, or made."""
+"""Validates the client's optimizer and schedule, or builds them from the config."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 from shoal.config import Config
-from shoal.errors import NotBuiltError, OptimizerError
+from shoal.errors import OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
 from shoal.optim.elementwise import inner_optimizers, of_sparse_only
 from shoal.optim.schedules import build_schedule
 from shoal.sharding.sparse_sum import sparse_names
+from shoal.zero.build import group_index
 
 
 def _check_given(optimizer: torch.optim.Optimizer, settings: Config, world_size: int) -> bool:
-    """Returns: does it step the model's own parameters?"""
+    """Validate the client's optimizer. Returns: does it step the model's own parameters?"""
     says_no = settings.origin("zero_allow_untested_optimizer") == "user" and not settings.zero_allow_untested_optimizer
     kind = check_elementwise(
         optimizer,
@@ -38,8 +39,8 @@ class MadeOptimizer:
     Args:
         optimizer: None: there is none.
         groups: the parameters of each of its groups.
-        is_direct: it steps the model's own parameters, not pieces of flat weights.
-        notes: for start-up.
+        is_direct: it steps the model's own parameters, not ranges of flat main parameters.
+        notes: lines for start-up.
     """
 
     optimizer: torch.optim.Optimizer | None = None
@@ -48,7 +49,7 @@ class MadeOptimizer:
     notes: list[str] = field(default_factory=list)
 
     def sparse(self, model: nn.Module) -> set[int] | None:
-        """The ``id`` of each parameter whose gradient it sees as a sparse tensor; None: it is not direct."""
+        """The ``id`` of each parameter whose gradient the optimizer gets as a sparse tensor; None: it is not direct."""
         if self.optimizer is None or not self.is_direct:
             return None
         names, parameters = sparse_names(model, takes_all=False), dict(model.named_parameters())
@@ -58,7 +59,7 @@ class MadeOptimizer:
 def make_optimizer(
     model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
 ) -> MadeOptimizer:
-    """The optimizer handed in, or the config's.
+    """Validate the client's optimizer, or build one from the config.
 
     Raises: OptimizerError: it cannot be sharded, or its groups hold a parameter twice or none.
     """
@@ -94,7 +95,11 @@ def make_optimizer(
 
 
 def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, Any]]:
-    names = {id(p): name for name, p in model.named_parameters()}
+    """Parameter groups for torch, of the parameters that require a gradient.
+
+    Args:
+        parameters: parameters, (name, parameter) pairs or groups; None: all of the model's.
+    """
     if parameters is None:
         parameters = list(model.parameters())
     if parameters and isinstance(parameters[0], tuple):
@@ -102,23 +107,12 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
     if not parameters or not isinstance(parameters[0], dict):
         parameters = [{"params": parameters}]
     groups = []
-    for index, group in enumerate(parameters):
+    for group in parameters:
         members = group["params"]
         members = [members] if isinstance(members, torch.Tensor) else list(members)
-        trained = [p for p in members if p.requires_grad]
-        groups.append({**group, "params": trained, "names": [names.get(id(p), f"group {index}") for p in trained]})
-    seen: dict[int, int] = {}
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) in seen:
-                raise OptimizerError(
-                    f"parameter {names.get(id(parameter), '?')!r} is in group {seen[id(parameter)]}"
-                    f" and again in group {index}.",
-                    do="hand each parameter to exactly one group.",
-                    code="optimizer-groups",
-                )
-            seen[id(parameter)] = index
-    groups = [{k: v for k, v in group.items() if k != "names"} for group in groups if group["params"]]
+        groups.append({**group, "params": [p for p in members if p.requires_grad]})
+    group_index(model, [group["params"] for group in groups])
+    groups = [group for group in groups if group["params"]]
     if not groups:
         raise OptimizerError(
             "no parameter requires a gradient, so the optimizer would train nothing.",
@@ -129,7 +123,7 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
 
 
 def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The schedule handed in, or the config's; None. Raises: OptimizerError: it is another optimizer's."""
+    """The client's schedule, or one built from the config, or None. Raises: OptimizerError: another optimizer's."""
     if hasattr(given, "get_last_lr") or (given is not None and not callable(given)):
         _check_schedule(given, optimizer)
         return given
@@ -143,7 +137,7 @@ def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer
 
 
 def schedule_notes(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> list[str]:
-    """Whether the config's schedule is one that nobody uses."""
+    """A line for start-up where the config's schedule has no effect."""
     if settings.scheduler is None or not settings.scheduler.type:
         return []
     if given is not None:
@@ -164,32 +158,4 @@ def _check_schedule(schedule: Any, optimizer: torch.optim.Optimizer | None) -> N
             f" that trains ({type(optimizer).__name__}): it would change no learning rate.",
             do="make it from the optimizer that initialize() is given, or pass a callable that takes the optimizer.",
             code="schedule-of-another",
-        )
-
-
-_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
-    "model_parallel",
-    "tensor_model_parallel",
-    "slice_parallel",
-    "pipe_parallel",
-    "pipeline_model_parallel",
-    "sequence_parallel",
-    "context_parallel",
-)
-
-
-def check_mpu(mpu: Any, world_size: int) -> None:
-    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
-    for axis in _MPU_AXES:
-        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
-        if degree != 1:
-            raise NotBuiltError(
-                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
-                do="train with data parallelism (ZeRO) only for now.",
-            )
-    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
-    if size != world_size:
-        raise NotBuiltError(
-            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
-            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
         )

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.engine import moving
+from shoal.engine import offload_states
 from shoal.errors import OutOfMemoryError, UsageError
 from shoal.zero.settings import ZeroSettings
 from tests.ranks.test_offload import MODEL, VOCABULARY, config, make_apart
@@ -357,7 +357,7 @@ def test_a_host_that_is_too_small_is_an_error_and_nothing_moves(monkeypatch: pyt
     engine = start(config(1, "bf16", "AdamW", (), 1))
     micro_batch(engine, 0)
     before = tiers(engine)
-    monkeypatch.setattr("shoal.engine.moving.host_available_nbytes", lambda: 100)
+    monkeypatch.setattr("shoal.engine.offload_states.host_available_nbytes", lambda: 100)
     with pytest.raises(OutOfMemoryError, match="host memory is too small"):
         engine.offload_states()
     assert tiers(engine) == before
@@ -370,7 +370,7 @@ def test_memory_that_runs_out_half_way_brings_everything_back(monkeypatch: pytes
     straight = train(config(1, "bf16", "AdamW", (), 1), {})
     engine = start(config(1, "bf16", "AdamW", (), 1))
     losses = [micro_batch(engine, index) for index in range(3)]
-    empty, calls = moving.aligned_empty, []
+    empty, calls = offload_states.aligned_empty, []
 
     def failing(nbytes: int, **arguments: Any) -> torch.Tensor:
         calls.append(nbytes)
@@ -378,7 +378,7 @@ def test_memory_that_runs_out_half_way_brings_everything_back(monkeypatch: pytes
             raise OutOfMemoryError("no more")
         return empty(nbytes, **arguments)
 
-    monkeypatch.setattr(moving, "aligned_empty", failing)
+    monkeypatch.setattr(offload_states, "aligned_empty", failing)
     with pytest.raises(OutOfMemoryError, match="no more"):
         engine.offload_states()
     losses += [micro_batch(engine, index) for index in range(3, 6)]
@@ -392,7 +392,7 @@ def test_a_device_that_is_too_small_keeps_it_on_the_host(monkeypatch: pytest.Mon
     engine = start(config(3, "bf16", "AdamW", (), 1))
     losses = [micro_batch(engine, index) for index in range(3)]
     engine.offload_states()
-    back, calls = moving._copied_to_device, []
+    back, calls = offload_states._copied_to_device, []
 
     def failing(source: torch.Tensor, device: torch.device) -> torch.Tensor:
         calls.append(source)
@@ -400,7 +400,7 @@ def test_a_device_that_is_too_small_keeps_it_on_the_host(monkeypatch: pytest.Mon
             raise torch.OutOfMemoryError("CUDA out of memory")
         return back(source, device)
 
-    monkeypatch.setattr(moving, "_copied_to_device", failing)
+    monkeypatch.setattr(offload_states, "_copied_to_device", failing)
     with pytest.raises(OutOfMemoryError, match="reload_states"):
         engine.reload_states()
     with pytest.raises(UsageError, match="reload_states"):

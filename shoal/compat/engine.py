@@ -1,0 +1,414 @@
+"""The engine under DeepSpeed's names: what its clients ask for beside ``forward``, ``backward`` and ``step``.
+
+``shoal.Engine`` and ``deepspeed.DeepSpeedEngine`` are this class, whichever ``initialize`` makes it. After
+``deepspeed.initialize`` it also behaves as DeepSpeed does where the two differ (``follows_deepspeed``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shoal.comm.world import process_group
+from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
+from shoal.compat.sparse_exchange import SparseRows, gather_lengths, gather_parts
+from shoal.config import Config
+from shoal.data import Loader
+from shoal.data.curriculum import CurriculumScheduler
+from shoal.engine.engine import Engine
+from shoal.engine.settings import dtype_of
+from shoal.errors import AssertedUsageError, NotBuiltError
+from shoal.models.layer_drop import ProgressiveLayerDrop
+from shoal.observe.monitor import Monitor
+from shoal.zero.hook_switch import ParameterOffload
+from shoal.zero.optimizer import ShardedOptimizer
+
+
+class DeepSpeedEngine(Engine):
+    """An engine with DeepSpeed's names. The methods that return a value of the config are in ``engine_names``."""
+
+    follows_deepspeed = False  # as after deepspeed.initialize
+    _is_averaging = True
+
+    # Of parts that Shoal does not have: the values of a DeepSpeed engine without them.
+    mpu = None
+    mesh_device = None
+    has_moe_layers = False
+    mp_world_size = 1
+    sequence_parallel_size = 1
+    pipeline_parallelism = False
+    loaded_checkpoint_mp_world_size = None
+    seq_parallel_group = None
+    use_ds_comm = False
+
+    def __getattr__(self, name: str) -> Any:
+        refuse(name)
+        if name in ("num_experts", "moe_layers", "gate_modules"):
+            return []
+        return super().__getattr__(name)
+
+    # where DeepSpeed answers otherwise
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+    ) -> torch.Tensor:
+        loss = super().backward(loss, retain_graph, scale_wrt_gas, **kwargs)
+        num_micro = self.gradient_accumulation_steps()
+        return loss / num_micro if self.follows_deepspeed and scale_wrt_gas and num_micro > 1 else loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        stage = self.zero_optimization_stage()
+        if self.follows_deepspeed and stage > 1:
+            raise AssertedUsageError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
+                f" {stage}, as DeepSpeed says.",
+                do="leave it out, or import shoal: under its own name no_sync() works at every stage.",
+                code="no-sync-deepspeed",
+            )
+        if self.follows_deepspeed and not self.sharded.reducer.is_syncing:
+            raise AssertedUsageError(
+                "no_sync context manager reentry is unsupported, as DeepSpeed says.",
+                do="enter it once.",
+                code="no-sync-deepspeed",
+            )
+        with super().no_sync():
+            yield
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        if self.follows_deepspeed and not self.sharded.reducer.is_syncing:
+            raise AssertedUsageError(
+                "It is illegal to call Engine.step() inside no_sync context manager, as DeepSpeed says.",
+                do="step after the block.",
+                code="no-sync-deepspeed",
+            )
+        super().step(lr_kwargs)
+
+    @property
+    def optimizer(self) -> Any:
+        """What ``initialize`` returned as the optimizer; None without one.
+
+        After ``deepspeed.initialize``, at stage 3 without an optimizer: ``parameter_offload``.
+        """
+        if self.sharded_optimizer is None and self.follows_deepspeed and self.zero_optimization_stage() == 3:
+            return self.parameter_offload
+        return self.sharded_optimizer
+
+    # the optimizer
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer that ``optimizer`` wraps; None without one."""
+        return None if self.sharded_optimizer is None else self.sharded_optimizer.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, so that Fabric takes the engine for an optimizer and calls its ``step()``.
+
+        Raises: AttributeError: there is no optimizer.
+        """
+        return self._wrapped().param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The optimizer's defaults. Raises: AttributeError: there is no optimizer."""
+        return self._wrapped().defaults
+
+    @property
+    def state(self) -> Mapping[nn.Parameter, dict[str, Any]]:
+        """The optimizer's state by parameter. Raises: AttributeError: there is no optimizer."""
+        return self._wrapped().state
+
+    def _wrapped(self) -> ShardedOptimizer:
+        if self.sharded_optimizer is None:
+            raise AttributeError("this engine has no optimizer")
+        return self.sharded_optimizer
+
+    def optimizer_name(self) -> str | None:
+        """The class of the client's optimizer, or the type in the config."""
+        if self.sharded_optimizer is not None:
+            return type(self.sharded_optimizer.optimizer).__name__
+        section = self._config.optimizer
+        return section.type if section is not None else None
+
+    def get_mom(self) -> list[Any]:
+        """Momentum, or the pair of betas, of each parameter group; 0 where it has none."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """The entry ``type`` of each parameter group; 0 where it has none."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.sharded_optimizer is None else self.sharded_optimizer.param_groups
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """The switch of the hooks that gather and release parameters (DeepSpeed's ``DeepSpeedZeRoOffload``)."""
+        return self.sharded.offload
+
+    # properties
+
+    @property
+    def _config(self) -> Config:
+        return self.properties.config
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Global batch, micro-batch, accumulation steps."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among the data-parallel ones."""
+        return self.axes.world.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0: there is no model parallelism."""
+        return 0
+
+    def get_tensor_parallel_rank(self) -> int:
+        """0: there is no tensor parallelism."""
+        return 0
+
+    def get_sequence_parallel_group(self) -> None:
+        """None: there is no sequence parallelism."""
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Data-parallel times sequence-parallel ranks."""
+        return self.axes.world.size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """Torch's process group of all data-parallel ranks; None without one."""
+        return process_group()
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """As ``data_parallel_group``."""
+        return self.data_parallel_group
+
+    @property
+    def dist_backend(self) -> str:
+        """``gloo``, ``nccl``, or another backend."""
+        return self.world.backend
+
+    @property
+    def communication_data_type(self) -> torch.dtype | None:
+        """The dtype that gradients are reduced in; None: their own."""
+        return dtype_of(self._config.communication_data_type, "communication_data_type")
+
+    @property
+    def loaded_checkpoint_dp_world_size(self) -> int | None:
+        """Data-parallel ranks of the run that saved the checkpoint loaded last; None before one is loaded."""
+        return self.checkpointing.loaded_size
+
+    @property
+    def losses(self) -> float:
+        """The mean of this rank's losses in the last step; 0 before the first."""
+        return self.accumulation.mean_loss or 0.0
+
+    @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writes values by step: ``monitor.write_events([(name, value, samples)])``. Rank 0 writes."""
+        return self._progress.monitor if self._progress.monitor is not None else Monitor()
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of ``fwd``, ``bwd`` and ``step``, with ``wall_clock_breakdown``; reading them resets nothing."""
+        names = ("fwd", "bwd", "step") if self.timers.is_on else ()
+        return {name: self.timers(name).elapsed(reset=False) for name in names}
+
+    # data
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader whose batches are this rank's part of the data.
+
+        Args:
+            batch_size: samples of one batch of this rank; None: the micro-batch.
+            route: "train" shuffles; anything else keeps the order.
+            data_sampler: chooses what this rank reads; None: samples are divided over the data-parallel ranks, at a
+                position from which any number of ranks can resume.
+        """
+        batch_size = batch_size or self.accumulation.micro_batch
+        common: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": num_local_io_workers or 0,
+            "pin_memory": pin_memory,
+            "drop_last": self._config.dataloader_drop_last,
+        }
+        if data_sampler is not None:
+            return DataLoader(dataset, batch_size=batch_size, sampler=data_sampler, **common)
+        return Loader(
+            dataset,
+            batch_size,
+            rank=self.axes.world.rank,
+            world_size=self.axes.world.size,
+            seed=self._config.data.seed or 0,
+            shuffle=route == "train",
+            **common,
+        )
+
+    # gradients
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backward passes inside the block are reduced once, by the next one outside of it or by ``step()``.
+
+        Memory: as ``no_sync``.
+        """
+        with self.no_sync():
+            yield
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """End a backward pass that is open. Gradients are reduced during backward, or by ``step()``."""
+        self._check_alive()
+        self.sharded.finish_backward()
+
+    @property
+    def gradient_average(self) -> bool:
+        """Are gradients the mean over the ranks, as the configuration has it? Set to false: their sum, from the next
+        backward pass on. Set it on every rank alike.
+        """
+        return self._is_averaging
+
+    @gradient_average.setter
+    def gradient_average(self, value: bool) -> None:
+        self._is_averaging = bool(value)
+        plan = self.plan.precision.gradient
+        pre, post = (plan.pre_scale, plan.post_scale) if value else (1.0, 1.0)
+        for group in self.trained_groups:
+            group.gradient.policy = replace(group.gradient.policy, pre_scale=pre, post_scale=post)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Names of the weights whose gradients are reduced as sparse gradients."""
+        return set(self.sharded.sparse_names)
+
+    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
+        """Every rank's tensor, of one shape and dtype on all. Every rank calls.
+
+        Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
+        """
+        lengths = [1] * self._size_of(dp_group)
+        return [part[0] for part in gather_parts(self.axes.world, value.unsqueeze(0), lengths)]
+
+    def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
+        """Every rank's tensor, whose first dimension may differ from rank to rank. Every rank calls.
+
+        Raises: NotBuiltError: as ``all_gather_scalar``.
+        Communicates: 8 bytes for the lengths, and one all_gather of the longest.
+        """
+        self._size_of(dp_group)
+        return gather_parts(self.axes.world, value, gather_lengths(self.axes.world, value))
+
+    def sparse_allreduce(
+        self, sparse: SparseRows, dp_group: Any = None, dp_world_size: float | None = None
+    ) -> SparseRows:
+        """Give a ``SparseTensor`` the rows of all ranks, divided by their number unless ``gradient_average`` is false.
+
+        Returns: ``sparse``. Communicates: twice ``sparse_all_gather``.
+        """
+        size = self._size_of(dp_group) if dp_world_size is None else dp_world_size
+        values = sparse.values / size if self._is_averaging else sparse.values
+        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
+        sparse.values = torch.cat(self.sparse_all_gather(values, dp_group))
+        return sparse
+
+    def sparse_allreduce_bucket(
+        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
+    ) -> list[SparseRows]:
+        """``sparse_allreduce`` of each."""
+        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
+
+    def sparse_allreduce_no_retain(
+        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
+    ) -> None:
+        """``sparse_allreduce`` of each; the results replace the gradients that the tensors were made from."""
+        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
+            sparse.orig_dense_tensor.data = sparse.to_coo_tensor()
+
+    def _size_of(self, dp_group: Any) -> int:
+        if dp_group is not None and dp_group is not self.data_parallel_group:
+            raise NotBuiltError(
+                f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
+                do="leave dp_group out, or pass engine.data_parallel_group.",
+            )
+        return self.axes.world.size
+
+    # weights
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Whole values by name on rank 0, None on the others. Every rank calls."""
+        self._check_alive()
+        is_first = self.axes.world.rank == 0
+        found = self.weights.module_state_dict(exclude_frozen=exclude_frozen_parameters, is_kept=is_first)
+        return found if is_first else None
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of ``save_16bit_model``, with the file name of its time."""
+        return self.save_16bit_model(save_dir, save_filename, False)
+
+    # curriculum
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The schedule of ``progressive_layer_drop`` in the config; None without it."""
+        return self.run_state.curriculum.layer_drop
+
+    def get_pld_theta(self) -> float | None:
+        """The share of layers that the next training forward keeps; None without the section."""
+        return None if self.progressive_layer_drop is None else self.progressive_layer_drop.get_theta()
+
+    @property
+    def curriculum_scheduler_legacy(self) -> CurriculumScheduler | None:
+        """The schedule of ``curriculum_learning`` in the config; None without it."""
+        return self.run_state.curriculum.scheduler
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Mapping[str, Callable[[int], int]] | Callable[[int], int]
+    ) -> None:
+        """The function of a curriculum whose ``schedule_type`` is ``custom``; before the first forward.
+
+        Args:
+            schedule_func_dict: by ``curriculum_type``, or the function alone: from a step, counted from 1, to a length.
+
+        Raises: UsageError: the config has no such curriculum, or its function is not among them.
+        """
+        self.run_state.curriculum.set_custom_schedule(schedule_func_dict)
+
+
+def _from_path(path: str) -> Callable[[DeepSpeedEngine], Any]:
+    return lambda engine: value_at(engine.properties.config, path)
+
+
+def _from_config(value: Callable[[Config], Any]) -> Callable[[DeepSpeedEngine], Any]:
+    return lambda engine: value(engine.properties.config)
+
+
+for _name, _path in PATHS.items():
+    setattr(DeepSpeedEngine, _name, _from_path(_path))
+for _name, _value in DERIVED.items():
+    setattr(DeepSpeedEngine, _name, _from_config(_value))

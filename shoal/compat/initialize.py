@@ -1,0 +1,111 @@
+"""``shoal.initialize``: DeepSpeed's signature, translated for the engine's own ``initialize``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import current_world, init_distributed
+from shoal.compat.engine import DeepSpeedEngine
+from shoal.engine.initialize import check_model
+from shoal.engine.initialize import initialize as initialize_engine
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.zero.init import suspended
+
+_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
+    "model_parallel",
+    "tensor_model_parallel",
+    "slice_parallel",
+    "pipe_parallel",
+    "pipeline_model_parallel",
+    "sequence_parallel",
+    "context_parallel",
+)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | pathlib.Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | pathlib.Path | dict[str, Any] | None = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Shard a model for training. DeepSpeed's signature and return values.
+
+    Args:
+        model: any module; on the device, on CPU, on the meta device or built under ``zero.Init``.
+        optimizer: any elementwise torch optimizer over the model's parameters, or a callable that takes them; None:
+            from the config.
+        model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
+        training_data: a dataset; a loader of this rank's micro-batches is returned.
+        lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
+        config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
+            for it.
+
+    Returns: engine, optimizer (None without one), data loader, schedule.
+    Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
+    Communicates: the model's values are broadcast from rank 0.
+    """
+    with suspended():  # ``zero.Init`` contexts in which the script builds its model
+        check_model(model)
+        assert model is not None
+        if dist_init_required:
+            init_distributed(distributed_port=distributed_port)
+        world = current_world()
+        source = config if config is not None else config_params
+        if source is None and not any(getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")):
+            raise ConfigError(
+                "no config was given.",
+                do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
+                code="config-missing",
+            )
+        if mpu is not None:
+            _check_mpu(mpu, world.size)
+        if mesh_param is not None:
+            raise ConfigError(
+                f"mesh_param = {mesh_param!r}: meshes are made from the config.",
+                do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
+                code="mesh",
+            )
+        engine = initialize_engine(
+            DeepSpeedEngine,
+            model,
+            source,
+            world,
+            args=args,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+        )
+        if training_data is not None:
+            engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_mpu(mpu: Any, world_size: int) -> None:
+    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
+    for axis in _MPU_AXES:
+        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
+        if degree != 1:
+            raise NotBuiltError(
+                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
+                do="train with data parallelism (ZeRO) only for now.",
+            )
+    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
+    if size != world_size:
+        raise NotBuiltError(
+            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
+            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
+        )

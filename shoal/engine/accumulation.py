@@ -1,0 +1,240 @@
+"""Gradient accumulation: the sizes of a batch, the boundary of a step, and the losses of its micro-batches.
+
+    loss is passed through                  and multiplied by                   gradients are then multiplied by
+    engine.backward(loss)                   loss scale / accumulation steps     1 / loss scale
+    engine.scale(loss), loss.backward()     loss scale / accumulation steps     1 / loss scale
+    loss.backward() alone                   1                                   1 / accumulation steps
+
+Without fp16 the loss scale is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from shoal.device import read_scalar
+from shoal.errors import AssertedUsageError, ConfigError, UsageError
+from shoal.optim.loss_scale import LossScale
+
+
+@dataclass
+class Counters:
+    """What one engine has done so far. A checkpoint saves these numbers."""
+
+    global_steps: int = 0  # skipped steps included
+    global_samples: int = 0  # over all ranks
+    micro_steps: int = 0  # calls of step()
+    skipped_steps: int = 0
+
+
+class Accumulation:
+    """Counts the micro-batches of one engine's steps and scales their losses.
+
+    >>> accumulation = Accumulation(micro_batch=4, num_micro=2, num_ranks=8)
+    >>> accumulation.global_batch
+    64
+    >>> accumulation.is_boundary()
+    False
+    >>> accumulation.end_micro_batch(is_boundary=False)
+    >>> accumulation.is_boundary()
+    True
+    >>> accumulation.set_global_batch(96)
+    >>> accumulation.num_micro
+    3
+
+    Args:
+        micro_batch: samples of one micro-batch of one rank.
+        num_micro: micro-batches of one step (gradient accumulation steps).
+        num_ranks: data-parallel ranks.
+        loss_scale: of fp16; None: losses are not scaled.
+        is_managed: False: the script accumulates by itself (``managed_gradient_accumulation``): every ``step()`` is a
+            boundary, and gradients are not averaged over micro-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        micro_batch: int,
+        num_micro: int,
+        num_ranks: int,
+        loss_scale: LossScale | None = None,
+        is_managed: bool = True,
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.num_micro = num_micro
+        self.num_ranks = num_ranks
+        self.loss_scale = loss_scale
+        self.is_managed = is_managed
+        self.counters = Counters()
+        self.micro_in_step = 0  # micro-batches since the last boundary
+        self.boundary: bool | None = None  # as set from outside; None: counted here
+        self.has_backward = False  # since the last step
+        self.losses: list[torch.Tensor] = []  # since the last step, before scaling
+        self.scaled_by: set[str] = set()  # "engine", "scaled": how losses were scaled
+        self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
+
+    # sizes
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step, over all ranks."""
+        return self.micro_batch * self.num_micro * self.num_ranks
+
+    def set_global_batch(self, total: int) -> None:
+        """Change the number of micro-batches.
+
+        Raises: UsageError: between backward() and step(). ConfigError: ``total`` does not divide by micro-batch x
+            ranks.
+        """
+        if self.has_backward:
+            raise UsageError(
+                "set_train_batch_size() was called between backward() and step().",
+                do="call it right after a step.",
+                code="batch-size-mid-step",
+            )
+        per_micro = self.micro_batch * self.num_ranks
+        if total <= 0 or total % per_micro:
+            low = max(total // per_micro, 1) * per_micro
+            raise ConfigError(
+                f"train_batch_size {total} does not divide by micro-batch {self.micro_batch}"
+                f" x data-parallel {self.num_ranks} = {per_micro}.",
+                do=f"set it to {low} or {low + per_micro}.",
+                code="batch-size",
+            )
+        self.num_micro = total // per_micro
+
+    # the boundary
+
+    def is_boundary(self) -> bool:
+        """Does the optimizer step after the current micro-batch?"""
+        if self.boundary is not None:
+            return self.boundary
+        return not self.is_managed or self.micro_in_step + 1 >= self.num_micro
+
+    @contextmanager
+    def boundary_now(self) -> Iterator[None]:
+        """Inside the block the current micro-batch is the last of its step. A boundary set from outside stays."""
+        is_set_here = self.boundary is None and not self.is_boundary()
+        if is_set_here:
+            self.boundary = True
+        try:
+            yield
+        finally:
+            if is_set_here:
+                self.boundary = None
+
+    def begin_pass(self) -> bool:
+        """A backward pass begins. Returns: is it the last one before the step?"""
+        self.has_backward = True
+        return self.is_managed and self.is_boundary()
+
+    def num_micro_passed(self) -> int:
+        """The micro-batches that one ``step()`` stands for.
+
+        A client that sets the boundary itself calls ``step()`` once for all micro-batches of the step.
+        """
+        return 1 if self.boundary is None else max(1, len(self.losses))
+
+    def end_micro_batch(self, *, is_boundary: bool, num_micro: int = 1) -> None:
+        """Count ``num_micro`` micro-batches, and begin a new step after a boundary."""
+        self.micro_in_step = 0 if is_boundary else self.micro_in_step + 1
+        self.counters.micro_steps += 1
+        self.counters.global_samples += num_micro * self.micro_batch * self.num_ranks
+
+    # losses
+
+    def scaled(self, loss: torch.Tensor, by: Literal["engine", "scaled"], *, is_averaged: bool = True) -> torch.Tensor:
+        """Record ``loss`` and return it scaled for the backward pass.
+
+        Args:
+            by: "engine" for ``engine.backward()``, "scaled" for ``engine.scale()``.
+            is_averaged: divide by the accumulation steps.
+        """
+        self.losses.append(loss.detach())
+        self.scaled_by.add(by)
+        if is_averaged and self.num_micro > 1:
+            loss = loss / self.num_micro
+        return loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
+
+    def gradient_scale(self) -> float:
+        """The factor that turns the accumulated gradients into the gradients of the step."""
+        if not self.scaled_by:  # loss.backward() alone
+            return 1.0 / self.num_micro if self.is_managed else 1.0
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
+
+    def are_losses_finite(self) -> bool:
+        """Set ``mean_loss``. Returns: is it finite?
+
+        Order: on an accelerator the host waits for the losses; right after this it waits for the gradients anyway.
+        """
+        if not self.losses:
+            self.mean_loss = None
+            return True
+        mean = torch.stack([loss.reshape(()).float() for loss in self.losses]).mean()
+        self.mean_loss = read_scalar(mean, when_fake=0.0)
+        return math.isfinite(self.mean_loss)
+
+    def refuse_mixed(self, num_plain_passes: int) -> None:
+        """Raises: UsageError: ``engine.backward(loss)`` and ``loss.backward()`` were both used in one step.
+
+        Args:
+            num_plain_passes: passes of ``loss.backward()`` since the last step.
+        """
+        if num_plain_passes and self.scaled_by == {"engine"}:
+            raise UsageError(
+                "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
+                do="use one of them, or loss.backward() on engine.scale(loss).",
+                code="mixed-backward",
+            )
+
+    def reset(self) -> None:
+        """Discard the losses of the current step, after it was taken or given up. ``mean_loss`` is kept."""
+        self.has_backward = False
+        self.losses.clear()
+        self.scaled_by.clear()
+
+    # checkpoints
+
+    def own_state(self) -> dict[str, Any]:
+        """The losses of an unfinished step on this rank."""
+        return {"losses": [float(loss) for loss in self.losses], "styles": sorted(self.scaled_by)}
+
+    def load_own_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
+        """Restore what ``own_state`` returned, to continue the step."""
+        self.has_backward = True
+        self.losses = [torch.tensor(loss, device=device) for loss in saved["losses"]]
+        self.scaled_by = set(saved["styles"])
+
+
+def check_for_backward(loss: Any) -> None:
+    """Raises: UsageError: the loss is not one number that depends on a parameter."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise UsageError(
+            f"the loss must be one number, got {_shape(loss)}.", do="reduce it, e.g. loss.mean().", code="loss-shape"
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss does not depend on any parameter that is trained.",
+            do="check torch.no_grad(), detach(), and requires_grad of the parameters.",
+            code="loss-detached",
+        )
+
+
+def check_for_scale(loss: Any) -> None:
+    """Raises: AssertedUsageError: the loss is not one number with a graph behind it."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise AssertedUsageError(
+            f"scale() takes a loss that is a scalar tensor with a graph behind it, got {_shape(loss)}.",
+            do="reduce it first, e.g. loss.mean(); for other tensors call tensor.backward(gradient).",
+            code="loss-shape",
+        )
+
+
+def _shape(loss: Any) -> tuple[int, ...] | str:
+    return tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__

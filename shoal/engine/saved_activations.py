@@ -1,0 +1,66 @@
+"""What the config asks for about activations between forward and backward: recomputation, and offload to the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.parallel.activations import HostActivations
+from shoal.parallel.recompute import (
+    Recompute,
+    RecomputedBlocks,
+    RecomputeSettings,
+    current_recompute,
+    install,
+    is_configured,
+    recompute_blocks,
+    uninstall,
+)
+from shoal.sharding.placement import Tier
+
+
+class SavedActivations:
+    """Recomputation and offload of one engine's activations.
+
+    ``shoal.checkpointing.configure()`` of the script takes precedence over a config that leaves the section out.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, world: World) -> None:
+        section = config.activation_checkpointing
+        settings = RecomputeSettings.of(section)
+        self._world = world
+        self._is_installed_here = not (is_configured() and settings == RecomputeSettings())
+        self.recompute = Recompute(settings) if self._is_installed_here else current_recompute()
+        self.notes: list[str] = []  # for start-up
+        if self._is_installed_here:
+            install(self.recompute, world)
+            self.notes = self.recompute.notes()
+        self.blocks: RecomputedBlocks | None = None
+        if section.modules:
+            self.blocks = recompute_blocks(model, section.modules, recompute=self.recompute)
+        self.offloaded: HostActivations | None = None
+        if config.offload_activation.device == "cpu":
+            self.offloaded = HostActivations(model, max_nbytes=config.offload_activation.bytes)
+
+    @property
+    def num_recomputed(self) -> int:
+        """Modules that the config has recomputed."""
+        return 0 if self.blocks is None else len(self.blocks)
+
+    def bytes_by_tier(self) -> Counter[Tier]:
+        """Bytes that are kept for backward now."""
+        found = Counter(self.recompute.saved_bytes_by_tier())
+        found.update({} if self.offloaded is None else self.offloaded.saved_bytes_by_tier())
+        return found
+
+    def remove(self) -> None:
+        """Restore the model's own forwards."""
+        if self.offloaded is not None:
+            self.offloaded.remove()
+        if self.blocks is not None:
+            self.blocks.remove()
+        if self._is_installed_here:
+            uninstall(self.recompute, self._world)

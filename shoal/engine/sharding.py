@@ -1,0 +1,177 @@
+"""The sharded model as the engine uses it: passes, reduction, the update, and the end of both.
+
+The engine reads and changes parameters, gradients and optimizer state through this file (and ``offload_states.py``,
+``weights.py``, ``parameter_check.py``); nothing here holds the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from shoal.checkpoint.local_shards import LocalShards
+from shoal.engine.accumulation import Accumulation
+from shoal.engine.parameter_check import ParameterCheck
+from shoal.engine.properties import Properties
+from shoal.observe.ledger import Ledger, account
+from shoal.sharding.placement import Tier
+from shoal.zero.engine_parameters import EngineParameters
+from shoal.zero.runtime import ShardedModel
+from shoal.zero.step import ShardedStep
+from shoal.zero.step_status import GlobalStatus, refuse_unused, synchronize_status
+
+
+class Sharding:
+    """One engine's parameters, gradients and optimizer state.
+
+    Args:
+        model: runs the units of ``module``.
+        step: the optimizer on this rank's range; None: the engine has no optimizer.
+        accumulation: has the factor that gradients in memory must be multiplied by.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: ShardedModel,
+        step: ShardedStep | None,
+        properties: Properties,
+        accumulation: Accumulation,
+    ) -> None:
+        self.module = module
+        self.model = model
+        self.groups = model.trained_groups
+        self.step = step
+        self._plan = properties.plan
+        self._axes = properties.axes
+        self._device = properties.device
+        self.failure: Exception | None = None  # set when the state is no longer usable
+        self.check = ParameterCheck(module, model)
+        self.access = EngineParameters(
+            model,
+            self.groups,
+            step,
+            accumulation.gradient_scale,
+            self.check.follow,
+            stage=properties.stage,
+            checks_changes=bool(properties.config.zero_optimization.enable_sanity_checks),
+        )
+        if step is not None and step.cpu_optimizer is not None:
+            step.cpu_optimizer.likely_scale = accumulation.gradient_scale
+
+    def wait(self) -> None:
+        """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
+        if self.step is not None:
+            self.step.synchronize()
+            if self.failure is None:
+                self.check.follow()
+
+    # the step
+
+    def reduce_all(self) -> None:
+        """Reduce every gradient that no backward pass has reduced."""
+        self.check.follow()  # before the update overwrites what the script has changed
+        self.model.reducer.complete_step()
+
+    def synchronize_status(self, *, is_loss_finite: bool) -> GlobalStatus:
+        """Exchange norm, overflow and missing gradients.
+
+        Communicates: one exchange of 4 numbers per rank; two more of a few bytes where a gradient is missing or late.
+        """
+        device = self._device.torch_device
+        return synchronize_status(self.groups, self.model.reducer, self._axes, device, is_loss_finite=is_loss_finite)
+
+    def refuse_unused(self, status: GlobalStatus, step: int) -> None:
+        """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""
+        if not self._plan.ignores_unused:
+            refuse_unused(status, step)
+
+    def update(self, status: GlobalStatus, gradient_scale: float, *, is_clipped: bool) -> None:
+        """Run the optimizer on this rank's range, then gather the parameters where their placement asks for it.
+
+        Args:
+            gradient_scale: the gradients are multiplied by it.
+        """
+        step = self.step
+        assert step is not None
+        if step.cpu_optimizer is not None:
+            step.cpu_optimizer.is_likely = not is_clipped
+        self._axes.drain()  # peers may still be reading the shards that are about to change
+        step.begin()
+        try:
+            with torch.no_grad():
+                works = step.update(self.model.units, gradient_scale, status.has_grad)
+        except Exception as error:
+            self.failure = error  # some units are a step ahead of the others
+            raise
+        finally:
+            step.end()
+        for work in works:
+            work.drain()  # the script may change parameters in place after this
+
+    def reset_gradients(self) -> None:
+        """Discard the gradients of the current step."""
+        if self.step is not None:
+            self.step.drop_gradients()
+        for group in self.groups:
+            group.gradient.reset()
+        self.model.num_plain_passes = 0
+
+    # all of the state
+
+    def local_shards(self) -> LocalShards:
+        """What this rank holds of the model and of the optimizer, for saving and loading."""
+        return LocalShards(self.model, self.groups, self.step, self._axes)
+
+    def local_gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of a gradient, without elements where it owns none; None without a gradient."""
+        if not self.access.has_gradient(parameter):
+            return None
+        part = self.access.local_gradient(parameter)
+        return torch.empty(0, device=parameter.device) if part is None else part
+
+    def ledger(self, saved: Counter[Tier], offloaded: Collection[str]) -> Ledger:
+        """Bytes by kind, tier and unit.
+
+        Args:
+            saved: bytes of activations that are kept for backward, by tier.
+            offloaded: kinds that ``offload_states()`` moved to the host.
+        """
+        return account(self.model, self.step, self._device, saved, offloaded)
+
+    # failure and end
+
+    def recover(self) -> None:
+        """After an exception: release every unit, discard gradients and pending updates."""
+        if self.step is not None:
+            with suppress(Exception):  # the first error counts; an update that failed fails the next step too
+                self.step.drop_gradients()
+        self.model.recover()
+        self.model.num_plain_passes = 0
+
+    def stop_host_updates(self) -> None:
+        """End the thread that updates on the host."""
+        if self.step is not None and self.step.cpu_optimizer is not None:
+            self.step.cpu_optimizer.close()
+
+    def detach(self) -> None:
+        """Remove all hooks and give the parameters memory of their own. Communicates: as ``ShardedModel.detach``."""
+        try:
+            self.model.recover()
+            self.model.detach(is_failed=self.failure is not None)
+        finally:
+            self.model.disks.close()
+
+    def free(self) -> None:
+        """After ``detach``: free gradients and optimizer state."""
+        if self.step is not None:
+            self.step.free()
+        for group in self.groups:
+            group.gradient.free()
+            group.ranges = []
+        self.check.forget()
+        self.groups.clear()

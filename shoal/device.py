@@ -99,7 +99,7 @@ class Device:
         return MemoryReading(resident, peak, "resident set of the process")
 
     def free_nbytes(self) -> int:
-        """Bytes of the accelerator that nobody has taken, and that this process's allocator keeps without using."""
+        """Bytes of the accelerator that are free, and those that this process's allocator keeps without using."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         kept = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(free) + int(kept)

@@ -28,13 +28,13 @@ app.command("convert")(convert)
 app.command("as-deepspeed")(as_deepspeed)
 
 
-class Precision(StrEnum):
+class PrecisionOption(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
 
 
-class Schedule(StrEnum):
+class ScheduleOption(StrEnum):
     cosine = "cosine"
     linear = "linear"
     constant = "constant"
@@ -135,7 +135,7 @@ def train(
         int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks; one per visible GPU, else 1.")
     ] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. [3]")] = None,
-    precision: Annotated[Precision | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
+    precision: Annotated[PrecisionOption | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [8]")] = None,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. [1]")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,
@@ -143,7 +143,9 @@ def train(
         float | None, typer.Option(min=0.01, help="Stop after so many minutes. [3, without --steps]")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(min=0, help="Peak learning rate; by the model's size.")] = None,
-    schedule: Annotated[Schedule | None, typer.Option(help="Of the learning rate, after a warm-up. [cosine]")] = None,
+    schedule: Annotated[
+        ScheduleOption | None, typer.Option(help="Of the learning rate, after a warm-up. [cosine]")
+    ] = None,
     clip: Annotated[float | None, typer.Option(min=0, help="Bound of the gradient's norm; 0 for none. [1.0]")] = None,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here overrule it.")

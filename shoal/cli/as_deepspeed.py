@@ -1,4 +1,4 @@
-"""What the command line does for scripts that say ``import deepspeed``: run them, or lend the name everywhere."""
+"""The command line for scripts that ``import deepspeed``: run them, or make the name an alias of Shoal everywhere."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, 
 
 
 def is_command(script: str) -> bool:
-    """Is it a program (``accelerate``, ``torchrun``, ``deepspeed``), and no file of that name here?"""
+    """Is it a program (``accelerate``, ``torchrun``, ``deepspeed``), and not a file in the current folder?"""
     is_known = script in PROGRAMS or _program(script) is not None
     return os.sep not in script and not Path(script).exists() and is_known
 
 
 def _program(name: str) -> str | None:
-    """Of the path, or of this environment, which need not be activated."""
+    """The program's path, from PATH or from this environment, which need not be activated."""
     return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def become_command(command: str, arguments: Sequence[str], ranks: int | None) -> None:
-    """Become a launcher whose ranks lend the name. Does not return.
+    """Become a launcher in whose ranks ``import deepspeed`` is Shoal. Does not return.
 
     Raises: UsageError: ``ranks`` was given: the command starts ranks of its own.
     """
@@ -68,9 +68,9 @@ def as_deepspeed(
     enable: Annotated[bool, typer.Option("--enable", help=f"Write {PTH_NAME} to this environment.")] = False,
     disable: Annotated[bool, typer.Option("--disable", help="Remove it.")] = False,
 ) -> None:
-    """Lend DeepSpeed's name wherever SHOAL_AS_DEEPSPEED=1 is set: notebooks, Ray workers, any launcher.
+    """Make `import deepspeed` Shoal wherever SHOAL_AS_DEEPSPEED=1 is set: notebooks, Ray workers, any launcher.
 
-    With --enable each interpreter of this environment asks for that variable when it starts (a line in a .pth file),
+    With --enable each interpreter of this environment reads that variable when it starts (a line in a .pth file),
     and does nothing without it. `shoal run --as-deepspeed` needs none of this.
     """
     path = Path(sysconfig.get_paths()["purelib"]) / PTH_NAME
@@ -82,6 +82,6 @@ def as_deepspeed(
         print(f"wrote {path}: with {SWITCH}=1, `import deepspeed` is Shoal in this environment.")
     elif path.is_file():
         path.unlink()
-        print(f"removed {path}: this environment lends the name no longer.")
+        print(f"removed {path}: `import deepspeed` is no longer Shoal in this environment.")
     else:
         print(f"nothing to remove: there is no {path}.")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from shoal.observe.monitor import Event
 from shoal.text import format_bytes, format_count
@@ -43,7 +42,7 @@ class Reading:
         return [(name, value, self.step) for name, value in values]
 
 
-class Progress:
+class TrainingProgress:
     """The bar, and lines that go above it. Says nothing unless enabled (on rank 0).
 
     Order: ``show`` at most redraws ten times a second, whatever the length of a step.
@@ -52,7 +51,7 @@ class Progress:
     def __init__(self, *, enabled: bool, console: Console | None = None) -> None:
         self._enabled = enabled
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._bar = RichProgress(
+        self._bar = Progress(
             TextColumn("step {task.fields[step]}"),
             BarColumn(bar_width=24),
             TextColumn("loss [bold]{task.fields[loss]}[/] val {task.fields[validation]}"),
@@ -70,7 +69,7 @@ class Progress:
         )
         self._last: Reading | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> TrainingProgress:
         self._bar.start()
         self._bar.start_task(self._task)
         return self

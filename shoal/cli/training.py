@@ -27,7 +27,7 @@ from shoal.cli.job import (
     read_config,
     run_folder,
 )
-from shoal.cli.progress import Progress, Reading
+from shoal.cli.progress import Reading, TrainingProgress
 from shoal.comm.world import World, current_world
 from shoal.data import (
     RepeatingLoader,
@@ -105,7 +105,7 @@ class _Run:
         self.is_writer = world.rank == 0
         self.tokenizer: Tokenizer = load_tokenizer(job.tokenizer)
         self.shape = job.shape(self.tokenizer.vocab_size)
-        self.progress = Progress(enabled=self.is_writer)
+        self.progress = TrainingProgress(enabled=self.is_writer)
         self.progress.say(f"reading {'Python documentation' if not job.text else ', '.join(job.text)} ...")
         texts = read_texts(job.text) if job.text else default_texts()
         self.training, self.validation = split(

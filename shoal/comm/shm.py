@@ -97,7 +97,7 @@ class LocalPeers:
     def read_store(self, key: str, timeout: float) -> str:
         """The value of ``key``, once some rank has set it.
 
-        Raises: RankFailedError: a rank failed meanwhile; CommError: nobody set it within ``timeout`` seconds.
+        Raises: RankFailedError: a rank failed meanwhile; CommError: no rank set it within ``timeout`` seconds.
         """
         start = time.monotonic()
         pause = 0.0005

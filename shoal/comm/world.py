@@ -1,4 +1,4 @@
-"""The world: who this rank is, and how it reaches the others.
+"""The world: this rank, its device, and the communicators to the other ranks.
 
 world = current_world()
 comm = world.communicator("dp", Mesh.of(world.size))

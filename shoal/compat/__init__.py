@@ -1,1 +1,1 @@
-"""DeepSpeed's names, lent on request: ``import deepspeed`` is Shoal where somebody has asked for it."""
+"""DeepSpeed's names for Shoal. After ``install()`` ``deepspeed`` is an alias: ``import deepspeed`` is Shoal."""

@@ -1,4 +1,4 @@
-"""Stand-ins for what DeepSpeed has and Shoal has not: importable; used, an error that says what to do."""
+"""Functions and classes of DeepSpeed that Shoal does not have: importing one works, using it raises NotBuiltError."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Names of DeepSpeed that Shoal does not have, by module, with what to use instead.
 
     name below ``deepspeed``     what is in it
-    inference.engine             InferenceEngine: importing it is no error, making one is
+    inference.engine             InferenceEngine: importing it works, constructing one is an error
 
 ``shoal.compat.table_finder`` makes the modules. A module below one of these that is not listed cannot be imported; the
-error says what to do. The same holds for the modules in ``NAMED``.
+error says what to do. So it is with the modules in ``NAMED``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under ever
 _MUON = "name Muon as optimizer.type in the config."
 _STAGES = "pipeline parallelism is not built yet: train the same layers as one nn.Sequential under ZeRO stage 3."
 _EXPERTS = (
-    "expert parallelism is not built yet: hold all experts on each rank as plain modules, sharded by ZeRO stage 3."
+    "expert parallelism is not built yet: keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
 )
 _SEQUENCE = (
     "sequence parallelism is not built yet: use activation checkpointing for long sequences, or a smaller micro-batch."
@@ -158,7 +158,7 @@ ABSENT: dict[str, tuple[str, str]] = {
         "DeepSpeedActivationCheckpointingConfig",
     ),
     "runtime.chunked_cross_entropy": (
-        "compute the loss in pieces under torch.utils.checkpoint.",
+        "compute the loss in chunks under torch.utils.checkpoint.",
         "chunked_cross_entropy ChunkedCausalLMLoss install_chunked_causal_lm_loss",
     ),
     "runtime.pipe.p2p": (_STAGES, "can_send_recv init_process_groups send recv wait send_obj recv_obj"),
@@ -222,7 +222,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "sequence.layer": (_SEQUENCE, "DistributedAttention single_all_to_all"),
 }
 
-# Modules that cannot be imported, by what to do instead: nothing can stand in for what is in them.
+# Modules that cannot be imported, by what to do instead: their contents have no replacement.
 NAMED: dict[str, str] = {
     _BACKENDS: "comm.config comm.constants comm.mori comm.pg_utils comm.utils",
     _LAUNCHER: "launcher.launcher_helper",

@@ -1,4 +1,4 @@
-"""What is said, once and by the first rank, when DeepSpeed's name is lent."""
+"""The lines that the first rank logs, once, when ``import deepspeed`` becomes Shoal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 
-from shoal.compat.distribution import lent_version
+from shoal.compat.distribution import alias_version
 from shoal.engine.log import logger, make_audible
 
 # The releases that the clients' tests are run with.
@@ -21,20 +21,20 @@ TESTED = {
 
 
 def announce(real: ModuleSpec | None) -> None:
-    """Say which ``deepspeed`` is used, and which clients are not the tested ones.
+    """Log which ``deepspeed`` is used, and which clients have untested releases.
 
     Args:
-        real: a DeepSpeed that is installed beside.
+        real: a DeepSpeed that is installed in this environment too.
     """
     beside = f"; the DeepSpeed in {real.origin} is not used" if real is not None and real.origin else ""
     make_audible(None)
-    logger.info(f"`deepspeed` is Shoal here, version {lent_version()}{beside}.")
+    logger.info(f"`deepspeed` is Shoal here, version {alias_version()}{beside}.")
     for line in untested():
         logger.warning(line)
 
 
 def untested() -> list[str]:
-    """A line for each imported client of a release that the tests are not run with."""
+    """A line for each imported client whose release the tests do not run with."""
     lines = []
     for name, tested in TESTED.items():
         if name not in sys.modules:

@@ -10,7 +10,7 @@ from shoal.errors import ShoalError
 
 
 def be_assertion(error: ShoalError) -> None:
-    """Let ``except AssertionError`` catch the error as well."""
+    """Derive a class of the error that ``except AssertionError`` catches as well."""
     if not isinstance(error, AssertionError):
         kind: Any = type(error)
         error.__class__ = _asserted(kind)

@@ -1,4 +1,4 @@
-"""Classes that stand for a stage or a precision: of the one optimizer wrapper, ``isinstance`` asks what it does."""
+"""DeepSpeed's optimizer classes of a stage or precision; ``isinstance`` finds the one wrapper that does as much."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.zero.parameter_owner import OWNERS
 
 
 class _Kind(type):
-    """A class whose instances are the wrappers that ``fits`` says yes to."""
+    """A class whose instances are the wrappers for which ``fits`` is true."""
 
     fits: Callable[[ShardedOptimizer], bool]
 
@@ -30,13 +30,13 @@ def kind(name: str, doc: str, fits: Callable[[ShardedOptimizer], bool]) -> type:
 
 
 def stage_of(optimizer: ShardedOptimizer) -> int:
-    """The ZeRO stage of the engine that it belongs to; 0 where that engine is gone."""
+    """The ZeRO stage of the wrapper's engine; 0 after that engine was destroyed."""
     owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
     return 0 if owner is None else owner.stage
 
 
 def has_dtype(optimizer: ShardedOptimizer, dtype: torch.dtype) -> bool:
-    """Does it update parameters of that format?"""
+    """Does the wrapper update parameters of that format?"""
     return any(group.buffer.dtype == dtype for group in optimizer.sharded_step.groups)
 
 

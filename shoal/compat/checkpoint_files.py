@@ -26,7 +26,7 @@ import torch
 
 from shoal.checkpoint.formats.torch_writing import write_values
 from shoal.checkpoint.storage import LocalStorage, Storage
-from shoal.compat.distribution import lent_version
+from shoal.compat.distribution import alias_version
 from shoal.engine.engine import Engine
 
 SCRIPTS = {"zero_to_fp32.py": ("fp32 weights", "main"), "zero_to_torch.py": ("weights", "main_to_torch")}
@@ -59,7 +59,7 @@ def prepare(
     """
     stage = engine.zero_optimization_stage()
     settings = json.loads(json.dumps(engine.config, default=str))
-    version = lent_version()
+    version = alias_version()
     counters = {
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,

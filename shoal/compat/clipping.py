@@ -1,8 +1,8 @@
-"""``torch.nn.utils.clip_grad_norm_`` warns, while the name is lent, where it sees parameters of an engine.
+"""``torch.nn.utils.clip_grad_norm_`` warns about parameters of an engine, while ``import deepspeed`` is Shoal.
 
-On several ranks an engine takes the gradient of a parameter as soon as it is complete, so torch's function finds none:
-it changes nothing and returns a norm of 0, under DeepSpeed as here. On one rank it finds the gradients and clips them.
-While the name is not lent, torch stays as it is.
+On several ranks an engine moves the gradient of a parameter to its buffer as soon as it is complete, so torch's
+function finds none: it changes nothing and returns a norm of 0, as under DeepSpeed. On one rank it finds the gradients
+and clips them. Without the alias torch is not patched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def _clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
     return _own(given, *args, **kwargs)
 
 
-def lend() -> None:
-    """Put the function that warns in the place of torch's."""
+def warn_of_clipping() -> None:
+    """Replace torch's function by the one that warns."""
     torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_ = _clip_grad_norm_
 
 
-def take_back() -> None:
-    """Put torch's own back."""
+def restore_clipping() -> None:
+    """Restore torch's function."""
     torch.nn.utils.clip_grad_norm_ = clip_grad.clip_grad_norm_ = _own

@@ -2,7 +2,7 @@
 
 tensor of 5 elements, 2 ranks     rank 0 gets the mean of elements 0 to 2, rank 1 that of elements 3 and 4
 
-The group is torch's, which a script made and hands in, so torch's own collective is called.
+The script passes a process group of torch's, so torch's own collective is called.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def reduce_scatter_coalesced(tensors: Sequence[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
-    """This rank's stretch of the mean of each tensor over the ranks.
+    """This rank's range of the mean of each tensor over the ranks.
 
     Args:
         tensors: of one dtype and device; any shapes, the same on every rank.

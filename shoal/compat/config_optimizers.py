@@ -1,4 +1,4 @@
-"""Optimizers that the configuration names count as the classes that DeepSpeed would have made.
+"""Optimizers that the config names are instances of the classes that DeepSpeed would have built.
 
     "type"         on the device     with offload_optimizer
     Adam, AdamW    FusedAdam         DeepSpeedCPUAdam
@@ -30,7 +30,7 @@ ON_HOST = {
 
 
 class CountsOptimizers(type):
-    """A class of DeepSpeed's, whose instances are also the optimizers that stand for it."""
+    """A class of DeepSpeed's, whose instances are also the optimizers that were marked as it."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         if super().__instancecheck__(instance):
@@ -40,7 +40,7 @@ class CountsOptimizers(type):
 
 
 def mark(optimizer: ShardedOptimizer, config: Config) -> None:
-    """Say what an optimizer that the configuration named stands for."""
+    """Mark an optimizer that the config named as an instance of DeepSpeed's class."""
     section = config.optimizer
     if section is None or not section.type or dict(section.params).get("torch_adam"):
         return

@@ -10,9 +10,9 @@ from shoal.errors import OptimizerError
 
 
 def fused_where_possible(params: Any) -> tuple[Any, bool | None]:
-    """The parameters or groups, and whether torch's fused step takes them (None: let torch choose).
+    """The parameters or groups, and whether torch's fused step supports them (None: let torch choose).
 
-    Group dicts are kept as they are: whoever holds them sees later changes of the rate.
+    Group dicts are not copied, so the caller sees later changes of the rate in them.
     """
     entries = list(params)
     tensors: list[Any] = []
@@ -37,6 +37,6 @@ def only_true(name: str, option: str, value: bool) -> None:
 
 
 def only_false(name: str, option: str, value: Any, do: str = "leave it out.") -> None:
-    """Raises: OptimizerError: the option asks for something that is not there."""
+    """Raises: OptimizerError: the option asks for something that Shoal does not have."""
     if value:
         raise OptimizerError(f"{name}({option}={value}): there is no such option.", do=do, code="optimizer-params")

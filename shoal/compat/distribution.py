@@ -1,4 +1,4 @@
-"""The metadata of the lent name: which API level it is, and who provides it."""
+"""The metadata of the distribution ``deepspeed`` while it is an alias of Shoal: its API level and provider."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 API_LEVEL = "0.19.8"
 
 
-def lent_version() -> str:
-    """``0.19.8+shoal.X``: a local label of PEP 440, which passes for 0.19.8 and shows in bug reports."""
+def alias_version() -> str:
+    """``0.19.8+shoal.X``: a local version of PEP 440, which matches 0.19.8 and is visible in bug reports."""
     from shoal import __version__
 
     return f"{API_LEVEL}+shoal.{__version__.replace('+', '.')}"
 
 
-class LentDistribution(Distribution):
-    """What ``importlib.metadata`` says of ``deepspeed``. There is no file behind it."""
+class AliasDistribution(Distribution):
+    """The distribution that ``importlib.metadata`` finds for ``deepspeed``. It has no files."""
 
     def read_text(self, filename: str) -> str | None:
         if filename in ("METADATA", "PKG-INFO"):
             return (
                 "Metadata-Version: 2.1\n"
                 "Name: deepspeed\n"
-                f"Version: {lent_version()}\n"
+                f"Version: {alias_version()}\n"
                 "Summary: provided by Shoal, not by DeepSpeed\n"
             )
         return "deepspeed\n" if filename == "top_level.txt" else None
@@ -33,5 +33,5 @@ class LentDistribution(Distribution):
         return Path(__file__).resolve().parent / path
 
 
-def lent_distribution() -> Distribution:
-    return LentDistribution()
+def alias_distribution() -> Distribution:
+    return AliasDistribution()

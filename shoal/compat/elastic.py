@@ -1,6 +1,6 @@
 """DeepSpeed's elasticity functions, for schedulers of jobs and for scripts: dicts in, numbers out.
 
-The arithmetic is ``shoal.config.elastic``'s; here it gets DeepSpeed's signatures and its way of asking the environment.
+The arithmetic is ``shoal.config.elastic``'s; this module adds DeepSpeed's signatures and environment variables.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MINIMUM_DEEPSPEED_VERSION = "0.3.8"
 class ElasticityConfig:
     """A checked section ``elasticity``, with DeepSpeed's names for what is in it.
 
-    Raises: ElasticityConfigError: it is wrong.
+    Raises: ElasticityConfigError: the section is wrong.
     """
 
     def __init__(self, param_dict: Mapping[str, Any]) -> None:
@@ -54,15 +54,15 @@ class ElasticityConfig:
 
 
 def section_of(given: Mapping[str, Any]) -> Elasticity:
-    """The section, checked. Raises: ElasticityConfigError: everything that is wrong with it."""
+    """The section, checked. Raises: ElasticityConfigError: all problems of the section."""
     seen = examine({"elasticity": dict(given)}, check_supported=False)
     if seen.problems or seen.config is None:
-        raise ElasticityConfigError("; ".join(str(problem) for problem in seen.problems), do="mend the section.")
+        raise ElasticityConfigError("; ".join(str(problem) for problem in seen.problems), do="fix the section.")
     return seen.config.elasticity
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Does a configuration switch elasticity on?"""
+    """Does the config enable elasticity?"""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
 
 
@@ -74,7 +74,7 @@ def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, An
     planned = schedulers_elasticity()
     if planned is None:
         logger.warning(
-            "DEEPSPEED_ELASTICITY_CONFIG is not set: nobody says with which section the job's scheduler has planned."
+            "DEEPSPEED_ELASTICITY_CONFIG is not set, so the section that the job's scheduler used is unknown."
         )
         return
     check_scheduler(section_of(runtime_elastic_config_dict), planned)

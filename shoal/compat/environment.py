@@ -1,10 +1,10 @@
-"""The variables that carry the wish to child processes, and the rank that may speak.
+"""The variables that pass the alias on to child processes, and those that name the first rank.
 
-    SHOAL_AS_DEEPSPEED   "1": an interpreter that starts with it, and sees ``startup``, lends the name
+    SHOAL_AS_DEEPSPEED   "1": an interpreter that starts with it, and with ``startup`` on its path, installs the alias
     PYTHONPATH           has ``startup`` at its front, whose ``sitecustomize`` is run when an interpreter starts
-    RANK, LOCAL_RANK     say which process is the first
+    RANK, LOCAL_RANK     the process with 0 is the first
 
-This is the one file of Shoal that writes to the environment: there is no other way to tell child processes.
+This is the one file of Shoal that writes to the environment: child processes inherit nothing else.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ STARTUP = os.path.join(os.path.dirname(os.path.realpath(__file__)), "startup")
 
 
 def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:
-    """Does the environment ask for DeepSpeed's name?"""
+    """Does the environment ask for the alias?"""
     return (os.environ if variables is None else variables).get(SWITCH) == "1"
 
 
 def launched_ranks() -> int:
-    """How many ranks the launcher says that it started; 0 where it does not say."""
+    """The number of ranks that the launcher started, by its variables; 0 without such variables."""
     said = os.environ.get("WORLD_SIZE", "")
     return int(said) if said.isdecimal() else 0
 
 
 def for_children(variables: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables that make child processes lend the name too."""
+    """The variables that install the alias in child processes too."""
     now = (os.environ if variables is None else variables).get("PYTHONPATH", "")
-    rest = [part for part in now.split(os.pathsep) if part and part != STARTUP]
-    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([STARTUP, *rest])}
+    others = [part for part in now.split(os.pathsep) if part and part != STARTUP]
+    return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([STARTUP, *others])}
 
 
 def whole_for_children() -> dict[str, str]:
@@ -44,7 +44,7 @@ def whole_for_children() -> dict[str, str]:
 
 
 def tell_children() -> dict[str, str | None]:
-    """Set them. Returns: what they were, for ``restore``."""
+    """Set these variables. Returns: their values before, for ``restore``."""
     wanted = for_children()
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -61,12 +61,12 @@ def restore(before: Mapping[str, str | None]) -> None:
 
 
 def is_first_rank() -> bool:
-    """Is this the process that speaks for all?"""
+    """Is this the process that logs for all ranks?"""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) in ("", "0")
 
 
 def visible_devices() -> str | None:
-    """What the accelerator's driver is told to show; None: everything."""
+    """The value of CUDA_VISIBLE_DEVICES; None: not set."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -78,12 +78,12 @@ def showing(chosen: Sequence[int | str], devices: Sequence[int | str]) -> dict[s
 
 
 def local_rank() -> str | None:
-    """What a launcher says of this process's number on its machine."""
+    """This process's number on its machine, from the launcher's variables."""
     return os.environ.get("LOCAL_RANK")
 
 
 def local_size() -> int | None:
-    """How many ranks a launcher, or the user, says there are on this machine."""
+    """The number of ranks on this machine, from the launcher's or the user's variables."""
     text = os.environ.get("LOCAL_SIZE", "")
     return int(text) if text.isdigit() and int(text) > 0 else None
 
@@ -94,11 +94,10 @@ def file_of_variables() -> str:
 
 
 def exported(folders: Sequence[Path]) -> dict[str, str]:
-    """The variables that go along to other machines: those with ``EXPORTED``'s beginnings, then the file's.
+    """The variables that are copied to other machines: those with the prefixes of ``EXPORTED``, then the file's.
 
     Args:
-        folders: where the file is looked for; what a later one says wins. A file that is named by its whole path is
-            read itself.
+        folders: where the file is looked for; a later folder's file wins. A name that is a whole path is read directly.
 
     Raises: ConfigError: a line that is not NAME=VALUE.
     """

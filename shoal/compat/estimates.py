@@ -3,11 +3,11 @@
     bytes an element       device                          host, with offload
     parameter, 16 bit      2, at stage 3 divided by N      2 / nodes, where parameters are offloaded too
     gradient, fp32 sum     4 / N                           4 / nodes
-    master weight, fp32    4 / N                           4 / nodes
+    main parameter, fp32   4 / N                           4 / nodes
     two moments, fp32      8 / N                           8 / nodes
 
-N: ranks in all. Beside that, one layer is gathered while it is used (2) and its gradient made (2). On the host, a model
-that is built without ``zero.Init`` is there once for each local rank in fp32 (4). Activations are not counted.
+N: all ranks. In addition, one layer is gathered while it is used (2) and has its gradient (2). On the host, a model
+that is constructed without ``zero.Init`` exists once for each local rank in fp32 (4). Activations are not counted.
 """
 
 from __future__ import annotations

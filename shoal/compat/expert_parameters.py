@@ -1,4 +1,4 @@
-"""``deepspeed.moe.utils``: which parameters belong to experts. A model without such parameters needs nothing of it."""
+"""``deepspeed.moe.utils``: which parameters belong to experts. For a model without experts its functions do nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.compat.absent import not_built
 
-_DO = "hold all experts on each rank as plain modules, sharded by ZeRO stage 3."
+_DO = "keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
@@ -23,7 +23,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether the model has DeepSpeed's MoE layers, and how many experts: none can be made yet."""
+    """Whether the model has DeepSpeed's MoE layers, and how many experts. Shoal has no such layer."""
     return False, 0
 
 

@@ -1,13 +1,13 @@
 """Makes ``import deepspeed`` mean Shoal in this process, from ``install()`` to ``uninstall()``.
 
     import deepspeed.runtime.engine          the finder is asked first; it names the module that is there already:
-      deepspeed                 is  shoal.compat.deepspeed                    one module object under both names,
-      deepspeed.runtime.engine  is  shoal.compat.deepspeed.runtime.engine     so one class object under both names
+      deepspeed                 is  shoal.compat.deepspeed                    one module object with both names,
+      deepspeed.runtime.engine  is  shoal.compat.deepspeed.runtime.engine     so one class object with both names
 
-    importlib.metadata.version("deepspeed")  the finder answers too: 0.19.8+shoal.X, the API level and who provides it
+    importlib.metadata.version("deepspeed")  the finder answers too: 0.19.8+shoal.X, the API level and the provider
 
 Nothing on disk changes, and a DeepSpeed that is installed stays as it is. This file does not import torch: it runs when
-an interpreter starts in a process tree that lends the name.
+an interpreter starts in a process tree where ``install()`` was called.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from importlib.abc import Loader
     from importlib.metadata import Distribution
 
-LENT = "deepspeed"
-OURS = "shoal.compat.deepspeed"
+ALIAS = "deepspeed"
+TARGET = "shoal.compat.deepspeed"
 CLIENTS_THAT_LOOK_EARLY = ("accelerate", "transformers", "lightning")
 
 
 class AliasLoader:
-    """Loads nothing: hands over the module that has the name ``real``.
+    """Loads nothing: returns the module that has the name ``real``.
 
-    Without a base class: importlib.abc would take longer to import than all the rest.
+    Without a base class: importlib.abc takes longer to import than everything else here.
     """
 
     def __init__(self, real: str) -> None:
@@ -55,8 +55,8 @@ class AliasLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import machinery has put the alias's in its place
-        if self.real == OURS:
-            _lend_attributes()
+        if self.real == TARGET:
+            _add_attributes()
             _announce()
 
     # What ``python -m deepspeed.x`` and tools that read sources ask for.
@@ -83,14 +83,14 @@ class AliasLoader:
 
 
 class Finder:
-    """Answers for ``deepspeed`` and what is below it, and for the metadata of a distribution of that name."""
+    """Finds ``deepspeed`` and its submodules, and the metadata of a distribution of that name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != LENT and not fullname.startswith(LENT + "."):
+        if fullname != ALIAS and not fullname.startswith(ALIAS + "."):
             return None
-        real = OURS + fullname.removeprefix(LENT)
+        real = TARGET + fullname.removeprefix(ALIAS)
         found = _ours(real)
         if found is None:
             return None
@@ -100,10 +100,10 @@ class Finder:
         return spec
 
     def find_distributions(self, context: Any = None) -> Iterable[Distribution]:
-        from shoal.compat.distribution import lent_distribution
+        from shoal.compat.distribution import alias_distribution
 
         name = getattr(context, "name", None)
-        return [lent_distribution()] if name is None or name.replace("_", "-").lower() == LENT else []
+        return [alias_distribution()] if name is None or name.replace("_", "-").lower() == ALIAS else []
 
 
 def _ours(real: str) -> ModuleSpec | None:
@@ -113,15 +113,15 @@ def _ours(real: str) -> ModuleSpec | None:
         return None
 
 
-class _Lending:
-    """What ``install`` has done, for ``uninstall``."""
+class _Installed:
+    """What ``install`` has changed, for ``uninstall``."""
 
     def __init__(self) -> None:
         self.finder: Finder | None = None
         self.environment: dict[str, str | None] = {}
 
 
-_lending = _Lending()
+_installed = _Installed()
 
 
 def install(*, children: bool = True) -> None:
@@ -132,8 +132,8 @@ def install(*, children: bool = True) -> None:
 
     Raises: UsageError: the real DeepSpeed is imported already.
     """
-    loaded = sys.modules.get(LENT)
-    if loaded is not None and loaded is not sys.modules.get(OURS):
+    loaded = sys.modules.get(ALIAS)
+    if loaded is not None and loaded is not sys.modules.get(TARGET):
         raise UsageError(
             f"DeepSpeed is imported already, from {getattr(loaded, '__file__', 'an unknown place')}: its classes are in"
             " use, so Shoal cannot take its name in this process.",
@@ -141,38 +141,38 @@ def install(*, children: bool = True) -> None:
             " `shoal run --as-deepspeed`.",
             code="as-deepspeed-late",
         )
-    if _lending.finder is None:
+    if _installed.finder is None:
         _warn_if_late()
-        _lending.finder = Finder()
-        sys.meta_path.insert(0, _lending.finder)
-    if children and not _lending.environment:
-        _lending.environment = tell_children()
+        _installed.finder = Finder()
+        sys.meta_path.insert(0, _installed.finder)
+    if children and not _installed.environment:
+        _installed.environment = tell_children()
 
 
 def uninstall() -> None:
-    """Give the name back: the finder goes, with the aliases it has made and the variables it has set."""
-    if _lending.finder is not None:
-        if _lending.finder in sys.meta_path:
-            sys.meta_path.remove(_lending.finder)
-        _lending.finder = None
+    """Undo ``install()``: remove the finder and the aliases that it made, and restore the environment variables."""
+    if _installed.finder is not None:
+        if _installed.finder in sys.meta_path:
+            sys.meta_path.remove(_installed.finder)
+        _installed.finder = None
         if "shoal.compat.parameters" in sys.modules:
-            from shoal.compat.parameters import take_back
+            from shoal.compat.parameters import remove_attributes
 
-            take_back()
-        for name in [name for name in list(sys.modules) if name == LENT or name.startswith(LENT + ".")]:
+            remove_attributes()
+        for name in [name for name in list(sys.modules) if name == ALIAS or name.startswith(ALIAS + ".")]:
             del sys.modules[name]
-    restore(_lending.environment)
-    _lending.environment = {}
+    restore(_installed.environment)
+    _installed.environment = {}
 
 
 def is_installed() -> bool:
     """Is ``import deepspeed`` Shoal?"""
-    return _lending.finder is not None
+    return _installed.finder is not None
 
 
 def real_deepspeed() -> ModuleSpec | None:
-    """Where a DeepSpeed is installed that is not used now."""
-    return PathFinder.find_spec(LENT)
+    """The spec of an installed DeepSpeed that the alias hides; None: there is none."""
+    return PathFinder.find_spec(ALIAS)
 
 
 def _warn_if_late() -> None:
@@ -180,13 +180,13 @@ def _warn_if_late() -> None:
     if early and real_deepspeed() is None:
         from shoal.compat.announce import say
 
-        say(f"{', '.join(early)} looked for DeepSpeed when imported, and found none: install() has to come before.")
+        say(f"{', '.join(early)} looked for DeepSpeed when imported, and found none: call install() before that.")
 
 
-def _lend_attributes() -> None:
-    from shoal.compat.parameters import lend
+def _add_attributes() -> None:
+    from shoal.compat.parameters import add_attributes
 
-    lend()
+    add_attributes()
 
 
 def _announce() -> None:

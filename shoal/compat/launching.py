@@ -38,7 +38,7 @@ NOT_THERE = {
     "autotuning": "leave it out.",
     "bind_cores_to_rank": "set OMP_NUM_THREADS, or start the command under numactl.",
     "bind_core_list": "set OMP_NUM_THREADS, or start the command under numactl.",
-    "enable_each_rank_log": "leave it out: every line of the output bears its rank.",
+    "enable_each_rank_log": "leave it out: every line of the output starts with its rank.",
     "force_multi": "leave it out: one machine needs no ssh.",
     "save_pid": "leave it out: the command ends with its ranks, and they with it.",
     "venv_script": "activate the environment first.",
@@ -71,7 +71,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--no_ssh", action="store_true", help="the command is given on every machine, with --node_rank")
     add("--no_ssh_check", action="store_true", help="without effect: nothing is tried beforehand")
     add("--ssh_port", type=int, default=None, help="of the other machines")
-    add("--world", default="", help=argparse.SUPPRESS)  # what the launching machine tells the others
+    add("--world", default="", help=argparse.SUPPRESS)  # the launching machine passes it to the others
     add("--log_level", default="info", help="without effect")
     add("-q", "--quiet", action="store_true", help="without effect")
     for flag in ("force_multi", "save_pid", "bind_cores_to_rank"):
@@ -187,14 +187,14 @@ def _refuse_what_is_not_there(options: argparse.Namespace) -> None:
         )
 
 
-def _devices(shown: str | None) -> list[int | str]:
+def _devices(visible: str | None) -> list[int | str]:
     """The names of the visible devices; none on a machine without."""
     import torch
 
     if not torch.accelerator.is_available():
         return []
-    if shown is not None:
-        return _slots(shown)
+    if visible is not None:
+        return _slots(visible)
     return list(range(torch.accelerator.device_count()))
 
 

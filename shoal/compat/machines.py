@@ -5,8 +5,8 @@
     ssh a  shoal deepspeed --no_ssh --node_rank 0 --master_addr a --master_port 29500 --world ... SCRIPT    ranks 0, 1
     ssh b  shoal deepspeed --no_ssh --node_rank 1 --master_addr a --master_port 29500 --world ... SCRIPT    ranks 2 to 5
 
-``--world`` is who has which slots, so that no other machine needs the hostfile. With ``--no_ssh`` a user (or a
-scheduler) gives the inner command on each machine.
+``--world`` lists each machine's slots, so that no other machine needs the hostfile. With ``--no_ssh`` a user (or a
+scheduler) runs each machine's command there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_several(options: argparse.Namespace, pool: Mapping[str, Sequence[Slot]]) 
 def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -> Pool:
     """The machines and slots that ``--num_nodes`` and ``--num_gpus`` leave of those that are wanted.
 
-    Raises: ConfigError: fewer are there, or nobody says which machines they are.
+    Raises: ConfigError: there are fewer, or neither options nor hostfile name them.
     """
     if options.world:
         return {host: list(slots) for host, slots in json.loads(base64.urlsafe_b64decode(options.world)).items()}
@@ -74,7 +74,7 @@ def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -
 
 
 def address_of(options: argparse.Namespace, pool: Pool) -> tuple[str, int]:
-    """Where machine 0 listens. Raises: ConfigError: nobody says a name that the others have for it."""
+    """The address of machine 0. Raises: ConfigError: no name is given by which the others reach it."""
     first = next(iter(pool))
     if options.master_addr:
         address = options.master_addr
@@ -129,9 +129,9 @@ def here(
 
 
 def elastic_of(options: argparse.Namespace, num_nodes: int) -> Elastic | None:
-    """What ``--elastic_training`` asks for; None without it.
+    """The settings of ``--elastic_training``; None without it.
 
-    Raises: ConfigError: bounds that no number of machines keeps, or bounds without ``--elastic_training``.
+    Raises: ConfigError: bounds that no number of machines fulfils, or bounds without ``--elastic_training``.
     """
     low, high = options.min_elastic_nodes, options.max_elastic_nodes
     given = [f"--{name}_elastic_nodes {value}" for name, value in (("min", low), ("max", high)) if value != -1]
@@ -156,7 +156,7 @@ def elastic_of(options: argparse.Namespace, num_nodes: int) -> Elastic | None:
 def everywhere(
     options: argparse.Namespace, pool: Pool, address: tuple[str, int], is_here: Callable[[str], bool]
 ) -> RemoteJob:
-    """The inner command on every machine. Raises: NotBuiltError: a launcher that is not ssh; an elastic job."""
+    """The command of every machine. Raises: NotBuiltError: a launcher that is not ssh; an elastic job."""
     if elastic_of(options, len(pool)) is not None:
         raise not_built(
             "--elastic_training by ssh",

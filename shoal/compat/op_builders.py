@@ -24,7 +24,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.name}"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Does Shoal do what the operator is for?"""
+        """Does Shoal have the operator's function?"""
         return self.IS_THERE
 
     def load(self, verbose: bool = True) -> Any:

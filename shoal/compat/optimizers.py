@@ -23,7 +23,7 @@ class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers)
     Args:
         bias_correction: True: torch's Adam always corrects.
         fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            master weights, state is in fp32 in either case.
+            main parameters, state is in fp32 in either case.
 
     Raises: OptimizerError: ``bias_correction`` is False.
     """
@@ -98,7 +98,7 @@ class DeepSpeedCPUAdagrad(FP32States, torch.optim.Adagrad, metaclass=CountsOptim
 
     Args:
         fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            master weights, state is in fp32 in either case.
+            main parameters, state is in fp32 in either case.
 
     Raises: OptimizerError: ``amsgrad`` is True.
     """
@@ -122,7 +122,7 @@ class DeepSpeedCPULion(FP32States, Lion, metaclass=CountsOptimizers):
 
     Args:
         fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
-            master weights, state is in fp32 in either case.
+            main parameters, state is in fp32 in either case.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""What DeepSpeed's clients read on parameters and modules, lent to torch's classes while the name is lent.
+"""Attributes that DeepSpeed's clients read on parameters and modules; ``install()`` adds them to torch's classes.
 
-    parameter.ds_id, ds_shape, ds_numel      of one that zero.Init or a stage-3 engine holds; else AttributeError
-    parameter.ds_status, ds_tensor           asked of Shoal's own records each time: nothing lies on a parameter
+    parameter.ds_id, ds_shape, ds_numel      of a parameter of zero.Init or a stage-3 engine; else AttributeError
+    parameter.ds_status, ds_tensor           read from Shoal's own records each time: parameters carry no state
     parameter.all_gather(), all_gather_coalesced(), partition(), convert_to_zero_parameters()
     module.ds_external_parameters()
 
-``lend`` puts them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``take_back`` removes them. Both do so for the
-warnings of ``shoal.compat.clipping``.
+``add_attributes`` sets them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``remove_attributes`` deletes them. Both
+also switch the warnings of ``shoal.compat.clipping``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STATUS: dict[ParameterState, ZeroParamStatus] = {
 
 
 def is_zero_parameter(parameter: Any) -> bool:
-    """Is it one that ``zero.Init`` or a stage-3 engine holds?"""
+    """Is it a parameter of ``zero.Init`` or of a stage-3 engine?"""
     return isinstance(parameter, torch.Tensor) and _zero_owner(parameter) is not None
 
 
@@ -60,7 +60,7 @@ def _owner(parameter: torch.Tensor, name: str) -> ParameterOwner:
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter that ``zero.Init`` or a stage-3 engine holds, 1-D; not a copy."""
+    """This rank's part of a parameter of ``zero.Init`` or a stage-3 engine, 1-D; not a copy."""
     return _owner(parameter, "ds_tensor").shard_of(parameter)
 
 
@@ -99,8 +99,8 @@ class _Blocks:
         entry[1].__exit__(None, None, None)
 
 
-class _Lent:
-    """What lies on torch's classes now."""
+class _AddedAttributes:
+    """The attributes that are on torch's classes now."""
 
     def __init__(self) -> None:
         self.blocks = _Blocks()
@@ -111,7 +111,7 @@ class _Lent:
         self.names.append((cls, name))
 
 
-_lent = _Lent()
+_added = _AddedAttributes()
 
 
 def _property(read: Callable[[Any, ParameterOwner], Any], name: str) -> property:
@@ -123,7 +123,7 @@ def _all_gather(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., Non
     def all_gather(param_list: Iterable[Any] | None = None, async_op: bool = False, hierarchy: int = 0) -> None:
         """Make the parameter whole, or those of the list, until ``partition()``. Every rank calls."""
         for each in [parameter] if param_list is None else list(param_list):
-            _lent.blocks.open(each)
+            _added.blocks.open(each)
 
     return all_gather
 
@@ -138,7 +138,7 @@ def _all_gather_coalesced(parameter: torch.Tensor, _: ParameterOwner) -> Callabl
     def all_gather_coalesced(params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> _Gathered:
         """Make the parameters of the list whole until ``partition()``. Every rank calls."""
         for each in params:
-            _lent.blocks.open(each)
+            _added.blocks.open(each)
         return _Gathered()
 
     return all_gather_coalesced
@@ -146,9 +146,9 @@ def _all_gather_coalesced(parameter: torch.Tensor, _: ParameterOwner) -> Callabl
 
 def _partition(parameter: torch.Tensor, _: ParameterOwner) -> Callable[..., None]:
     def partition(param_list: Iterable[Any] | None = None, hierarchy: int = 0, has_been_updated: bool = False) -> None:
-        """End what ``all_gather()`` began. ``has_been_updated``: rank 0's changes are given to all."""
+        """End what ``all_gather()`` began. ``has_been_updated``: broadcast rank 0's changes."""
         for each in [parameter] if param_list is None else list(param_list):
-            _lent.blocks.close(each, is_changed=has_been_updated)
+            _added.blocks.close(each, is_changed=has_been_updated)
 
     return partition
 
@@ -158,7 +158,7 @@ def _convert(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[Iterab
         """Shard parameters that were made after ``zero.Init``, each in its own format. Every rank calls.
 
         Communicates: one broadcast of each (rank 0's values count).
-        Raises: UsageError: an engine holds this one, and so the model, already.
+        Raises: UsageError: the parameter belongs to an engine already.
         """
         if not isinstance(owner, ShardedAtInit):
             raise UsageError(
@@ -186,7 +186,7 @@ def _item(parameter: torch.Tensor) -> Any:
 
 
 def _external_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters of other modules that this one's forward reads: Shoal keeps them by unit, and gathers them."""
+    """Parameters of other modules that this one's forward reads; empty: Shoal's units gather shared parameters."""
     return iter(())
 
 
@@ -199,20 +199,20 @@ _METHODS: dict[str, Callable[[Any, ParameterOwner], Any]] = {
 }
 
 
-def lend() -> None:
-    """Put the names on torch's classes. Idempotent."""
-    clipping.lend()
-    if _lent.names:
+def add_attributes() -> None:
+    """Add the attributes to torch's classes. Idempotent."""
+    clipping.warn_of_clipping()
+    if _added.names:
         return
     for name, read in (_READ | _METHODS).items():
-        _lent.put(nn.Parameter, name, _property(read, name))
-    _lent.put(nn.Parameter, "item", _item)
-    _lent.put(nn.Module, "ds_external_parameters", _external_parameters)
+        _added.put(nn.Parameter, name, _property(read, name))
+    _added.put(nn.Parameter, "item", _item)
+    _added.put(nn.Module, "ds_external_parameters", _external_parameters)
 
 
-def take_back() -> None:
-    """Remove them."""
-    clipping.take_back()
-    for cls, name in _lent.names:
+def remove_attributes() -> None:
+    """Remove the attributes."""
+    clipping.restore_clipping()
+    for cls, name in _added.names:
         delattr(cls, name)
-    _lent.names.clear()
+    _added.names.clear()

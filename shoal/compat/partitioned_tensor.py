@@ -1,12 +1,12 @@
-"""DeepSpeed's ``PartitionedTensor``: a tensor of which each rank of a torch process group holds a stretch.
+"""DeepSpeed's ``PartitionedTensor``: a tensor that is sharded over the ranks of a torch process group.
 
 rank 0   local_data  [0 1 2]          full()   [0 1 2 3 4 5 6 7] in the first tensor's shape, on each rank
 rank 1               [3 4 5]
 rank 2               [6 7]
-to_meta()            number of dimensions, dimensions, ranks, this rank, where each stretch begins, the end
+to_meta()            number of dimensions, dimensions, ranks, this rank, where each range begins, the end
 
-The group is torch's, which a script made and hands in, so torch's own collectives are called: no communicator of
-Shoal's is over its ranks.
+The script passes a process group of torch's, so torch's own collectives are called: no communicator of Shoal's has its
+ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shoal.errors import UsageError
 
 
 class PartitionedTensor:
-    """This rank's stretch of a tensor that every rank of the group was given alike.
+    """This rank's range of a tensor that is equal on every rank of the group.
 
     Args:
         tensor: any shape; its values are copied.
-        partition_meta: where each rank's stretch begins, and the end; None: as even as it can be, the first longer.
+        partition_meta: where each rank's range begins, and the end; None: equal ranges, the first ones longer by one.
 
     Raises: UsageError: a partition that is not one of the tensor among the group's ranks.
     """
@@ -43,7 +43,7 @@ class PartitionedTensor:
         is_one = len(partition) == self.num_parts + 1 and partition[0] == 0 and partition[-1] == numel
         if not is_one or partition != sorted(partition):
             raise UsageError(
-                f"{partition} does not cut {numel} elements into {self.num_parts} stretches.",
+                f"{partition} does not split {numel} elements into {self.num_parts} ranges.",
                 do="give where each rank's begins, from 0, and the end.",
                 code="partitioned-tensor",
             )
@@ -55,17 +55,17 @@ class PartitionedTensor:
     ) -> PartitionedTensor:
         """The same object from ``to_meta()`` and ``data()``, on the same rank. Raises: UsageError: another rank's."""
         numbers = [int(number) for number in meta.tolist()]
-        dimensions, rest = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
+        dimensions, others = numbers[1 : 1 + numbers[0]], numbers[1 + numbers[0] :]
         made = cls(local_part.new_empty(0), group)
-        if rest[:2] != [made.num_parts, made.rank]:
+        if others[:2] != [made.num_parts, made.rank]:
             raise UsageError(
-                f"the description is of rank {rest[1]} of {rest[0]}, this is rank {made.rank} of {made.num_parts}.",
+                f"the description is of rank {others[1]} of {others[0]}, this is rank {made.rank} of {made.num_parts}.",
                 do="send each rank its own.",
                 code="partitioned-tensor",
             )
         made.orig_size, made.local_data = dimensions, local_part.detach()
         made.orig_device = local_part.device if device is None else torch.device(device)
-        made.partition = made._checked(rest[2:], math.prod(dimensions))
+        made.partition = made._checked(others[2:], math.prod(dimensions))
         return made
 
     def full(self, device: Any = None) -> torch.Tensor:
@@ -80,12 +80,12 @@ class PartitionedTensor:
         return whole.view(self.orig_size).to(self.orig_device if device is None else device)
 
     def to_meta(self) -> torch.Tensor:
-        """What ``from_meta`` needs beside the data. Shape: [dimensions + ranks + 4], int64."""
+        """The description for ``from_meta``. Shape: [dimensions + ranks + 4], int64."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.int64, device=self.orig_device)
 
     def data(self) -> torch.Tensor:
-        """This rank's stretch, 1-D."""
+        """This rank's range, 1-D."""
         return self.local_data
 
     def local_size(self) -> torch.Size:

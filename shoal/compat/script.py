@@ -1,4 +1,4 @@
-"""Runs a script, or with -m a module, as ``python`` does, after DeepSpeed's name was lent.
+"""Runs a script, or with -m a module, as ``python`` does, after ``install()``: ``import deepspeed`` is Shoal there.
 
 python -m shoal.compat.deepspeed SCRIPT [ARGUMENTS ...]
 python -m shoal.compat.deepspeed -m MODULE [ARGUMENTS ...]

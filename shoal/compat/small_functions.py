@@ -56,7 +56,7 @@ def LossScaler(scale: float = 1) -> LossScale:
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Can it run on shards?"""
+    """Can the optimizer run on shards?"""
     try:
         check(optimizer)
     except OptimizerError:
@@ -64,7 +64,7 @@ def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-# deepspeed.utils.bwc: what an ``mpu`` says, by its newer or older method names
+# deepspeed.utils.bwc: values of an ``mpu``, by its newer or older method names
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
@@ -110,7 +110,7 @@ def print_rank0(*msgs: Any, force: bool = False) -> None:
 
 
 class DeprecatedException(Exception):
-    """Something that DeepSpeed has taken away."""
+    """A feature that DeepSpeed has removed."""
 
 
 # deepspeed.utils.module_utils
@@ -125,7 +125,7 @@ def recursive_getattr(model: nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
-    """Put ``module`` in the place of that dotted name."""
+    """Replace the module of that dotted name by ``module``."""
     above, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, above) if above else model, name, module)
 
@@ -143,8 +143,8 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 def _numbers(version: Any) -> tuple[int, ...]:
     if version is None:
         return ()
-    pieces = str(version).partition("+")[0].split(".")
-    return tuple(int("".join(letter for letter in piece if letter.isdigit()) or 0) for piece in pieces[:3])
+    parts = str(version).partition("+")[0].split(".")
+    return tuple(int("".join(letter for letter in part if letter.isdigit()) or 0) for part in parts[:3])
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:

@@ -21,19 +21,19 @@ from typing import Any
 from shoal.compat import names as tables
 from shoal.compat.absent import absent_class, absent_function
 from shoal.compat.absent_modules import ABSENT, AbsentModuleError, what_to_do
-from shoal.compat.finder import LENT, OURS
+from shoal.compat.finder import ALIAS, TARGET
 from shoal.compat.names import EXPORTS, PROGRAMS
 
 
 class TableFinder:
-    """Answers for what lies below ``shoal.compat.deepspeed`` and is in a table."""
+    """Finds the modules below ``shoal.compat.deepspeed`` that are in a table."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not fullname.startswith(OURS + "."):
+        if not fullname.startswith(TARGET + "."):
             return None
-        name = fullname.removeprefix(OURS + ".")
+        name = fullname.removeprefix(TARGET + ".")
         if name in EXPORTS or name in ABSENT:
             return spec_from_file_location(
                 fullname,
@@ -59,13 +59,13 @@ class TableLoader(ExecutionLoader):
             vars(module)["__getattr__"] = submodules_of(module.__name__)
         made: dict[str, Any] = {}
         for source, names in EXPORTS.get(self.name, {}).items():
-            found = import_module(OURS + source if source.startswith(".") else source)
+            found = import_module(TARGET + source if source.startswith(".") else source)
             for theirs, _, ours in (each.partition("=") for each in names.split()):
                 made[theirs] = getattr(found, ours or theirs)
         do, names = ABSENT.get(self.name, ("", ""))
         for each in names.split():
             make = absent_class if each[0].isupper() else absent_function
-            made[each] = make(f"{LENT}.{self.name}.{each}", do)
+            made[each] = make(f"{ALIAS}.{self.name}.{each}", do)
         public = [each for each in made if not each.startswith("_") or each.endswith("__")]
         vars(module).update(made, __doc__=self._doc(), __all__=sorted(public))
 
@@ -73,7 +73,7 @@ class TableLoader(ExecutionLoader):
         sources = ", ".join(EXPORTS.get(self.name, {}))
         instead = " ".join(ABSENT.get(self.name, {}))
         return (
-            f"``{LENT}.{self.name}``"
+            f"``{ALIAS}.{self.name}``"
             + (f": names of {sources}." if sources else ".")
             + (f" Not a part of Shoal. Instead: {instead}" if instead else "")
         )
@@ -100,7 +100,7 @@ class RefusingLoader(Loader):
         self.name, self.do = name, do
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        raise AbsentModuleError(f"{LENT}.{self.name} is not a part of Shoal.", do=self.do)
+        raise AbsentModuleError(f"{ALIAS}.{self.name} is not a part of Shoal.", do=self.do)
 
     def exec_module(self, module: ModuleType) -> None: ...
 

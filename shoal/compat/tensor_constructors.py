@@ -1,4 +1,4 @@
-"""Under DeepSpeed's ``zero.Init`` tensors are made in the config's dtype; clients put their own hand on how.
+"""Under DeepSpeed's ``zero.Init`` tensors are made in the config's dtype, by a wrapper that clients may replace.
 
     torch.zeros(3)                      -> wrapped[torch.zeros](3)
     wrapped[fn] = zero_wrapper_for_fp_tensor_constructor(fn, dtype, target_device=device)

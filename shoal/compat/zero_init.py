@@ -26,7 +26,7 @@ class Init(ShardingInit):
 
     Args:
         config_dict_or_path, config: its ``fp16`` and ``bf16`` give the dtype of parameters and of tensors made in the
-            context, fp32 without them; its ``enable_sanity_checks`` is obeyed; ``"auto"`` may be left in it.
+            context, fp32 without them; its ``enable_sanity_checks`` is obeyed; it may contain ``"auto"``.
         dtype: in place of the config's.
 
     Buffers that the model or ``data_types.keep_in_fp32_modules`` names stay in fp32.
@@ -80,7 +80,7 @@ def _check_group() -> None:
     launched = launched_ranks()
     if current_world().size == 1 and launched > 1:
         raise UsageError(
-            f"zero.Init: the process group has one rank, but WORLD_SIZE={launched}: every rank would hold the whole"
+            f"zero.Init: the process group has one rank, but WORLD_SIZE={launched}: every rank would store the whole"
             " model.",
             do="call deepspeed.init_distributed() before anything makes a process group of its own; or unset WORLD_SIZE"
             " for a run of one rank.",

@@ -47,8 +47,8 @@ def _dtype(wanted: torch.dtype | str) -> torch.dtype:
     return found
 
 
-class _Weights:
-    """The model's tensors of a source, without the frozen parameters if so wished."""
+class _ExportedWeights:
+    """The model's tensors of a source; with ``exclude_frozen`` without the frozen parameters."""
 
     def __init__(self, source: Source, *, exclude_frozen: bool) -> None:
         self.about: About = source.about
@@ -66,15 +66,15 @@ class _Weights:
         return self._source.read(kind, name)
 
 
-def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _Weights:
+def _open(checkpoint_dir: Place, tag: str | None, *, exclude_frozen: bool) -> _ExportedWeights:
     try:
         source = open_source(checkpoint_dir, tag, _format_of_checkpoint(checkpoint_dir, tag))
     except CheckpointError as error:
         if error.code != "checkpoint-unnamed":
             raise
-        # Stage 0 of DeepSpeed's, whose master weights cannot be told apart: the model's own are what there is.
+        # Stage 0 of DeepSpeed's, whose main parameters have no names: only the model's own weights can be read.
         source = DeepSpeedSource(checkpoint_dir, tag, names=())
-    return _Weights(source, exclude_frozen=exclude_frozen)
+    return _ExportedWeights(source, exclude_frozen=exclude_frozen)
 
 
 def _format_of_checkpoint(checkpoint_dir: Place, tag: str | None) -> Literal["shoal", "deepspeed"] | None:
@@ -101,7 +101,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: what was given to ``save_checkpoint``, or a tag's folder in it.
         tag: None: the newest.
-        lazy_mode: DeepSpeed's; tensors come whole all the same.
+        lazy_mode: DeepSpeed's; no effect: whole tensors are returned.
 
     Raises: CheckpointError: it is missing or damaged.
     Memory: the whole model in fp32.

@@ -83,9 +83,7 @@ class Sharding:
         Communicates: one exchange of 4 numbers per rank; two more of a few bytes where a gradient is missing or late.
         """
         device = self._device.torch_device
-        return synchronize_status(
-            self.groups, self.model.reducer, self._axes, device, is_loss_finite=is_loss_finite
-        )
+        return synchronize_status(self.groups, self.model.reducer, self._axes, device, is_loss_finite=is_loss_finite)
 
     def refuse_unused(self, status: GlobalStatus, step: int) -> None:
         """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""
@@ -177,4 +175,3 @@ class Sharding:
             group.ranges = []
         self.check.forget()
         self.groups.clear()
-

@@ -1,8 +1,8 @@
-"""Progressive layer drop: which share of its layers a model keeps, by the step.
+"""Progressive layer drop: the share of its layers that a model runs, by step.
 
     theta(step) = (1 - theta) exp(-gamma step) + theta        from 1 down to theta
 
-The engine hands the share to the model's forward; the model draws which layers it skips.
+The engine passes the share to the model's forward; the model draws which layers it skips.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "Mu
 
 NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
-    "fp32_optimizer_states": "the states have the dtype of the master weights",
+    "fp32_optimizer_states": "the states have the dtype of the main parameters",
     "set_grad_none": "gradients are always released after the step",
 }
 EMBEDDING_WORDS = ("embed", "lm_head")  # anywhere in a parameter's name
@@ -74,7 +74,7 @@ def build(
     names: Mapping[int, str] | None = None,
     has_master: bool = True,
 ) -> tuple[torch.optim.Optimizer, list[str]]:
-    """Build the optimizer that a configuration names.
+    """Build the optimizer that a config names.
 
     Args:
         name: in any case.
@@ -82,7 +82,7 @@ def build(
         param_groups: parameters, or groups as torch takes them; what a group sets itself wins over ``params``. Muon
             splits groups.
         names: parameter names by ``id(parameter)``, for Muon, which leaves embeddings and heads to AdamW.
-        has_master: it updates fp32 master weights; False: 16-bit parameters themselves.
+        has_master: the optimizer updates fp32 main parameters; False: the 16-bit parameters themselves.
 
     Returns: the optimizer, and notes on what was accepted without effect.
     Raises: OptimizerError: unknown names, unknown, missing or wrong parameters, all in one; an optimizer that cannot
@@ -189,7 +189,7 @@ def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:
 
 
 def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups with their parameters in lists. A caller's dicts are kept, so that it sees later changes of the rate."""
+    """Groups with their parameters in lists. The caller's dicts are used, so the caller sees later rates in them."""
     entries = list(param_groups)
     if not entries:
         raise OptimizerError(
@@ -206,7 +206,7 @@ def _as_groups(param_groups: Iterable[Any]) -> list[dict[str, Any]]:
 def _fused(
     factory: type[torch.optim.Optimizer], settings: Mapping[str, Any], groups: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """``fused=True`` where this class has it for the parameters' device, and the configuration chose no other way."""
+    """``fused=True`` where the class supports it on the parameters' device and the config names no implementation."""
     if "fused" not in accepted_names(factory):
         return {}
     if any(settings.get(key) for key in ("fused", "foreach", "capturable", "differentiable")) or "fused" in settings:
@@ -266,7 +266,7 @@ def _split_for_muon(
 
 
 def _members(group: Mapping[str, Any], indices: list[int]) -> dict[str, list[Any]]:
-    """The lists that run along with the parameters, cut to some of them."""
+    """The group's per-parameter lists, restricted to some of the parameters."""
     return {key: [group[key][i] for i in indices] for key in ("params", "param_names") if key in group}
 
 

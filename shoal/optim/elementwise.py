@@ -1,8 +1,8 @@
 """Is an optimizer elementwise: does an element's update depend on that element alone?
 
-Shoal steps flat ranges of the master weights, unit by unit. That changes nothing for an elementwise optimizer, and is
-wrong for any other. Known classes are accepted by name. An unknown class is tried on a small matrix: stepped whole,
-flat, in two parts, and in two parts one after the other (as units are), it must give the same bits.
+Shoal steps flat ranges of the main parameters, unit by unit. That changes nothing for an elementwise optimizer, and is
+wrong for any other. Known classes are accepted by name. An unknown class is tried on a small matrix: it must give the
+same bits when it steps the matrix whole, flat, in two parts, and in two parts one after the other (as units are).
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def check(
         allow_untested: ``zero_allow_untested_optimizer``: accept a class that cannot be tried, with a warning.
         refuse_untested: the same key, set to false: refuse an unknown class without trying it.
         world_size: ranks that shard the optimizer state; None: unknown, taken as more than one.
-        stage: of ZeRO. At stage 0 an optimizer of sparse gradients, and one that holds others, is stepped directly.
+        stage: the ZeRO stage. At stage 0 an optimizer of sparse gradients, or one that contains others, is stepped
+            directly.
 
-    Returns: how it is to be stepped.
-    Raises: OptimizerError: it is not elementwise, or it is not known to be and cannot be tried. A comparison of the
-        trial that failed is an error also with ``allow_untested``, unless there is one rank only.
+    Returns: how the engine steps it.
+    Raises: OptimizerError: the optimizer is not elementwise, or its class is unknown and cannot be tried. A trial whose
+        comparison fails is an error also with ``allow_untested``, unless there is only one rank.
     """
     kind = type(optimizer)
     if isinstance(optimizer, WholeTensorOptimizer):
@@ -118,11 +119,11 @@ def check(
     message = f"{kind.__name__} is not elementwise: {difference}"
     if allow_untested and world_size == 1:
         warnings.warn(
-            f"{message}. It is used on one rank because zero_allow_untested_optimizer is set; its numbers will differ."
+            f"{message}. It is used on one rank because zero_allow_untested_optimizer is set; its results will differ."
         )
         return "elementwise"
     raise OptimizerError(
-        message + ", so it would go wrong on shards.",
+        message + ", so its updates of shards would be wrong.",
         do="use an elementwise optimizer, or derive it from shoal.optim.whole.WholeTensorOptimizer.",
         code="optimizer-not-elementwise",
     )
@@ -131,7 +132,7 @@ def check(
 def _direct(
     optimizer: torch.optim.Optimizer, inner: Sequence[torch.optim.Optimizer], stage: int | None
 ) -> OptimizerKind:
-    """Raises: OptimizerError: it holds others, which would step parameters that are not whole on any rank."""
+    """Raises: OptimizerError: the optimizer contains others, which would step whole parameters; no rank has these."""
     if stage == 0:
         return "direct"
     raise OptimizerError(
@@ -191,7 +192,7 @@ def _first_difference(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def settings_of(kind: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """The group's hyperparameters that the class's constructor takes, as plain values."""
+    """The hyperparameters of the group that the constructor accepts, as plain values."""
     parameters = inspect.signature(kind).parameters
     found = {}
     for name, value in group.items():
@@ -204,23 +205,23 @@ def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> 
     rows, columns = PROBE_SHAPE
     random = torch.Generator().manual_seed(0)
     start = torch.randn(rows, columns, generator=random).to(device)
-    # rows and columns of unlike size, so that anything that mixes elements shows
+    # rows and columns differ in size, so that an optimizer that mixes elements gives other numbers
     sizes = torch.logspace(-2, 1, rows).unsqueeze(1) * torch.linspace(0.5, 2, columns)
     grads = [(torch.randn(rows, columns, generator=random) * sizes).to(device) for _ in range(PROBE_STEPS)]
 
-    def run(cut: Sequence[slice] | None, *, in_turn: bool = False) -> torch.Tensor:
-        if cut is None:
+    def run(slices: Sequence[slice] | None, *, in_turn: bool = False) -> torch.Tensor:
+        if slices is None:
             params = [torch.nn.Parameter(start.clone())]
         else:
-            params = [torch.nn.Parameter(start.flatten()[part].clone()) for part in cut]
+            params = [torch.nn.Parameter(start.flatten()[part].clone()) for part in slices]
         optimizer = make(params)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             for grad in grads:
-                if cut is None:
+                if slices is None:
                     params[0].grad = grad.clone()
                 else:
-                    for param, part in zip(params, cut, strict=True):
+                    for param, part in zip(params, slices, strict=True):
                         param.grad = grad.flatten()[part].clone()
                 for batch in [[param] for param in params] if in_turn else [params]:
                     optimizer.param_groups[0]["params"] = batch
@@ -247,7 +248,7 @@ def _try(make: Callable[[Any], torch.optim.Optimizer], device: torch.device) -> 
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that are attributes of one, or in a list, tuple or dict that is; theirs after them. Each once."""
+    """The optimizers among an optimizer's attributes (lists, tuples and dicts included), recursively. Each once."""
     found: dict[int, torch.optim.Optimizer] = {}
 
     def visit(value: Any) -> None:
@@ -275,9 +276,9 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optim
 
 
 def has_own_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Does it hold an optimizer whose groups are not its own ones? (A wrapper shares those of what it wraps.)"""
+    """Does it contain an optimizer with other groups than its own? (A wrapper shares the groups of what it wraps.)"""
     own = {id(group) for group in optimizer.param_groups}
-    return any(id(group) not in own for held in inner_optimizers(optimizer) for group in held.param_groups)
+    return any(id(group) not in own for each in inner_optimizers(optimizer) for group in each.param_groups)
 
 
 def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
@@ -286,7 +287,7 @@ def takes_sparse_only(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def of_sparse_only(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ``id`` of each parameter that such an optimizer steps, held or holding."""
+    """The ``id`` of each parameter that the optimizer, or one inside it, steps."""
     return {
         id(parameter)
         for holder in (optimizer, *inner_optimizers(optimizer))

@@ -5,7 +5,7 @@
     state (fp32)          /
 
 torch's optimizers keep state in the weight's dtype, where a second moment's small changes are rounded away. Shards
-with fp32 master weights have fp32 state in any case, and are stepped without casts.
+with fp32 main parameters have fp32 state in any case, and are stepped without casts.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ __all__ = ["Choice", "HostStep", "HostWork", "RuleName", "UpdatePath", "Rule", "
 
 UpdatePath = Literal["threads", "blocks", "plain"]
 
-BLOCK_NUMEL = 256 * 1024  # smaller: Python's overhead shows; larger: scratch and master leave the cache
+BLOCK_NUMEL = 256 * 1024  # smaller: Python's overhead dominates; larger: scratch and main parameters leave the cache
 TEAM_BLOCK_NUMEL = 1024 * 1024  # a block that all of torch's threads share
 PLAIN_NUMEL = 16 * 1024 * 1024  # bounds the scratch of the plain path to 64 MiB
 TRIAL_NUMEL = 8 * 1024 * 1024  # far larger than most caches
@@ -64,7 +64,7 @@ class HostWork:
 
 
 class HostStep:
-    """Updates ranges of master weights in host memory.
+    """Updates ranges of main parameters in host memory.
 
     Args:
         path: "auto": the fastest path, by a measurement of well under a second, once in this process for each rule and
@@ -90,14 +90,14 @@ class HostStep:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes that the scratches hold now."""
+        """Bytes of all threads' scratch now."""
         own = 0 if self._threads is None else self._threads.scratch_nbytes
         return own + sum(tensor.nbytes for tensor in self._scratch)
 
     def start(
         self,
         kind: RuleName,
-        master: torch.Tensor,
+        main: torch.Tensor,
         states: Mapping[str, torch.Tensor],
         gradient: torch.Tensor,
         parameter: torch.Tensor | None,
@@ -110,14 +110,14 @@ class HostStep:
         """Update one range of elements in place. All tensors are 1-D, contiguous, on the host and of one length.
 
         Args:
-            master: fp32.
+            main: fp32.
             states: fp32, by the optimizer's names (``Rule.state_names``); others are ignored.
             gradient: bf16, fp16 or fp32; not modified.
-            parameter: receives the rounded master weights, bf16, fp16 or fp32; None: no such copy.
+            parameter: receives the rounded main parameters, bf16, fp16 or fp32; None: no such copy.
             hyper: the optimizer's parameter group.
             step: the number of this step of this range, from 1, counted by the caller. SGD sets its momentum in step 1.
             gradient_scale: factor of the gradient, applied in fp32 (clipping, loss scale).
-            undo: receives the old master weights and states (in the rule's order), fp32; None: no such copy.
+            undo: receives the old main parameters and states (in the rule's order), fp32; None: no such copy.
 
         Order: with the path "threads" it returns at once; updates run in the order in which they were started, and the
             end of one may overlap with the start of the next. With the other paths it returns when the update is done.
@@ -125,21 +125,21 @@ class HostStep:
         Raises: OptimizerError: an unknown rule, or tensors that do not fit.
         """
         rule = Rule.of(kind, hyper, step)
-        held = _check(rule, master, states, gradient, parameter)
-        master, gradient = master.detach(), gradient.detach()
+        ordered = _check(rule, main, states, gradient, parameter)
+        main, gradient = main.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
         path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
         if undo is not None:
-            undo = [kept.detach() for kept in undo]
+            undo = [saved.detach() for saved in undo]
         block = {"threads": self.block_numel, "blocks": TEAM_BLOCK_NUMEL}.get(path, PLAIN_NUMEL)
         update = BlockedUpdate(
-            rule, master, held, gradient, parameter, gradient_scale=gradient_scale, block_numel=block, undo=undo
+            rule, main, ordered, gradient, parameter, gradient_scale=gradient_scale, block_numel=block, undo=undo
         )
         if path == "threads":
             if self._threads is None:
                 self._threads = HostThreads(self.num_threads)
-            return HostWork(self._threads.start(update, block, rule.needs_room))
-        update.run(*self._own_scratch(min(block, master.numel()), rule.needs_room))
+            return HostWork(self._threads.start(update, block, rule.needs_scratch))
+        update.run(*self._own_scratch(min(block, main.numel()), rule.needs_scratch))
         return HostWork()
 
     def close(self) -> None:
@@ -149,11 +149,11 @@ class HostStep:
         self._threads = None
         self._scratch = []
 
-    def _own_scratch(self, numel: int, needs_room: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        count = 2 if needs_room else 1
+    def _own_scratch(self, numel: int, needs_scratch: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        count = 2 if needs_scratch else 1
         if len(self._scratch) < count or self._scratch[0].numel() < numel:
             self._scratch = [torch.empty(numel) for _ in range(count)]
-        return self._scratch[0], self._scratch[1] if needs_room else None
+        return self._scratch[0], self._scratch[1] if needs_scratch else None
 
     def _path_of(self, rule: Rule, gradient: torch.dtype, parameter: torch.dtype | None) -> UpdatePath:
         if self.path == "auto":
@@ -163,12 +163,12 @@ class HostStep:
 
 def _check(
     rule: Rule,
-    master: torch.Tensor,
+    main: torch.Tensor,
     states: Mapping[str, torch.Tensor],
     gradient: torch.Tensor,
     parameter: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """The states in the rule's order, if everything fits."""
+    """Returns: the states in the rule's order. Raises: OptimizerError: tensors that do not fit the rule."""
     missing = [name for name in rule.state_names if name not in states]
     if missing:
         raise OptimizerError(
@@ -176,28 +176,28 @@ def _check(
             do="make the state, zeros at first, and pass it.",
             code="host-step-tensors",
         )
-    held = [states[name] for name in rule.state_names]
-    tensors = {"master": master, **dict(zip(rule.state_names, held, strict=True)), "gradient": gradient}
+    ordered = [states[name] for name in rule.state_names]
+    tensors = {"main": main, **dict(zip(rule.state_names, ordered, strict=True)), "gradient": gradient}
     if parameter is not None:
         tensors["parameter"] = parameter
     for name, tensor in tensors.items():
         may_be_narrow = name in ("gradient", "parameter")
         dtypes = (torch.bfloat16, torch.float16, torch.float32) if may_be_narrow else (torch.float32,)
-        is_range = tensor.dim() == 1 and tensor.numel() == master.numel() and tensor.is_contiguous()
+        is_range = tensor.dim() == 1 and tensor.numel() == main.numel() and tensor.is_contiguous()
         if not is_range or tensor.dtype not in dtypes or tensor.device.type != "cpu":
             allowed = ", ".join(str(dtype) for dtype in dtypes)
             raise OptimizerError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)} and stride {tensor.stride()} on "
-                f"{tensor.device}; expected {allowed}, contiguous, of shape ({master.numel()},) on cpu.",
+                f"{tensor.device}; expected {allowed}, contiguous, of shape ({main.numel()},) on cpu.",
                 do="pass flat ranges of one length in host memory.",
                 code="host-step-tensors",
             )
-    return held
+    return ordered
 
 
 @cache
 def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | None, num_threads: int) -> Choice:
-    """Measure the paths in turn and say which is fastest. Once in a process per arguments.
+    """Measure the paths in turn. Returns: the fastest. Once in a process for the same arguments.
 
     All of them give the same bits, so ranks may choose differently.
 
@@ -209,7 +209,7 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
     hyper: dict[str, Any] = dict.fromkeys(NUMBERS[kind], 1e-3) | {"betas": (0.9, 0.99)}
     names = Rule.of(kind, hyper, 2).state_names
     tensors = [torch.full((TRIAL_NUMEL,), 1e-3) for _ in range(1 + len(names))]
-    master, states = tensors[0], dict(zip(names, tensors[1:], strict=True))
+    main, states = tensors[0], dict(zip(names, tensors[1:], strict=True))
     grads = torch.full((TRIAL_NUMEL,), 1e-3, dtype=gradient)
     params = None if parameter is None else torch.zeros(TRIAL_NUMEL, dtype=parameter)
     steps: dict[UpdatePath, HostStep] = {path: HostStep(path, num_threads=num_threads) for path in paths}
@@ -218,7 +218,7 @@ def choose_path(kind: RuleName, gradient: torch.dtype, parameter: torch.dtype | 
         for number in range(1 + TRIAL_ROUNDS):
             for path, step in steps.items():
                 begin = time.perf_counter()
-                step.start(kind, master, states, grads, params, hyper, step=2).wait()
+                step.start(kind, main, states, grads, params, hyper, step=2).wait()
                 if number:
                     times[path].append(1e3 * (time.perf_counter() - begin))
     finally:

@@ -36,8 +36,8 @@ KINDS: tuple[RuleName, ...] = ("Adam", "AdamW", "Adagrad", "Lion", "SGD")
 CUT_NUMEL = 64
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], None]
-"""``kernel(master, gradient, states, room)``: update in place. All fp32, 1-D, of one length; ``room`` where
-``Rule.needs_room``. The gradient is not modified."""
+"""``kernel(main, gradient, states, scratch)``: update in place. All fp32, 1-D, of one length; ``scratch`` where
+``Rule.needs_scratch``. The gradient is not modified."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Rule:
         return ("sum",) if self.kind == "Adagrad" else ("exp_avg",)
 
     @property
-    def needs_room(self) -> bool:
+    def needs_scratch(self) -> bool:
         """Does the kernel need a second scratch tensor?"""
         return self.kind == "Lion"
 
@@ -122,10 +122,10 @@ class Rule:
                 is_first_step=self.is_first,
                 **common,
             )
-            return lambda master, gradient, states, room: call([master], [gradient], list(states))
+            return lambda main, gradient, states, scratch: call([main], [gradient], list(states))
         if self.kind == "Adagrad":
             adagrad = partial(torch._fused_adagrad_, lr_decay=self.lr_decay, eps=self.eps, **common)
-            return lambda master, gradient, states, room: adagrad([master], [gradient], [states[0]], [step])
+            return lambda main, gradient, states, scratch: adagrad([main], [gradient], [states[0]], [step])
         adam = partial(
             torch._fused_adamw_ if self.kind == "AdamW" else torch._fused_adam_,
             beta1=self.beta1,
@@ -134,8 +134,8 @@ class Rule:
             amsgrad=self.amsgrad,
             **common,
         )
-        return lambda master, gradient, states, room: adam(
-            [master], [gradient], [states[0]], [states[1]], list(states[2:]), [step]
+        return lambda main, gradient, states, scratch: adam(
+            [main], [gradient], [states[0]], [states[1]], list(states[2:]), [step]
         )
 
 
@@ -157,28 +157,28 @@ FLAGS: dict[RuleName, tuple[str, ...]] = {
 
 def _lion(
     rule: Rule,
-    master: torch.Tensor,
+    main: torch.Tensor,
     gradient: torch.Tensor,
     states: Sequence[torch.Tensor],
-    room: torch.Tensor | None,
+    scratch: torch.Tensor | None,
 ) -> None:
     """The operations of ``shoal.optim.lion``, in its order, without its allocation."""
     average = states[0]
-    direction = torch.mul(average, rule.beta1, out=room)
+    direction = torch.mul(average, rule.beta1, out=scratch)
     direction.add_(gradient, alpha=1 - rule.beta1).sign_()
     if rule.weight_decay:
-        direction.add_(master, alpha=rule.weight_decay)
+        direction.add_(main, alpha=rule.weight_decay)
     direction.mul_(rule.lr)
-    master.sub_(direction)
+    main.sub_(direction)
     average.mul_(rule.beta2).add_(gradient, alpha=1 - rule.beta2)
 
 
 def _unfused(
     rule: Rule,
-    master: torch.Tensor,
+    main: torch.Tensor,
     gradient: torch.Tensor,
     states: Sequence[torch.Tensor],
-    room: torch.Tensor | None,
+    scratch: torch.Tensor | None,
 ) -> None:
     """What ``step()`` of torch's optimizer calls without ``fused=True``."""
     common: dict[str, Any] = {
@@ -190,7 +190,7 @@ def _unfused(
     }
     if rule.kind == "SGD":
         sgd(
-            [master],
+            [main],
             [gradient],
             list(states) or [None],
             momentum=rule.momentum,
@@ -201,10 +201,10 @@ def _unfused(
         return
     before = torch.tensor(rule.step - 1)  # the function counts this step
     if rule.kind == "Adagrad":
-        adagrad([master], [gradient], [states[0]], [before], lr_decay=rule.lr_decay, eps=rule.eps, **common)
+        adagrad([main], [gradient], [states[0]], [before], lr_decay=rule.lr_decay, eps=rule.eps, **common)
         return
     adam(
-        [master],
+        [main],
         [gradient],
         [states[0]],
         [states[1]],
@@ -242,21 +242,21 @@ def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:
-    """Has a group without ``fused`` only Python numbers, whose arithmetic differs from that of tensors?"""
+    """Are the hyperparameters of a group without ``fused`` Python numbers? Arithmetic with tensors rounds otherwise."""
     numbers = (group["lr"], *group.get("betas", ()))
     is_graph = bool(group.get("capturable") or group.get("differentiable"))
     return not is_graph and not any(isinstance(number, torch.Tensor) for number in numbers)
 
 
 def host_note(optimizer: torch.optim.Optimizer) -> str | None:
-    """A line for start-up where optimizer state lies in host memory and its update is not a fused kernel."""
+    """The line logged at start where optimizer state is in host memory and its update is not a fused kernel."""
     name = type(optimizer).__name__
     kind = kind_of(optimizer)
     if kind is None:
         own = (
             f"{name}'s matrices are orthogonalized on the device, and the rest of its update runs on the host"
             if isinstance(optimizer, WholeTensorOptimizer) and optimizer.moves_to_device
-            else f"{name}.step() runs on the host as it is"
+            else f"{name}.step() runs unchanged on the host"
         )
         return (
             f"offload_optimizer: {own}; the step waits for it. The updates of {', '.join(KINDS)} run in threads "

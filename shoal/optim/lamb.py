@@ -20,7 +20,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.optim.options import check_options
 from shoal.optim.tree_sum import CPU_CHUNK_LEVEL, GPU_CHUNK_LEVEL, SumTree, node_keys, partial_sums, plan_sums
-from shoal.optim.whole import Flat, ParameterPart, PartTable, WholeTensorOptimizer, chunks
+from shoal.optim.whole import ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
 
 
 class Lamb(WholeTensorOptimizer):
@@ -72,7 +72,7 @@ class Lamb(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
         """Update ranges.
 
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
@@ -85,7 +85,7 @@ class Lamb(WholeTensorOptimizer):
         for flat, ratio in zip(flats, ratios, strict=True):
             _descend(flat, ratio)
 
-    def _ratios_alone(self, flats: Sequence[Flat]) -> list[torch.Tensor]:
+    def _ratios_alone(self, flats: Sequence[RangeViews]) -> list[torch.Tensor]:
         """Trust ratios of each range's parts, which are whole parameters."""
         ratios = []
         for flat in flats:
@@ -93,7 +93,7 @@ class Lamb(WholeTensorOptimizer):
             ratios.append(_trust_ratios(torch.stack(nodes), flat.group) if nodes else torch.ones(0))
         return ratios
 
-    def _ratios_shared(self, flats: Sequence[Flat], comm: Communicator) -> list[torch.Tensor]:
+    def _ratios_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> list[torch.Tensor]:
         """Trust ratios of each range's parts, by one exchange of partial sums."""
         device, home = flats[0].device, flats[0].weight.device
         table = PartTable(flats, comm)
@@ -104,10 +104,10 @@ class Lamb(WholeTensorOptimizer):
         own, zero = table.of(comm.rank), torch.zeros(2, device=home)
         nodes, number = [], 0
         for flat in flats:
-            held = {part.parameter: part for part in flat.parts}
+            by_index = {part.parameter: part for part in flat.parts}
             for index in range(len(flat.shapes)):
-                if index in held:
-                    nodes += _advance(flat, held[index])
+                if index in by_index:
+                    nodes += _advance(flat, by_index[index])
                 else:  # not updated in this step: it counts as zero on every rank
                     nodes += [zero] * len(node_keys(*own[number], numels[number]))
                 number += 1
@@ -122,14 +122,14 @@ class Lamb(WholeTensorOptimizer):
         return ratios
 
 
-def _advance(flat: Flat, part: ParameterPart) -> list[torch.Tensor]:
+def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
     """Update the averages of one part, and return the partial sums of squares of w and u. Shape: [2] each."""
     gradient, group = flat.gradient, flat.group
     assert gradient is not None
     beta1, beta2 = group["betas"]
     shift = part.start - part.offset
 
-    def fill(begin: int, end: int) -> torch.Tensor:
+    def squares(begin: int, end: int) -> torch.Tensor:
         here = slice(begin + shift, end + shift)
         grad = gradient[here].to(flat.weight.dtype)
         flat.state["exp_avg"][here].mul_(beta1).add_(grad, alpha=1 - beta1)
@@ -140,10 +140,10 @@ def _advance(flat: Flat, part: ParameterPart) -> list[torch.Tensor]:
         return squares
 
     level = CPU_CHUNK_LEVEL if flat.weight.device.type == "cpu" else GPU_CHUNK_LEVEL
-    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), fill, level)
+    return partial_sums(part.offset, part.offset + part.numel, part.shape.numel(), squares, level)
 
 
-def _direction(flat: Flat, here: slice) -> torch.Tensor:
+def _direction(flat: RangeViews, here: slice) -> torch.Tensor:
     """``u`` of some elements. Computed twice in a step, not stored: scratch stays small. Shape: [stop - start]."""
     group = flat.group
     square = flat.state["exp_avg_sq"][here]
@@ -161,7 +161,7 @@ def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
     return torch.where((norms > 0).all(dim=1), ratios, torch.ones_like(ratios))
 
 
-def _descend(flat: Flat, ratios: torch.Tensor) -> None:
+def _descend(flat: RangeViews, ratios: torch.Tensor) -> None:
     """Step along ``u``. ``ratios`` has one entry per part."""
     group = flat.group
     beta1, beta2 = group["betas"]

@@ -3,10 +3,10 @@
     clean step   window clean steps since the last overflow or growth?  -> GROWN: scale * 2, hysteresis refilled
                  else                                                   -> KEPT
     overflow     hysteresis left?                                       -> TOLERATED: hysteresis - 1
-                 scale above the floor?                                 -> HALVED: max(scale / 2, floor)
+                 scale above the minimum?                               -> HALVED: max(scale / 2, minimum)
                  else                                                   -> AT_FLOOR: the caller decides
 
-The sequence of scales is DeepSpeed's, but for the floor: there DeepSpeed ends the run.
+The sequence of scales is DeepSpeed's, except at the minimum: there DeepSpeed ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LossScaleSettings:
         loss_scale_window: clean steps before the scale doubles.
         hysteresis: the overflow that halves the scale is the one with this number; those before it are tolerated.
         consecutive_hysteresis: every clean step refills the hysteresis; otherwise only growth does.
-        min_loss_scale: the floor.
+        min_loss_scale: the minimum of a dynamic scale.
 
     Raises: ConfigError: numbers outside their range; all of them in one error.
     """
@@ -66,7 +66,7 @@ class LossScaleSettings:
         if not (math.isfinite(self.min_loss_scale) and self.min_loss_scale > 0):
             wrong.append(f"min_loss_scale is {self.min_loss_scale}, expected a finite number above 0")
         if wrong:
-            raise ConfigError("; ".join(wrong) + ".", where="section 'fp16'", do="mend these keys.", code="loss-scale")
+            raise ConfigError("; ".join(wrong) + ".", where="section 'fp16'", do="fix these keys.", code="loss-scale")
 
     @property
     def is_dynamic(self) -> bool:
@@ -101,10 +101,10 @@ class LossScale:
         return self._iteration
 
     def update(self, overflow: bool) -> Event:
-        """Tell the outcome of a step, the same on every rank.
+        """Update the scale by the outcome of a step, which is the same on every rank.
 
         Returns: what happened to the scale. A static scale is KEPT, or TOLERATED after an overflow. Nothing is raised
-            at the floor.
+            at the minimum.
         """
         if not self.settings.is_dynamic:
             event = Event.TOLERATED if overflow else Event.KEPT
@@ -137,7 +137,7 @@ class LossScale:
         return Event.GROWN
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers, enough to go on from here."""
+        """The state as plain numbers, for ``load_state_dict``."""
         return {
             "scale": self._scale,
             "iteration": self._iteration,
@@ -146,7 +146,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Go on from ``state``. A static scale keeps the scale of its settings.
+        """Load ``state``. A static scale keeps the scale of its settings.
 
         Raises: KeyError: an entry is missing.
         """

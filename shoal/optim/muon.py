@@ -3,13 +3,13 @@
     m = momentum m + (1 - momentum) g        d = momentum m + (1 - momentum) g  (Nesterov; else d = m)
     w = w (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) orthogonalize(d)
 
-Momentum is held as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
-(shared out by operations, so that no rank waits long), and the results are gathered. Orthogonalising everything on
-every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU core 50 times
-as long to orthogonalise as to receive.
+Momentum is stored as shards. In a step, d is gathered over the shard axis, each matrix is orthogonalised by one rank
+(matrices are assigned by their operations, which balances the ranks), and the results are gathered. Orthogonalising
+everything on every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU
+core 50 times as long to orthogonalise as to receive.
 
 Source: Jordan et al., Muon: an optimizer for hidden layers (kellerjordan.github.io/posts/muon); Liu et al.,
-arXiv:2502.16982, for weight decay and sharing out.
+arXiv:2502.16982, for weight decay and the assignment to ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.errors import OptimizerError
 from shoal.optim.options import check_options
 from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
-from shoal.optim.whole import Flat, Interval, ParameterPart, PartTable, WholeTensorOptimizer, chunks
+from shoal.optim.whole import Interval, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
 
 ALIGNMENT = 64  # elements
 
@@ -43,8 +43,8 @@ class Sharing:
 
 
 def share_out(parts: Sequence[Sequence[Interval]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
-    """Give each matrix to the rank with least to do, the costliest matrices first. Pure arithmetic, the same on
-    every rank.
+    """Assign each matrix to the rank with the fewest operations, the costliest matrices first. Pure arithmetic, the
+    same on every rank.
     """
     places = [list(accumulate((high - low for low, high in row), initial=0)) for row in parts]
     load = [0] * len(parts)
@@ -144,13 +144,13 @@ class Muon(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
         """Update ranges.
 
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
             bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
             of ``PartTable``.
-        Memory: both gathered, on the device, kept between steps.
+        Memory: both gathered buffers, on the device; not freed between steps.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -163,14 +163,14 @@ class Muon(WholeTensorOptimizer):
         elif matrices:
             self._update_shared(matrices, comm)
 
-    def _update_alone(self, flats: Sequence[Flat]) -> None:
+    def _update_alone(self, flats: Sequence[RangeViews]) -> None:
         for flat in flats:
             for part in flat.parts:
                 update = torch.empty(part.numel, dtype=torch.float32, device=flat.device)
                 _momentum(flat, part, update)
                 _descend(flat, part, _orthogonalized(update, part.shape, flat.group))
 
-    def _update_shared(self, flats: Sequence[Flat], comm: Communicator) -> None:
+    def _update_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> None:
         table = PartTable(flats, comm)
         sharing = self._sharings.get(table.key)
         if sharing is None:
@@ -225,7 +225,7 @@ class Muon(WholeTensorOptimizer):
 
 
 class _Buffer:
-    """Memory that a communicator gathers into, used again in every unit and step."""
+    """The buffers that a communicator gathers into; every unit and step reuses them."""
 
     def __init__(self, comm: Communicator, memory: torch.Tensor) -> None:
         self.comm = comm
@@ -254,7 +254,7 @@ class _Buffer:
             self._work = None
 
 
-def _part_of(flat: Flat, index: int) -> ParameterPart | None:
+def _part_of(flat: RangeViews, index: int) -> ParameterPart | None:
     return next((part for part in flat.parts if part.parameter == index), None)
 
 
@@ -278,7 +278,7 @@ def _orthogonalized(update: torch.Tensor, shape: torch.Size, group: dict[str, An
     return orthogonalize(update.view(_as_matrices(shape)).squeeze(0), group["ns_method"], group["ns_steps"]).reshape(-1)
 
 
-def _momentum(flat: Flat, part: ParameterPart, out: torch.Tensor) -> None:
+def _momentum(flat: RangeViews, part: ParameterPart, out: torch.Tensor) -> None:
     """Update a part's momentum and write the direction into ``out``. Shape: [part numel]."""
     assert flat.gradient is not None
     target, beta = out, flat.group["momentum"]
@@ -294,17 +294,17 @@ def _momentum(flat: Flat, part: ParameterPart, out: torch.Tensor) -> None:
         target.copy_(out)
 
 
-def _descend(flat: Flat, part: ParameterPart, direction: torch.Tensor) -> None:
+def _descend(flat: RangeViews, part: ParameterPart, direction: torch.Tensor) -> None:
     group = flat.group
     _, rows, columns = _as_matrices(part.shape)
     scale = max(1.0, rows / max(columns, 1)) ** 0.5
     weight = flat.weight[part.start : part.stop]
     if group["weight_decay"]:
         weight.mul_(1 - group["lr"] * group["weight_decay"])
-    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # 16 bits cross to the host
+    weight.sub_(direction.to(weight.device).to(weight.dtype) * (group["lr"] * scale))  # copied to the host in 16 bits
 
 
-def _adamw(flat: Flat) -> None:
+def _adamw(flat: RangeViews) -> None:
     """AdamW on the parts. Source: Loshchilov and Hutter, arXiv:1711.05101."""
     group = flat.group
     beta1, beta2 = group["betas"]

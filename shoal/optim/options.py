@@ -1,4 +1,4 @@
-"""Checks of what an optimizer or schedule is given: names and numbers, all problems in one error; sparse gradients."""
+"""Checks of the arguments of an optimizer or schedule (names and numbers, in one error), and of sparse gradients."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from shoal.errors import OptimizerError
 
 
 def accepted_names(factory: type, *, leave_out: Collection[str] = ()) -> dict[str, bool]:
-    """The keyword parameters of a constructor, each with whether it must be given. ``self`` and the first argument
-    are left out.
-    """
+    """The keyword parameters of a constructor by name; True: required. Without ``self`` and the first argument."""
     found = {}
     for name, parameter in list(inspect.signature(factory).parameters.items())[1:]:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name not in leave_out:
@@ -37,7 +35,7 @@ def problems_with(params: Mapping[str, Any], accepted: Mapping[str, bool]) -> li
         f"missing parameter {name!r}" for name, required in accepted.items() if required and name not in params
     ]
     problems += [
-        f"{name} is 'auto', which only a client such as Transformers or Accelerate can fill in"
+        f"{name} is 'auto', which only a client such as Transformers or Accelerate can replace by a value"
         for name, value in params.items()
         if value == "auto" and name in accepted
     ]

@@ -2,7 +2,7 @@
 
     X = G / |G|,   then five times   X = a X + (b A + c A A) X,   A = X X^T      ("standard")
 
-The coefficients raise small singular values fast and leave the rest in about [0.7, 1.2]; they do not converge to one,
+The coefficients raise small singular values fast and leave the others in about [0.7, 1.2]; they do not converge to one,
 which Muon does not need. "gram" runs the same iteration on the small square matrix R = X X^T and multiplies X once at
 the end and once half way (the half way restart keeps 16-bit arithmetic stable): fewer operations where a matrix is far
 from square.
@@ -56,8 +56,8 @@ def _standard(x: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def _gram(x: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """One iteration is X <- P X with P = a I + b R + c R R; so R <- P R P, and the product of the P is kept apart
-    from X.
+    """One iteration is X <- P X with P = a I + b R + c R R; so R <- P R P. The product of the P is accumulated
+    separately from X.
     """
     for begin, end in ((0, min(GRAM_RESTART, num_steps)), (GRAM_RESTART, num_steps)):
         gram, product = x @ x.mT, None
@@ -73,6 +73,6 @@ def _gram(x: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def num_operations(rows: int, columns: int, num_steps: int = 5) -> int:
-    """Multiply-adds of the standard iteration, to share matrices out evenly."""
+    """Multiply-adds of the standard iteration, by which matrices are assigned to ranks."""
     small, large = min(rows, columns), max(rows, columns)
     return num_steps * (2 * small * small * large + small**3)

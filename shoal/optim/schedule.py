@@ -1,4 +1,4 @@
-"""What all schedules share: they write the rates of the optimizer's groups, and their state is one number."""
+"""The base of all schedules: it sets the rates of the optimizer's groups, and its state is one number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NotSteppedError(UsageError, AssertionError):
 
 
 class Schedule(ABC):
-    """What all schedules share.
+    """The base of all schedules.
 
     ``optimizer`` is a torch optimizer, or an object that has one as its ``optimizer``. Its groups' ``lr`` is set at
     construction, when ``last_batch_iteration`` is -1, and by every ``step()``.
@@ -36,7 +36,7 @@ class Schedule(ABC):
     def get_last_lr(self) -> list[float]:
         """The rates that were set last.
 
-        Raises: NotSteppedError: the schedule was made to go on from an iteration, and has not been stepped.
+        Raises: NotSteppedError: the schedule was constructed to resume at an iteration, and has not been stepped.
         """
         if self._last_lr is None:
             raise NotSteppedError(
@@ -45,7 +45,7 @@ class Schedule(ABC):
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one given, and set the rates."""
+        """Advance to the next iteration, or to ``last_batch_iteration``, and set the rates."""
         self.last_batch_iteration = (
             self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
         )
@@ -55,7 +55,7 @@ class Schedule(ABC):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, DeepSpeed's included: the optimizer's rates are set to those of its iteration."""
+        """Load a state, Shoal's or DeepSpeed's, and set the optimizer's rates to those of its iteration."""
         self.last_batch_iteration = int(state_dict["last_batch_iteration"])
         self._apply()
 
@@ -85,7 +85,7 @@ class Schedule(ABC):
 
 def _set(group: dict[str, Any], key: str, value: float) -> None:
     if isinstance(group[key], torch.Tensor):
-        group[key].fill_(value)  # a captured graph or fused kernel reads this very tensor
+        group[key].fill_(value)  # a captured graph or fused kernel reads this tensor, so it is modified in place
     else:
         group[key] = value
 

@@ -29,11 +29,11 @@ from shoal.optim.schedule import Schedule, torch_optimizer
 
 WarmupType = Literal["log", "linear"]
 VALID_LR_SCHEDULES = ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-DEFAULT_BETA2 = 0.99  # OneCycle's second beta, as DeepSpeed's: it does not keep the optimizer's
+DEFAULT_BETA2 = 0.99  # OneCycle sets the second beta to this, as DeepSpeed does, whatever the optimizer's was
 
 
 class WarmupLR(Schedule):
-    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr``, then stay.
+    """Warm up from ``warmup_min_lr`` to ``warmup_max_lr``, then stay at the maximum.
 
     Args:
         warmup_min_lr, warmup_max_lr: one number, or one for each group. The maximum's default is each group's own rate.
@@ -123,7 +123,7 @@ class WarmupCosineLR(Schedule):
             self._apply()
 
     def get_lr_ratio(self) -> float:
-        """What the groups' own rates are multiplied by; 0 before the first step."""
+        """The factor of the groups' own rates; 0 before the first step."""
         now = self.last_batch_iteration
         if now < 0:
             return 0.0
@@ -238,7 +238,7 @@ class OneCycle(Schedule):
                 self._set_momentum(self.min_moms)
 
     def _height(self) -> float:
-        """How far up the cycle, 0 to 1."""
+        """The position in the cycle, from 0 (minimum rate) to 1 (maximum rate)."""
         position = (self.last_batch_iteration + 1) % self.total_size
         if position <= self.first_step_size:
             height, stairs = position / self.first_step_size, self.first_stair_count
@@ -323,7 +323,7 @@ def _warmup_problems(num_steps: Any, kind: Any) -> list[str]:
 def _warn_if_short(name: str, total: int, warmup: int) -> None:
     if total < warmup:
         warnings.warn(
-            f"{name}: total_num_steps {total} is less than warmup_num_steps {warmup}, so nothing is left to decay in."
+            f"{name}: total_num_steps {total} is less than warmup_num_steps {warmup}: no steps are left for the decay."
         )
 
 

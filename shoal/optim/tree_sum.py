@@ -5,7 +5,7 @@ neighbours of those, in a binary tree over the flattened parameter (zeros beyond
 that lie wholly in its part; the few nodes at the part's edges, at most two a level, are exchanged, and every rank
 finishes the same tree.
 
-    elements   0 1 2 3 4 5 6 7        rank 0 holds [0, 5), rank 1 holds [5, 8)
+    elements   0 1 2 3 4 5 6 7        rank 0 owns [0, 5), rank 1 owns [5, 8)
     level 1    0-1 2-3  *  6-7        * spans both ranks
     level 2    0---3    *             rank 0 sends (2, 0) and (0, 4); rank 1 sends (0, 5) and (1, 3)
     level 3        0---7
@@ -75,13 +75,13 @@ def _reduce(
 
 
 def partial_sums(
-    low: int, high: int, numel: int, fill: Callable[[int, int], torch.Tensor], chunk_level: int
+    low: int, high: int, numel: int, values_of: Callable[[int, int], torch.Tensor], chunk_level: int
 ) -> list[torch.Tensor]:
     """The values of ``node_keys(low, high, numel)``, in that order. Shape: [k] each.
 
     Args:
-        fill: gives the values of elements ``[begin, end)``. Shape: [k, end - begin], fp32. Called in order, once for
-            each chunk.
+        values_of: returns the values of elements ``[begin, end)``. Shape: [k, end - begin], fp32. Called in order,
+            once for each chunk.
         chunk_level: chunks are subtrees of this level.
     """
     if low >= high:
@@ -92,7 +92,7 @@ def partial_sums(
     roots, begin = [], low
     while begin < high:
         end = min(((begin >> chunk_level) + 1) << chunk_level, high)
-        roots.append(_reduce(fill(begin, end), begin, 0, chunk_level, is_end=end == numel, into=found))
+        roots.append(_reduce(values_of(begin, end), begin, 0, chunk_level, is_end=end == numel, into=found))
         begin = end
     skipped = 0 if roots[0].shape[1] else 1
     first = (low >> chunk_level) + skipped
@@ -104,9 +104,9 @@ def partial_sums(
 
 @dataclass(frozen=True)
 class SumTree:
-    """How the nodes that all ranks sent are added up to one sum for each parameter.
+    """The additions that make one sum per parameter of the nodes that all ranks sent.
 
-    A rank's vector has ``width`` places. ``pairs`` are rounds of additions: the sums of a round are appended to the
+    A rank's vector has ``width`` values. ``pairs`` are rounds of additions: the sums of a round are appended to the
     values.
     """
 
@@ -124,11 +124,12 @@ class SumTree:
 
 
 def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int], device: torch.device) -> SumTree:
-    """SumTree the additions for parameters that ranks hold in ``parts[rank][parameter]``.
+    """Plan the additions for parameters of which each rank owns ``parts[rank][parameter]``.
 
-    A rank's vector holds, parameter by parameter, the nodes of its part. A parameter that no rank holds sums to zero.
+    A rank's vector has, parameter by parameter, the nodes of its part. A parameter that no rank owns
+    has the sum zero.
 
-    Raises: ValueError: the parts of a parameter do not join up.
+    Raises: ValueError: the parts of a parameter have a gap.
     """
     keys = [[node_keys(*part, numel) for part, numel in zip(row, numels, strict=True)] for row in parts]
     width = max(1, max(sum(map(len, row)) for row in keys))
@@ -144,25 +145,25 @@ def plan_sums(parts: Sequence[Sequence[tuple[int, int]]], numels: Sequence[int],
     rounds = []
     for level in range(max((height(n) for n in numels if n), default=0)):
         left, right = [], []
-        for held, numel in zip(nodes, numels, strict=True):
-            if not held or level >= height(numel):
+        for values, numel in zip(nodes, numels, strict=True):
+            if not values or level >= height(numel):
                 continue
-            for index in sorted(index for at, index in held if at == level):
-                if index % 2 and (level, index - 1) not in held:
-                    raise ValueError(
-                        f"no rank holds elements {(index - 1) << level} to {index << level} of a parameter"
-                    )
+            for index in sorted(index for at, index in values if at == level):
+                if index % 2 and (level, index - 1) not in values:
+                    raise ValueError(f"no rank owns elements {(index - 1) << level} to {index << level} of a parameter")
                 if index % 2:
                     continue
-                value = held[level, index]
-                if (level, index + 1) in held:
+                value = values[level, index]
+                if (level, index + 1) in values:
                     left.append(value)
-                    right.append(held[level, index + 1])
+                    right.append(values[level, index + 1])
                     value, num_values = num_values, num_values + 1
                 elif (index + 1) << level < numel:
-                    raise ValueError(f"no rank holds elements from {(index + 1) << level} on of a parameter of {numel}")
-                held[level + 1, index // 2] = value
+                    raise ValueError(f"no rank owns elements from {(index + 1) << level} on of a parameter of {numel}")
+                values[level + 1, index // 2] = value
         if left:
             rounds.append((torch.tensor(left, device=device), torch.tensor(right, device=device)))
-    roots = [held.get((height(numel), 0), zero) if numel else zero for held, numel in zip(nodes, numels, strict=True)]
+    roots = [
+        values.get((height(numel), 0), zero) if numel else zero for values, numel in zip(nodes, numels, strict=True)
+    ]
     return SumTree(width, tuple(rounds), torch.tensor(roots, device=device))

@@ -47,8 +47,8 @@ class ParameterPart:
 class OwnedRange:
     """This rank's range of one parameter group of one unit.
 
-    ``offsets`` and ``shard_numel`` say where the parameters lie on every rank. Without them an optimizer has to ask the
-    other ranks in every step, and read the answer on the host.
+    ``offsets`` and ``shard_numel`` say where the parameters lie on every rank. Without them the ranks exchange their
+    parts in every step, which blocks the host.
     """
 
     param: torch.nn.Parameter  # 1-D, with .grad set
@@ -56,12 +56,12 @@ class OwnedRange:
     parts: tuple[ParameterPart, ...]
     shapes: tuple[torch.Size, ...]  # of all the parameters of this unit and group
     names: tuple[str, ...]
-    offsets: tuple[int, ...] | None = None  # of each parameter in the unit's bucket
-    shard_numel: int | None = None  # rank r owns [r * shard_numel, (r + 1) * shard_numel) of the bucket
+    offsets: tuple[int, ...] | None = None  # of each parameter in the unit's buffer
+    shard_numel: int | None = None  # rank r owns [r * shard_numel, (r + 1) * shard_numel) of the buffer
 
 
 @dataclass
-class Flat:
+class RangeViews:
     """An ``OwnedRange`` as an optimizer updates it: 1-D views of weights, gradient and state; no parts if it has no
     gradient.
     """
@@ -79,7 +79,7 @@ class Flat:
     def count(self) -> list[torch.Tensor]:
         """Count a step.
 
-        Returns: for each part the steps of its parameter, which may have been skipped in some. 0-d, fp64.
+        Returns: for each part the number of steps that updated its parameter. 0-d, fp64.
         """
         if not self.parts:
             return []
@@ -109,7 +109,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Names of the per-element state of a group's parameters."""
 
     @abstractmethod
-    def _update(self, flats: Sequence[Flat], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
         """Update the weights and the state in place. ``comm`` None: every parameter is whole."""
 
     @torch.no_grad()
@@ -122,7 +122,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
             comm: the axis over which the unit's parameters are sharded.
             device: that computes forward and backward, where ranges may lie in host memory; None: where they lie.
 
-        Communicates: along ``comm``, what the optimizer says; nothing where its size is 1.
+        Communicates: along ``comm``, as the optimizer documents; nothing where its size is 1.
         """
         self._opt_called = True  # torch's schedules warn when they are stepped before an optimizer is
         flats = []
@@ -137,7 +137,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 )
             state = self._state_of(param, owned.group)
             flats.append(
-                Flat(
+                RangeViews(
                     weight,
                     param.grad,
                     state,
@@ -176,7 +176,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 part = ParameterPart(0, param.shape, 0, weight.numel(), 0)
                 parts = (part,) if weight.numel() else ()
                 shapes = (param.shape,)
-                flats.append(Flat(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
+                flats.append(RangeViews(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
         self._update(flats, None)
         for param, weight in copies:
             param.copy_(weight.view(param.shape))
@@ -197,7 +197,7 @@ def _check_whole(ranges: Sequence[OwnedRange]) -> None:
             if part.numel != part.shape.numel():
                 raise OptimizerError(
                     f"parameter {owned.names[part.parameter]!r} has {part.shape.numel()} elements, but one rank, "
-                    f"alone on its axis, holds {part.numel} of them in one range.",
+                    f"alone on its axis, owns {part.numel} of them in one range.",
                     do="pass whole parameters where the axis has one rank.",
                     code="optimizer-piece",
                 )
@@ -209,7 +209,7 @@ class PartTable:
     ``key`` is equal for equal tables, so that what was computed from one can be cached.
     """
 
-    def __init__(self, flats: Sequence[Flat], comm: Communicator) -> None:
+    def __init__(self, flats: Sequence[RangeViews], comm: Communicator) -> None:
         """Communicates: nothing where the ranges carry their offsets; else one exchange of 16 bytes per parameter,
         read on the host.
         """
@@ -240,9 +240,9 @@ class PartTable:
     def _ask(self, comm: Communicator) -> list[list[Interval]]:
         own: list[int] = []
         for flat in self._flats:
-            held = {part.parameter: part for part in flat.parts}
+            by_index = {part.parameter: part for part in flat.parts}
             for index in range(len(flat.shapes)):
-                part = held.get(index)
+                part = by_index.get(index)
                 own += (0, 0) if part is None else (part.offset, part.offset + part.numel)
         vector = torch.tensor(own, dtype=torch.int64, device=self._flats[0].device)
         answers = comm.exchange(vector, label="optimizer.parts").wait()
@@ -250,7 +250,7 @@ class PartTable:
 
 
 def chunks(start: int, stop: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Ranges that fit a core's cache, or that keep a GPU's scratch small."""
+    """Consecutive ranges that fit a core's cache, or that bound a GPU's scratch."""
     numel = CPU_CHUNK_NUMEL if device.type == "cpu" else GPU_CHUNK_NUMEL
     for begin in range(start, stop, numel):
         yield begin, min(begin + numel, stop)

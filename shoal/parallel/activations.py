@@ -83,7 +83,7 @@ class HostActivations:
         return self._saved.peak_nbytes
 
     def remove(self) -> None:
-        """Give the modules their own ``forward`` back. Idempotent."""
+        """Restore the modules' own ``forward``. Idempotent."""
         self._blocks.remove()
 
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

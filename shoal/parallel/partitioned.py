@@ -14,7 +14,7 @@ from shoal.sharding.placement import Tier
 
 
 class PartitionedTensor:
-    """This rank's range of the bytes of a tensor, in a store of its own."""
+    """This rank's range of the bytes of a tensor, stored in another store."""
 
     def __init__(self, form: Form, part: SavedTensor) -> None:
         self.form = form

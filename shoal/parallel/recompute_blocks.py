@@ -1,4 +1,4 @@
-"""Recomputes modules of a model without editing it: their ``forward`` is run again in the backward pass.
+"""Recompute modules of a model without editing it: their ``forward`` runs again in the backward pass.
 
 recomputed = recompute_blocks(model, ["Block"], every=2, recompute=Recompute())
 recomputed.remove()
@@ -21,10 +21,10 @@ from shoal.text import did_you_mean
 
 
 class Runner(Protocol):
-    """Runs a module's forward in its own way."""
+    """Calls a module's forward, with recomputation or another policy."""
 
     def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``function(*args, **kwargs)`` gives."""
+        """Returns: the result of ``function(*args, **kwargs)``."""
         ...
 
 
@@ -46,7 +46,7 @@ class RecomputedBlocks:
 
     def _forward_of(self, name: str, module: nn.Module, recompute: Runner) -> Any:
         before = module.forward
-        # A method, not what it is bound to: a copy of the module must run its own.
+        # The unbound method: a copy of the module must call its own.
         method = before.__func__ if isinstance(before, MethodType) and before.__self__ is module else None
 
         @functools.wraps(method if method is not None else before)
@@ -60,13 +60,13 @@ class RecomputedBlocks:
         return len(self.names)
 
     def remove(self) -> None:
-        """Give the modules their own ``forward`` back. Idempotent."""
+        """Restore the modules' own ``forward``. Idempotent."""
         if not self._is_on:
             return
         self._is_on = False
         for (module, before), ours in zip(self._before, self._ours, strict=True):
             if vars(module).get("forward") is not ours:
-                continue  # wrapped again since, by someone else: what is below passes calls on from now on
+                continue  # other code has wrapped it since; the wrapper below it now only passes calls on
             if before is None:
                 del module.forward
             else:
@@ -89,7 +89,7 @@ def recompute_blocks(
         every: of the modules found, in order, the first of each ``every``. Fewer recomputed ones cost memory and save
             time.
 
-    Raises: ModelError: nothing in the model is called so. UsageError: ``every`` is below 1.
+    Raises: ModelError: no module matches. UsageError: ``every`` is below 1.
     """
     if every < 1:
         raise UsageError(f"every = {every}: one of each {every} modules means nothing.", do="use 1 or more.")
@@ -125,7 +125,7 @@ def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module]) -> l
 
 
 def _around(name: str) -> Iterator[str]:
-    """Names of the modules that a module is in.
+    """Names of the modules that contain a module.
 
     >>> list(_around("blocks.0.up"))
     ['blocks.0', 'blocks']

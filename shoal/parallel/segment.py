@@ -70,10 +70,10 @@ class RecomputeSettings:
 
 
 class Recompute:
-    """Recomputed segments under one configuration, and what they hold.
+    """Runs segments under one configuration and counts the bytes that they save.
 
     Args:
-        model_parallel: the axis whose ranks share the saved inputs; None, or one rank: nothing is shared.
+        model_parallel: the axis whose ranks partition the saved inputs; None, or one rank: none do.
         rng: named random states that are restored for a recomputation.
         copies_of: makes the copies between a device and the host.
     """
@@ -107,7 +107,7 @@ class Recompute:
     def saved_bytes(self) -> int:
         """Bytes of saved inputs that wait for their backward pass, on this rank; each tensor counts once.
 
-        Without the outputs that a policy keeps, parameters, and tensors inside lists, dicts and objects.
+        Without the outputs that a policy saves, parameters, and tensors inside lists, dicts and objects.
         """
         return self._saved.nbytes
 

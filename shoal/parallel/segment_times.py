@@ -1,4 +1,4 @@
-"""Where the time of recomputed segments goes: forward, recomputation, backward, by the segment's name."""
+"""Times of recomputed segments: forward, recomputation, backward, by the segment's name."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ class Times:
     backward_seconds: float = 0.0
 
 
-class _Call:
+class _TimedCall:
     def __init__(self) -> None:
         self.since: float | None = None  # the end of the recomputation, or the last gradient
 
 
 class SegmentTimes:
-    """Measures while it is asked to.
+    """Measures the segments that run inside its contexts.
 
-    Order: the host waits for the device at both ends of what is measured, so nothing overlaps.
+    Order: the host waits for the device at both ends of each measurement, so nothing overlaps.
     """
 
     def __init__(self) -> None:
         self._times: dict[str, Times] = {}
         self._lock = threading.Lock()
 
-    def watched(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _Call]:
+    def watched(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _TimedCall]:
         """The same inputs, whose gradients say when the backward of the call that they are given to is done.
 
         A segment none of whose inputs gets a gradient has no such moment: its backward counts as 0.
         """
-        call = _Call()
+        call = _TimedCall()
 
         def arrived(gradient: torch.Tensor) -> None:
             if call.since is not None:
@@ -56,7 +56,7 @@ class SegmentTimes:
         watched = []
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor = tensor.view_as(tensor)  # a node of its own: only this segment's share of the gradient
+                tensor = tensor.view_as(tensor)  # a new autograd node: only this segment's share of the gradient
                 tensor.register_hook(arrived)
             watched.append(tensor)
         return watched, call
@@ -74,7 +74,7 @@ class SegmentTimes:
                 times.forward_seconds += seconds
 
     @contextmanager
-    def recompute(self, name: str, device: torch.device, call: _Call) -> Iterator[None]:
+    def recompute(self, name: str, device: torch.device, call: _TimedCall) -> Iterator[None]:
         start = self._now(device)
         try:
             yield
@@ -88,7 +88,7 @@ class SegmentTimes:
         return time.perf_counter()
 
     def take(self) -> dict[str, Times]:
-        """The sums by name, and start anew."""
+        """The sums by name; resets them."""
         with self._lock:
             taken, self._times = self._times, {name: Times() for name in self._times}
         return {name: times for name, times in taken.items() if times.calls or times.recompute_seconds}

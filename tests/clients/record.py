@@ -25,7 +25,7 @@ def main(*arguments: str) -> None:
     if script == "accelerate_plain":
         run = _launched(cases)
     else:
-        run = run_script(f"{script}.py", *cases, lent=(), timeout=580, ranks=ranks)
+        run = run_script(f"{script}.py", *cases, runner=(), timeout=580, ranks=ranks)
     path = GOLDEN / f"{script}.json"
     held = json.loads(path.read_text()) if path.exists() else {"cases": {}}
     held["versions"] = {package: found for package in PACKAGES if (found := _version(package))}
@@ -46,7 +46,7 @@ def _launched(cases: list[str]) -> ClientRun:
     from tests.clients.test_accelerate_launch import ARGUMENTS, launch
 
     with tempfile.TemporaryDirectory() as folder:
-        runs = [launch(Path(folder), case, is_lent=False) for case in cases or ARGUMENTS]
+        runs = [launch(Path(folder), case, as_deepspeed=False) for case in cases or ARGUMENTS]
     results = {case: result for run in runs for case, result in run.results.items()}
     said = ["\n".join(run.said[0] for run in runs)]
     return ClientRun(results, said, [run.codes[0] for run in runs], sum(run.seconds for run in runs))

@@ -1,4 +1,4 @@
-"""Two processes that run a client's script, under Shoal lent as DeepSpeed or under DeepSpeed, and what they report."""
+"""Two processes that run a client's script, under Shoal as `deepspeed` or under DeepSpeed, and what they report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 GOLDEN = ROOT / "tests" / "fixtures" / "clients"
-LENT = ("-m", "shoal.compat.deepspeed")
+AS_DEEPSPEED = ("-m", "shoal.compat.deepspeed")
 TAIL = 6000  # characters of a rank's words that a failure shows
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}  # on every point of a curve, against DeepSpeed 0.19.8
 
@@ -74,13 +74,13 @@ def run_script(
     ranks: int = 2,
     timeout: float = 300,
     python: str = sys.executable,
-    lent: Sequence[str] = LENT,
+    runner: Sequence[str] = AS_DEEPSPEED,
     env: Mapping[str, str] | None = None,
 ) -> ClientRun:
     """Run ``scripts/SCRIPT`` once a rank, each a process of its own with torchrun's variables.
 
     Args:
-        lent: what stands between Python and the script; empty under DeepSpeed itself.
+        runner: the arguments between Python and the script; empty under DeepSpeed itself.
         timeout: seconds for all; processes that are left are killed.
     """
     begin = time.monotonic()
@@ -95,7 +95,7 @@ def run_script(
             with log.open("w") as out:
                 processes.append(
                     subprocess.Popen(
-                        [python, *lent, str(SCRIPTS / script), *arguments],
+                        [python, *runner, str(SCRIPTS / script), *arguments],
                         cwd=folder,
                         env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdout=out,

@@ -18,10 +18,10 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 SCRIPT = "accelerate_plain"
 
 
-def launch(folder: Path, case: str, *, is_lent: bool = True) -> ClientRun:
+def launch(folder: Path, case: str, *, as_deepspeed: bool = True) -> ClientRun:
     """Run the plain script as the case says."""
-    lent = [sys.executable, "-m", "shoal", "run", "--as-deepspeed"] if is_lent else []
-    return run_command([*lent, *ARGUMENTS[case](folder)], f"{SCRIPT}.py", case, *CHOICES.get(case, ()))
+    runner = [sys.executable, "-m", "shoal", "run", "--as-deepspeed"] if as_deepspeed else []
+    return run_command([*runner, *ARGUMENTS[case](folder)], f"{SCRIPT}.py", case, *CHOICES.get(case, ()))
 
 
 def by_flags(folder: Path) -> list[str]:

@@ -67,7 +67,7 @@ def train(python: str, size: int, out: Path, cases: list[str], what: str = "make
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_what_deepspeed_saves_is_what_its_processes_held(size: int, python: str, tmp_path: Path) -> None:
+def test_deepspeeds_files_equal_the_values_of_its_processes(size: int, python: str, tmp_path: Path) -> None:
     train(python, size, tmp_path, CASES)
     for case in CASES:
         source = DeepSpeedSource(tmp_path / case / "checkpoint")

@@ -20,9 +20,9 @@ SECTION = str(EXAMPLES / "deepspeed_auto.json")
 
 def run(*args: str, folder: Path, ranks: int = 2) -> list[float]:
     """The losses that it prints. ``ranks``: 0: the command starts them itself."""
-    lent = [sys.executable, "-m", "shoal", "run", "--as-deepspeed", *(["--ranks", str(ranks)] if ranks else [])]
+    runner = [sys.executable, "-m", "shoal", "run", "--as-deepspeed", *(["--ranks", str(ranks)] if ranks else [])]
     done = subprocess.run(
-        [*lent, *args],
+        [*runner, *args],
         capture_output=True,
         text=True,
         timeout=140,

@@ -18,5 +18,5 @@ def trained() -> ClientRun:
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
 def test_two_workers_train_as_with_deepspeed(trained: ClientRun, name: str) -> None:
     found = trained.case(name)
-    assert found["is lent"]
+    assert found["is Shoal"]
     assert differences(found, golden("ray_cases")["cases"][name], BOUNDS["fp32"]) == []

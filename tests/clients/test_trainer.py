@@ -45,7 +45,7 @@ def test_recompute_that_is_not_reentrant_gives_the_losses_of_the_run_without(run
     assert run.case("recomputed-stage3-non-reentrant")["curves"]["loss"] == pytest.approx(plain, abs=1e-6)
 
 
-def test_no_rank_holds_the_whole_model_while_from_pretrained_loads_it_at_stage_3() -> None:
+def test_no_rank_stores_the_whole_model_while_from_pretrained_loads_it_at_stage_3() -> None:
     result = run_script(f"{SCRIPT}.py", ALONE, env=EXACT_MEMORY, timeout=300).case(ALONE)
     assert differences(result, golden(SCRIPT)["cases"][ALONE], BOUNDS["fp32"]) == []
     peaks = result["memory"]["peak_of_model"]

@@ -436,7 +436,7 @@ def test_a_weight_penalty_in_the_loss_is_an_error_or_right_but_never_nan() -> No
     assert_close(found, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-def test_a_model_is_held_by_one_engine_at_a_time() -> None:
+def test_a_model_belongs_to_one_engine_at_a_time() -> None:
     def job() -> float:
         model = make(gpt2)
         twin = copy.deepcopy(model)

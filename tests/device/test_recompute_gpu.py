@@ -44,7 +44,7 @@ def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Ten
 
 
 @pytest.mark.parametrize("num_blocks", [4, 12])
-def test_inputs_rest_on_the_host_and_come_back_with_their_bits(num_blocks: int) -> None:
+def test_inputs_are_offloaded_to_the_host_and_fetched_with_their_bits(num_blocks: int) -> None:
     model = nn.Sequential(*(Block() for _ in range(num_blocks))).to(gpu())
     x = torch.randn(ROWS, HIDDEN, device=gpu())
     loss, gradients, _ = run(model, x)

@@ -47,7 +47,7 @@ class State:
     """One rank's view; whole tensors by name."""
 
     losses: list[float]
-    masters: dict[str, torch.Tensor]
+    main_parameters: dict[str, torch.Tensor]
     parameters: dict[str, torch.Tensor]
     optimizer: dict[str, dict[str, torch.Tensor]]  # by key, then name
     scalars: dict[str, dict[str, Any]]  # by name, then key; of parameters that this rank has a part of
@@ -130,7 +130,7 @@ def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
                 found.setdefault(key, {})[name] = value.clone()
     return State(
         losses=list(losses),
-        masters={name: engine.access.full_parameter(p).clone() for name, p in held.items()},
+        main_parameters={name: engine.access.full_parameter(p).clone() for name, p in held.items()},
         parameters={name: value.clone() for name, value in engine.module_state_dict().items()},
         optimizer=found,
         scalars=scalars,
@@ -233,7 +233,10 @@ def differences(ours: Sequence[State], theirs: Sequence[State], *, is_same_preci
         found.append(f"scalars {together(ours)} and {together(theirs)}")
     for rank, other in enumerate(theirs):
         mine = ours[min(rank, len(ours) - 1)]
-        tables = [("master", mine.masters, other.masters), ("parameter", mine.parameters, other.parameters)]
+        tables = [
+            ("master", mine.main_parameters, other.main_parameters),
+            ("parameter", mine.parameters, other.parameters),
+        ]
         if not is_same_precision:
             tables.pop()
         if sorted(mine.optimizer) != sorted(other.optimizer):

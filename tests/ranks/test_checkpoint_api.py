@@ -80,7 +80,7 @@ def test_client_state_comes_back_as_it_was(tmp_path: Path) -> None:
             assert loaded[key] == state[key], key
 
 
-def test_client_state_that_cannot_be_kept_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_client_state_that_cannot_be_saved_is_named_on_every_rank(tmp_path: Path) -> None:
     def use(engine: shoal.Engine) -> CheckpointError:
         with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(tmp_path, client_state={"a": [1, {"model": object()}]})
@@ -193,7 +193,7 @@ def test_ranks_with_different_tags(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_an_object_store_holds_checkpoints(is_async: bool) -> None:
+def test_an_object_store_can_store_checkpoints(is_async: bool) -> None:
     import fsspec
 
     url = f"memory://checkpoints-{is_async}"

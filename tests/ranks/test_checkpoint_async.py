@@ -19,7 +19,7 @@ from tests.ranks.resuming import State, differences, engine_of, micro_steps, on_
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_an_asynchronous_save_holds_the_state_of_its_call(stage: int, tmp_path: Path) -> None:
+def test_an_asynchronous_save_has_the_state_of_its_call(stage: int, tmp_path: Path) -> None:
     run = run_at_stage(stage, checkpoint={"async_save": True}, bf16={"enabled": True})
 
     def save(engine: shoal.Engine) -> State:

@@ -226,7 +226,7 @@ def test_a_read_only_disk_costs_one_checkpoint_and_no_step(
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("victim", range(SIZE))
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_broken_disk_of_one_rank_is_told_on_all_ranks(
+def test_a_broken_disk_of_one_rank_is_an_error_on_all_ranks(
     tmp_path: Path,
     undisturbed: dict[int, list[State]],
     monkeypatch: pytest.MonkeyPatch,

@@ -45,7 +45,7 @@ def test_safetensors_opens_the_files_and_finds_what_the_manifest_says(tmp_path: 
             where = tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))
             whole[where] = parts[manifest.files[file].name][key]
         if tensor.kind == "model":
-            assert torch.equal(whole, saved[0].masters[tensor.name]), tensor.name
+            assert torch.equal(whole, saved[0].main_parameters[tensor.name]), tensor.name
         elif tensor.kind == "optimizer/exp_avg":
             assert torch.equal(whole, saved[0].optimizer["exp_avg"][tensor.name]), tensor.name
     kinds = {tensor.kind for tensor in manifest.tensors}

@@ -26,7 +26,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "bf16 without masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16 without main_parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
 }
 HYBRIDS: dict[str, dict[str, int]] = {"": {}, "mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}
 
@@ -104,7 +104,7 @@ LAYOUTS = st.builds(
     Layout,
     world=st.integers(1, 4),
     stage=st.integers(0, 3),
-    precision=st.sampled_from(["fp32", "fp32", "bf16", "fp16", "autocast", "bf16 without masters"]),
+    precision=st.sampled_from(["fp32", "fp32", "bf16", "fp16", "autocast", "bf16 without main_parameters"]),
     hybrid=st.sampled_from(["", "", "mics", "hpz"]),
     units=st.sampled_from([("blocks.*",), ("blocks",), ("blocks.0", "embedding"), ()]),
     bucket=st.sampled_from([1, 40, 500_000_000]),
@@ -131,7 +131,7 @@ def transfer(saver: Layout, loader: Layout, model: str = "Plain", optimizer: str
     assert differences(saved, loaded, is_same_precision=saver.precision == loader.precision) == []
     for state in loaded:
         assert state.counters == saved[0].counters
-        for name, master in state.masters.items():
+        for name, master in state.main_parameters.items():
             held = state.parameters[name]
             assert held.dtype == torch.float64 or torch.equal(held, master.to(held.dtype)), name
     if saver == loader:
@@ -151,10 +151,10 @@ def transfer(saver: Layout, loader: Layout, model: str = "Plain", optimizer: str
 def largest_relative_difference(ours: State, theirs: State) -> float:
     """Of any master weight, relative to the largest of its tensor (or 1)."""
     worst = 0.0
-    for name, master in ours.masters.items():
+    for name, master in ours.main_parameters.items():
         if master.numel():
             scale = max(1.0, float(master.abs().max()))
-            worst = max(worst, float((master - theirs.masters[name]).abs().max()) / scale)
+            worst = max(worst, float((master - theirs.main_parameters[name]).abs().max()) / scale)
     return worst
 
 
@@ -173,9 +173,9 @@ def largest_relative_difference(ours: State, theirs: State) -> float:
 @example(Layout(1, 0), Layout(4, 1, units=()), "Plain", "Muon")
 @example(Layout(3, 3), Layout(2, 2), "Late", "Muon")
 @example(Layout(2, 3), Layout(1, 1), "Late", "Lamb")
-@example(Layout(2, 3, "bf16 without masters"), Layout(3, 1), "Plain", "AdamW")
+@example(Layout(2, 3, "bf16 without main_parameters"), Layout(3, 1), "Plain", "AdamW")
 def test_any_layout_loads_what_any_other_saved(saver: Layout, loader: Layout, model: str, optimizer: str) -> None:
-    if loader.precision == "bf16 without masters":  # would lose digits of fp32 master weights
+    if loader.precision == "bf16 without main_parameters":  # would lose digits of fp32 master weights
         saver = replace(saver, precision=loader.precision)
     if model == "Shared":
         # torch keeps one cache of autocast's casts for all threads. Where another rank empties it between two uses of

@@ -90,8 +90,8 @@ def test_not_strict_takes_what_fits_and_names_the_rest(tmp_path: Path, caplog: p
     assert "the checkpoint does not have 6: blocks.2.norm.weight" in caplog.text
     assert "the model does not have 2: norm.weight, norm.bias" in caplog.text
     for before, after in found:
-        for name, value in after.masters.items():
-            assert torch.equal(value, (before if name.startswith("blocks.2") else saved).masters[name]), name
+        for name, value in after.main_parameters.items():
+            assert torch.equal(value, (before if name.startswith("blocks.2") else saved).main_parameters[name]), name
     for error in refusals(longer, tmp_path):
         assert "the checkpoint does not have 6" in error.what
 
@@ -125,7 +125,7 @@ def test_another_optimizer_and_other_groups_are_refused(tmp_path: Path) -> None:
         on_ranks(run, lambda engine: engine.load_checkpoint(tmp_path, load_optimizer_states=False))
 
 
-def test_master_weights_are_not_narrowed_without_a_word(tmp_path: Path) -> None:
+def test_main_parameters_are_not_rounded_silently(tmp_path: Path) -> None:
     stop(run_at_stage(), tmp_path, at=1)
     narrow = run_at_stage(bf16={"enabled": True, "bf16_master_weights_and_grads": True})
     for error in refusals(narrow, tmp_path):

@@ -84,7 +84,7 @@ def test_deepspeed_that_goes_on_from_its_universal_folder_has_our_losses(case: s
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_state_that_rests_on_host_or_disk_is_filled_too(stage: int, device: str, tmp_path: Path) -> None:
+def test_state_on_host_or_disk_is_loaded_too(stage: int, device: str, tmp_path: Path) -> None:
     universal("stage3-fp32", tmp_path / "saved")
     place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
     section = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": place}
@@ -285,7 +285,7 @@ def test_at_stage_0_names_are_those_of_the_engines_groups(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("key", "rank"), [("fp32", 0), ("exp_avg", 1)])
-def test_a_damaged_file_is_found_by_the_rank_whose_share_it_is_and_told_to_all(
+def test_a_damaged_file_is_found_by_the_rank_that_reads_it_and_raised_on_all(
     key: str, rank: int, tmp_path: Path
 ) -> None:
     path = universal("stage1-fp32", tmp_path) / "zero" / "embed.weight" / f"{key}.pt"

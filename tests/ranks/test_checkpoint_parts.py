@@ -32,7 +32,7 @@ def test_the_module_alone_leaves_counters_optimizer_and_schedule(tmp_path: Path)
         return before, state_of(engine)
 
     for before, after in on_ranks(run, use):
-        assert all(torch.equal(after.masters[name], value) for name, value in saved.masters.items())
+        assert all(torch.equal(after.main_parameters[name], value) for name, value in saved.main_parameters.items())
         assert all(torch.equal(after.parameters[name], value) for name, value in saved.parameters.items())
         assert after.counters == before.counters == [1, 4, 1, 0]
         assert after.rates == before.rates == [0.5e-2]
@@ -49,7 +49,7 @@ def test_optimizer_state_and_schedule_can_be_left_out(tmp_path: Path) -> None:
         return state_of(engine)
 
     for after in on_ranks(run, use):
-        assert all(torch.equal(after.masters[name], value) for name, value in saved.masters.items())
+        assert all(torch.equal(after.main_parameters[name], value) for name, value in saved.main_parameters.items())
         assert after.optimizer == {}
         assert after.rates == [1e-2]
         assert after.counters == saved.counters
@@ -73,9 +73,9 @@ def test_a_custom_function_loads_the_values(tmp_path: Path) -> None:
             return state_of(engine)
 
         for after in on_ranks(run, use):
-            for name, value in saved.masters.items():
+            for name, value in saved.main_parameters.items():
                 assert torch.equal(after.parameters[name], (value * 2).bfloat16()), name
-                assert torch.equal(after.masters[name].bfloat16(), after.parameters[name]), name
+                assert torch.equal(after.main_parameters[name].bfloat16(), after.parameters[name]), name
 
 
 def test_frozen_parameters_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,8 +172,8 @@ def test_a_state_dict_is_taken_and_given_back(stage: int) -> None:
         assert sorted(values) == sorted(source)
         for name, value in source.items():
             assert torch.equal(values[name], value.to(values[name].dtype)), name
-            if name in state.masters:
-                assert torch.equal(state.masters[name], value), name
+            if name in state.main_parameters:
+                assert torch.equal(state.main_parameters[name], value), name
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -41,7 +41,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}},
-    "bf16 without masters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16 without main_parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -232,7 +232,7 @@ def train_noisy(rank: int, size: int, stage: int, folder: str, is_resumed: bool)
     losses = micro_steps(engine, run, 3, 3)
     state = state_of(engine)
     engine.destroy()
-    return {"losses": losses, "masters": state.masters, "pid": os.getpid()}
+    return {"losses": losses, "main_parameters": state.main_parameters, "pid": os.getpid()}
 
 
 @pytest.mark.gloo
@@ -247,7 +247,10 @@ def test_new_processes_draw_the_dropout_that_the_old_ones_would_have(gloo: Calla
             for ours, theirs in zip(resumed, expected, strict=True):
                 assert ours["pid"] != theirs["pid"]
                 assert ours["losses"] == theirs["losses"]
-                assert all(torch.equal(value, theirs["masters"][name]) for name, value in ours["masters"].items())
+                assert all(
+                    torch.equal(value, theirs["main_parameters"][name])
+                    for name, value in ours["main_parameters"].items()
+                )
             assert expected[0]["losses"] != expected[1]["losses"]
     finally:
         pool.close()
@@ -260,7 +263,7 @@ def resume_here(rank: int, size: int, folder: str, stage: int) -> dict[str, Any]
     losses = micro_steps(engine, run, 2, 2)
     state = state_of(engine)
     engine.destroy()
-    return {"losses": losses, "masters": state.masters}
+    return {"losses": losses, "main_parameters": state.main_parameters}
 
 
 @pytest.mark.gloo
@@ -271,7 +274,9 @@ def test_processes_go_on_where_threads_stopped(gloo: Callable[..., Any], tmp_pat
         straight = stop(run, folder, at=2, until=4)
         for ours, theirs in zip(gloo(2, resume_here, folder, stage), straight, strict=True):
             assert ours["losses"] == theirs.losses
-            assert all(torch.equal(value, theirs.masters[name]) for name, value in ours["masters"].items())
+            assert all(
+                torch.equal(value, theirs.main_parameters[name]) for name, value in ours["main_parameters"].items()
+            )
 
 
 # the place in the data

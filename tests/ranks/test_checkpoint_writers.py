@@ -42,7 +42,7 @@ class Slow:
 
 @pytest.mark.parametrize(("phase", "victim"), [("shard_write", 0), ("shard_write", 1), ("manifest", 0)])
 @pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_a_writer_that_dies_is_told_at_the_next_step_on_all_ranks(
+def test_a_writer_that_dies_is_an_error_at_the_next_step_on_all_ranks(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, victim: int, phase: str, policy: str
 ) -> None:
     run = tiny(checkpoint={"async_save": True, "on_save_error": policy})
@@ -89,7 +89,7 @@ def test_a_writer_that_dies_is_told_at_the_next_step_on_all_ranks(
     assert steps_in(tmp_path) == ["global_step3"]
 
 
-def test_a_system_without_threads_is_told_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_threads_is_an_error_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tiny(checkpoint={"async_save": True})
     start = threading.Thread.start
 

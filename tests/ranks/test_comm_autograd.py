@@ -132,7 +132,7 @@ def check_uneven(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_every_pair_has_the_gradient_of_one_process_that_holds_all(size: int) -> None:
+def test_every_pair_has_the_gradient_of_one_process_with_all_ranks_data(size: int) -> None:
     run_ranks(size, lambda: check_pairs(current_dp()))
 
 

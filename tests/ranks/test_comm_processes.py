@@ -80,7 +80,7 @@ def adopt(rank: int, size: int) -> list[Any]:
     ]
 
 
-def test_a_process_group_that_is_there_is_adopted(gloo: Gloo) -> None:
+def test_an_existing_process_group_is_used(gloo: Gloo) -> None:
     assert gloo(2, adopt) == [[0, 2, 0, "gloo", True, 3.0], [1, 2, 1, "gloo", True, 3.0]]
 
 
@@ -139,7 +139,9 @@ def disagree(rank: int, size: int, shared_memory: bool, kind: str) -> str:
         ("op", "all_gather 'same' of 8 x float32"),
     ],
 )
-def test_ranks_that_issue_different_calls_are_told_both(gloo: Gloo, shared_memory: bool, kind: str, named: str) -> None:
+def test_ranks_that_issue_different_calls_get_both_names(
+    gloo: Gloo, shared_memory: bool, kind: str, named: str
+) -> None:
     for text in gloo(2, disagree, shared_memory, kind):
         assert "the ranks of axis 'dp' disagree" in text
         assert "all_reduce 'same' of 8 x float32" in text

@@ -96,7 +96,7 @@ def test_a_failure_that_is_reported_stops_the_others_before_the_rank_itself_ends
         (lambda comm, x: comm.all_gather(x, label="same"), "all_gather 'same' of 8 x float32"),
     ],
 )
-def test_ranks_that_issue_different_calls_are_told_both(odd: Callable[..., Any], named: str) -> None:
+def test_ranks_that_issue_different_calls_get_both_names(odd: Callable[..., Any], named: str) -> None:
     def disagree() -> None:
         comm = current_dp()
         tensor = torch.ones(8)
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_fails_within_the_timeout_and_the_message_says_where_a
     assert "rank 2: call 0 on 'dp', barrier 'start'" in str(error.value)
 
 
-def test_sources_are_let_go_once_all_ranks_have_read_them() -> None:
+def test_sources_are_released_once_all_ranks_have_read_them() -> None:
     def gather() -> Any:
         comm = current_dp()
         shard = torch.ones(4)

@@ -127,7 +127,7 @@ def test_a_rank_that_has_reported_its_own_failure_waits_for_nothing() -> None:
         run_ranks(2, fail)
 
 
-def test_the_first_error_is_kept_without_the_frames_that_it_was_raised_in() -> None:
+def test_the_first_error_is_stored_without_the_frames_that_it_was_raised_in() -> None:
     first_error = FirstError()
     first_error.check()
     try:

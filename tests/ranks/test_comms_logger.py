@@ -103,7 +103,7 @@ def test_one_rank_alone_has_nothing_to_time_and_says_so(caplog: pytest.LogCaptur
     assert "one rank alone sends nothing" in caplog.text
 
 
-def test_waiting_for_a_late_rank_is_told_apart() -> None:
+def test_waiting_for_a_late_rank_is_counted_separately() -> None:
     def job() -> Any:
         world = current_world()
         comm = world.communicator("dp", Mesh.of(world.size))

@@ -100,7 +100,7 @@ def test_callables_make_the_optimizer_and_the_schedule(found: dict[str, list[flo
     assert found["callables, rates"] == pytest.approx([0.2 * 0.5**4])
 
 
-def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_port_it_was_told(tmp_path: Path) -> None:
+def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_given_port(tmp_path: Path) -> None:
     (tmp_path / "my_module.py").write_text(
         "import os, sys, deepspeed\ndeepspeed.init_distributed()\n"
         "print('saw', deepspeed.comm.get_world_size(), os.environ['MASTER_PORT'], sys.argv[1:])\n"
@@ -121,7 +121,7 @@ def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_port_it_was_to
     ]
 
 
-def test_shoal_run_lends_the_name_to_ranks_and_to_another_launchers_ranks(tmp_path: Path) -> None:
+def test_shoal_run_installs_the_alias_in_ranks_and_in_another_launchers_ranks(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import deepspeed, os\nprint('saw', deepspeed.__version__, os.environ['RANK'])\n")
     version = f"0.19.8+shoal.{shoal.__version__}"

@@ -143,17 +143,17 @@ def test_a_learning_rate_that_was_set_after_the_backward_pass_counts(
 
 
 @pytest.mark.parametrize(("stage", "places"), STAGES)
-def test_between_backward_and_step_master_weights_are_those_of_the_last_step(
+def test_between_backward_and_step_main_parameters_are_those_of_the_last_step(
     stage: int, places: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[int, list[dict[str, torch.Tensor]]] = {0: [], 1: []}
 
-    def masters(engine: Engine, _: int) -> None:
+    def main_parameters(engine: Engine, _: int) -> None:
         seen[engine.global_rank].append(
             {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters() if p.requires_grad}
         )
 
-    counts = pair(stage, places, monkeypatch, masters)
+    counts = pair(stage, places, monkeypatch, main_parameters)
     assert all(undone > 0 for _, undone in counts)
     plain, away = seen[0][:4], seen[0][4:]
     assert len(plain) == len(away) == 4
@@ -232,7 +232,7 @@ def saved(settings: dict[str, Any], folder: str) -> bool:
     return all(torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_a_checkpoint_between_backward_and_step_holds_the_last_step(
+def test_a_checkpoint_between_backward_and_step_has_the_last_step(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_apart(monkeypatch)

@@ -94,7 +94,7 @@ def alone(model: Shortened, world: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_ranks_that_are_told_by_the_config_train_as_one_process_that_is_told_by_hand(stage: int) -> None:
+def test_ranks_configured_by_the_file_train_as_one_process_configured_in_code(stage: int) -> None:
     model = make(Shortened)
     expected = alone(copy.deepcopy(model), 2)
 
@@ -121,7 +121,7 @@ def test_ranks_that_are_told_by_the_config_train_as_one_process_that_is_told_by_
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_micro_batches_of_a_step_are_told_the_same_and_evaluation_nothing(stage: int) -> None:
+def test_micro_batches_of_a_step_get_the_same_values_and_evaluation_none(stage: int) -> None:
     settings = config(stage, gradient_accumulation_steps=2, **DROP, **LENGTHS)
 
     def rank() -> list[tuple[float | None, int | None]]:
@@ -140,7 +140,7 @@ def test_micro_batches_of_a_step_are_told_the_same_and_evaluation_nothing(stage:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_stop_changes_nothing_of_what_is_told(stage: int, tmp_path: Path) -> None:
+def test_a_stop_changes_no_reported_value(stage: int, tmp_path: Path) -> None:
     run = Run(config(stage, **DROP, **LENGTHS), 2, Shortened, adamw)
     assert_goes_on(run, tmp_path, at=3, until=6, dirty=1)
 
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_schedules_is_one_at_its_step(tmp_path: Path, caplo
     assert "the checkpoint's run had progressive_layer_drop, this one has not" in caplog.text
 
 
-def test_a_custom_schedule_is_the_scripts_and_holds_at_its_end_after_a_stop(tmp_path: Path) -> None:
+def test_a_custom_schedule_is_the_scripts_and_keeps_its_last_value_after_a_stop(tmp_path: Path) -> None:
     def rank() -> list[list[int]]:
         found = []
         for _ in range(2):

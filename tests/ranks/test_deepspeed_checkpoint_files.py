@@ -98,7 +98,7 @@ def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: 
 
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_below_stage_3_the_model_file_holds_the_module(tmp_path: Path, stage: int, exclude: bool) -> None:
+def test_below_stage_3_the_model_file_contains_the_module(tmp_path: Path, stage: int, exclude: bool) -> None:
     def train() -> dict[str, torch.Tensor]:
         settings = config(stage, bf16={"enabled": True})
         engine, *_ = initialize(model=make(SecondFrozen), optimizer=adamw, config=settings, dist_init_required=False)
@@ -137,7 +137,7 @@ def test_without_deepspeeds_name_nothing_lies_beside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_master_weights_come_out_whole_and_in_fp32(tmp_path: Path, stage: int) -> None:
+def test_main_parameters_are_exported_whole_and_in_fp32(tmp_path: Path, stage: int) -> None:
     expected = saved(tmp_path, stage, bf16={"enabled": True})
     for tag in (None, "global_step1"):
         found = get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag)

@@ -263,7 +263,7 @@ def test_a_class_made_of_the_optimizers_sees_what_the_optimizer_sees() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_ranks_master_weights_together_are_all_of_them(stage: int) -> None:
+def test_the_ranks_main_parameters_together_are_all_of_them(stage: int) -> None:
     total = sum(p.numel() for p in make(Plain).parameters())
 
     def count() -> int:
@@ -473,7 +473,7 @@ def test_the_optimizer_shows_each_ranks_parts_of_the_gradients(stage: int) -> No
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_optimizer_state_is_found_by_the_pieces_of_master_weights_too(stage: int) -> None:
+def test_optimizer_state_is_found_by_the_parts_of_main_parameters_too(stage: int) -> None:
     def job() -> None:
         engine = start(Plain, config(stage), adamw)
         run_steps(engine, 1)

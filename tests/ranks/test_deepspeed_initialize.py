@@ -298,7 +298,7 @@ def test_the_loss_scale_of_fp16_can_be_read() -> None:
     on_one_rank(job)
 
 
-def test_a_launched_process_that_must_not_initialise_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_process_that_must_not_initialise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="dist_init_required=False"):

@@ -1,4 +1,4 @@
-"""What DeepSpeed's clients read on parameters, while the name is lent."""
+"""Attributes that DeepSpeed's clients read on parameters, while ``import deepspeed`` is Shoal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.comm.world import current_world
 from shoal.compat.deepspeed import initialize
 from shoal.compat.deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from shoal.compat.deepspeed.runtime.zero.utils import is_zero_param
-from shoal.compat.parameters import lend, take_back
+from shoal.compat.parameters import add_attributes, remove_attributes
 from shoal.errors import UsageError
 from tests.ranks.models import Plain
 from tests.ranks.training import config, make, sgd, start
@@ -23,10 +23,10 @@ AVAILABLE, AWAY = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
-    lend()
+def deepspeed_alias() -> Iterator[None]:
+    add_attributes()
     yield
-    take_back()
+    remove_attributes()
     assert not hasattr(nn.Parameter, "ds_id")
     assert not hasattr(nn.Module, "ds_external_parameters")
     assert "item" not in vars(nn.Parameter)

@@ -26,13 +26,13 @@ def there_and_back(rank: int, size: int, rows: int) -> list[Any]:
     meta[4] += 1
     with pytest.raises(UsageError, match="the description is of rank"):
         PartitionedTensor.from_meta(meta, held.data(), group)
-    with pytest.raises(UsageError, match="does not cut"):
+    with pytest.raises(UsageError, match="does not split"):
         PartitionedTensor(whole, group, [0] * (size + 1))
     return [held.local_size()[0], uneven.local_size()[0], held.partition]
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-def test_the_stretches_are_the_tensor(gloo: Callable[..., list[Any]], rows: int) -> None:
+def test_the_ranges_are_the_tensor(gloo: Callable[..., list[Any]], rows: int) -> None:
     expected = {3: [0, 5, 9], 4: [0, 6, 12]}[rows]
     found = gloo(2, there_and_back, rows)
     assert found == [
@@ -54,7 +54,7 @@ def means(rank: int, size: int) -> list[list[float]]:
     return [part.tolist() for part in found]
 
 
-def test_several_tensors_are_averaged_and_each_rank_gets_its_stretch(gloo: Callable[..., list[Any]]) -> None:
+def test_several_tensors_are_averaged_and_each_rank_gets_its_range(gloo: Callable[..., list[Any]]) -> None:
     assert gloo(2, means) == [
         [[0.5, 0.5, 0.5], [0.0, 1.5, 3.0], [4.5], []],
         [[0.5, 0.5, 0.5], [4.5, 6.0], [], []],

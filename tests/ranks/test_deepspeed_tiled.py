@@ -30,7 +30,7 @@ def test_tiles_give_what_the_whole_layer_gives(ins: int, outs: int, has_bias: bo
     assert sum(p.numel() for p in tiled.parameters()) == 35 + 7 * has_bias
 
 
-def test_tiles_of_the_input_and_of_the_output_can_stay_apart() -> None:
+def test_tiles_of_the_input_and_of_the_output_can_stay_separate() -> None:
     torch.manual_seed(0)
     whole = nn.Linear(4, 6)
     tiled = TiledLinear(

@@ -218,7 +218,7 @@ def test_the_command_line(folder: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "--keep_temp_folder has no effect" in done.stderr
-    assert "test_tag loads in every layout as it is." in done.stderr
+    assert "test_tag loads in every layout as is." in done.stderr
     assert (folder / "latest_universal").read_text() == "test_tag_universal"
 
 

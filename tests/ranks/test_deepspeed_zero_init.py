@@ -133,7 +133,7 @@ def test_a_context_that_is_not_enabled_does_nothing() -> None:
 
 
 @pytest.mark.parametrize("remote", [None, "none", "cpu", "nvme"])
-def test_shards_that_rest_elsewhere_train_the_same(remote: str | None) -> None:
+def test_offloaded_shards_train_the_same(remote: str | None) -> None:
     def train() -> dict[str, torch.Tensor]:
         with Init(config_dict_or_path={"train_batch_size": 4}, remote_device=remote):
             torch.manual_seed(0)
@@ -157,16 +157,16 @@ def test_initialize_inside_an_open_context_keeps_what_code_has_changed_and_casts
             with torch.no_grad():
                 model.head.weight.fill_(0.25)
             engine = start_with(model, config(3, bf16={"enabled": True}), sgd)
-            masters = [group.main.dtype for group in engine.trained_groups]
+            main_parameters = [group.main.dtype for group in engine.trained_groups]
             later = nn.Linear(2, 2)
             assert OWNERS.get(later.weight) is not None
         weight = engine.module_state_dict()["head.weight"]
         engine.destroy()
-        return weight, masters, later.weight.detach(), later.weight.dtype
+        return weight, main_parameters, later.weight.detach(), later.weight.dtype
 
-    for weight, masters, _, dtype in on_two(build):
+    for weight, main_parameters, _, dtype in on_two(build):
         assert torch.equal(weight, torch.full_like(weight, 0.25))
-        assert set(masters) == {torch.float32}
+        assert set(main_parameters) == {torch.float32}
         assert dtype == torch.bfloat16
 
 

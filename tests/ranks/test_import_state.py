@@ -82,7 +82,7 @@ def test_steps_before_initialize_count(kind: str, stage: int) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
-def test_they_count_wherever_the_state_rests(kind: str, device: str, tmp_path: Path) -> None:
+def test_they_count_on_every_tier_of_the_state(kind: str, device: str, tmp_path: Path) -> None:
     section = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
     start = net()
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": section}
@@ -91,7 +91,7 @@ def test_they_count_wherever_the_state_rests(kind: str, device: str, tmp_path: P
     assert all(torch.equal(apart[name], here[name]) for name in here)
 
 
-def test_state_in_16_bits_goes_on_in_the_master_weights_format() -> None:
+def test_state_in_16_bits_continues_in_the_main_parameters_dtype() -> None:
     start = net().bfloat16()
 
     def rank() -> None:

@@ -111,7 +111,7 @@ def test_a_rank_ended_by_a_signal_gives_128_and_its_number(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_somebody_terminates_is_told_from_those_that_the_launcher_ends(victim: int, tmp_path: Path) -> None:
+def test_a_terminated_rank_is_distinguished_from_those_that_the_launcher_ends(victim: int, tmp_path: Path) -> None:
     text = f"""
 if rank == {victim}:
     time.sleep(0.5)

@@ -116,8 +116,8 @@ def test_a_live_engine_goes_on_from_the_loaded_weights(tmp_path: Path, stage: in
         engine = start(Plain, config(stage))
         load_hf(engine.module, tmp_path / "m")
         found = whole(engine.module)
-        masters = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters()}
-        assert are_bit_equal(masters, {name: found[name] for name in masters})
+        main_parameters = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters()}
+        assert are_bit_equal(main_parameters, {name: found[name] for name in main_parameters})
         losses = run_steps(engine, 2)
         engine.destroy()
         return found, losses
@@ -160,18 +160,18 @@ def test_at_stage_3_a_live_engines_rank_reads_what_it_owns(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_master_weights_keep_the_precision_of_the_file(tmp_path: Path, stage: int) -> None:
+def test_main_parameters_keep_the_precision_of_the_file(tmp_path: Path, stage: int) -> None:
     source = make(Plain, seed=7)
     write(tmp_path / "m", weights_of(source))
 
     def job() -> bool:
         engine = start(Plain, config(stage, bf16={"enabled": True}))
         load_hf(engine.module, tmp_path / "m")
-        masters = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters()}
+        main_parameters = {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters()}
         values = whole(engine.module)
         engine.destroy()
         expected = tensors_of(source)
-        return are_bit_equal(masters, expected) and are_bit_equal(
+        return are_bit_equal(main_parameters, expected) and are_bit_equal(
             values, {name: value.bfloat16() for name, value in expected.items()}
         )
 

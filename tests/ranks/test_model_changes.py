@@ -18,7 +18,7 @@ from shoal.comm.world import current_world
 from shoal.errors import ModelError
 from tests.ranks.models import Plain
 from tests.ranks.test_offload import make_apart
-from tests.ranks.training import batch, config, make, masters, micro_step, run_steps, start, start_with
+from tests.ranks.training import batch, config, main_parameters, make, micro_step, run_steps, start, start_with
 
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -140,7 +140,7 @@ def test_weights_set_in_place_are_what_training_goes_on_from(
             engine.step()
             group["lr"] = 0.1
             run_steps(engine, 2, first=6)
-        found = masters(engine)
+        found = main_parameters(engine)
         engine.destroy()
         return found
 
@@ -153,17 +153,17 @@ def test_weights_set_in_place_are_what_training_goes_on_from(
 
 @pytest.mark.parametrize("calls_forward", [True, False])
 @pytest.mark.parametrize("stage", [0, 2])
-def test_master_weights_of_what_was_not_changed_keep_their_digits(stage: int, calls_forward: bool) -> None:
+def test_main_parameters_that_were_not_changed_keep_their_digits(stage: int, calls_forward: bool) -> None:
     def job() -> None:
         engine = start(Plain, config(stage, bf16={"enabled": True}))
         run_steps(engine, 2)
-        before = masters(engine)
+        before = main_parameters(engine)
         with torch.no_grad():
             engine.module.norm.weight[3] = 5.0
             engine.module.blocks[0].up.weight.mul_(1.0)
         if calls_forward:
             engine(*batch(2, 0, 1))
-        after = masters(engine)
+        after = main_parameters(engine)
         assert after["norm.weight"][3] == 5.0
         before["norm.weight"][3] = 5.0
         assert all(torch.equal(before[name], after[name]) for name in before)
@@ -172,7 +172,7 @@ def test_master_weights_of_what_was_not_changed_keep_their_digits(stage: int, ca
     run_ranks(2, job)
 
 
-def test_a_checkpoint_holds_what_was_set_right_before_it(tmp_path: Any) -> None:
+def test_a_checkpoint_contains_what_was_set_right_before_it(tmp_path: Any) -> None:
     settings = config(1, bf16={"enabled": True})
 
     def save() -> None:
@@ -186,7 +186,7 @@ def test_a_checkpoint_holds_what_was_set_right_before_it(tmp_path: Any) -> None:
     def load() -> torch.Tensor:
         engine = start(Plain, settings)
         engine.load_checkpoint(tmp_path)
-        found = masters(engine)["norm.weight"]
+        found = main_parameters(engine)["norm.weight"]
         engine.destroy()
         return found
 
@@ -204,7 +204,7 @@ class Renormed(Plain):
 
 
 @pytest.mark.parametrize(("stage", "fate"), [(1, "differs between ranks until the step"), (3, "is lost")])
-def test_a_forward_that_changes_parameters_is_told_of_once(
+def test_a_forward_that_changes_parameters_is_reported_once(
     stage: int, fate: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def job() -> None:

@@ -206,7 +206,7 @@ def test_a_stage_that_cannot_offload_what_was_asked_is_an_error() -> None:
         shoal.initialize(model=copy.deepcopy(MODEL), config=config(0, "fp32", "AdamW", ("optimizer",), 1))
 
 
-def test_a_tier_apart_is_one_that_is_not_the_devices() -> None:
+def test_an_offloaded_tier_is_one_that_is_not_the_devices() -> None:
     cpu = torch.device("cpu")
     assert not ZeroSettings().is_offloaded(Tier.HOST, cpu)
     assert ZeroSettings().is_offloaded(Tier.HOST, torch.device("cuda"))
@@ -234,7 +234,7 @@ def test_training_from_a_disk_gives_the_same_bits(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_and_a_memory_apart_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_and_host_tiers_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_apart(monkeypatch, is_apart=False)
     plain = run_ranks(2, train, config(3, "bf16", "AdamW", (), 1))
     make_apart(monkeypatch)

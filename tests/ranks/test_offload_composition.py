@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @settings(max_examples=settings.default.max_examples // 4)
 @given(case=cases(), layout=layouts(), other=layouts())
-def test_where_things_rest_changes_no_bit_whatever_is_done(case: Case, layout: Layout, other: Layout) -> None:
+def test_no_tier_changes_a_bit_whatever_is_done(case: Case, layout: Layout, other: Layout) -> None:
     compare(case, layout, other)
 
 

@@ -180,7 +180,7 @@ class Deep(torch.nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_masters_and_shards_go_to_the_disk_unit_by_unit_as_the_engine_is_built(
+def test_main_parameters_and_shards_go_to_the_disk_unit_by_unit_in_initialize(
     precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peaks: list[int] = []
@@ -200,7 +200,7 @@ def test_masters_and_shards_go_to_the_disk_unit_by_unit_as_the_engine_is_built(
         peak = live.peak
     layer = 64 * 64 * 4
     assert len(peaks) == 16
-    # Whole state: 8 layers of parameters and masters. One unit in the making, and three buffers of each shelf.
+    # Whole state: 8 layers of parameters and main_parameters. One unit in the making, and three buffers of each shelf.
     assert max(peak, *peaks) <= 8 * layer
     assert engine.sharded.disks.host_nbytes <= 6 * layer
     engine.destroy()
@@ -292,7 +292,7 @@ def test_auto_measures_this_machine_and_keeps_a_small_model_on_the_device(tmp_pa
     assert not any(tier == "disk" for _, tier in found)
 
 
-def test_auto_without_room_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_enough_memory_is_an_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     make_apart(monkeypatch)
     monkeypatch.setattr("shoal.engine.offload.measure", lambda *_, **__: Free(0, 100, None))
 

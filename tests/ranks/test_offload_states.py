@@ -421,7 +421,7 @@ def gathered(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("apart")
-def test_units_that_somebody_holds_are_an_error() -> None:
+def test_pinned_units_are_an_error() -> None:
     run_ranks(2, gathered, config(3, "bf16", "AdamW", (), 1))
 
 
@@ -437,7 +437,7 @@ def kept(settings: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_gathered_parameters_that_nobody_holds_are_released() -> None:
+def test_gathered_parameters_without_pins_are_released() -> None:
     for before, after in run_ranks(2, kept, config(3, "bf16", "AdamW", (), 1)):
         assert before > 0
         assert after == 0
@@ -445,7 +445,7 @@ def test_gathered_parameters_that_nobody_holds_are_released() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.usefixtures("apart")
-def test_an_engine_whose_states_are_away_can_be_destroyed(stage: int) -> None:
+def test_an_engine_with_offloaded_states_can_be_destroyed(stage: int) -> None:
     def ends(settings: dict[str, Any]) -> dict[str, torch.Tensor]:
         engine = start(settings)
         micro_batch(engine, 0)

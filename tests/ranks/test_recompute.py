@@ -59,7 +59,7 @@ def assert_bit_equal(ours: list[Trained], plain: list[Trained]) -> None:
     assert_ranks_agree(ours)
     for mine, theirs in zip(ours, plain, strict=True):
         assert mine.losses == theirs.losses
-        assert are_bit_equal(mine.masters, theirs.masters)
+        assert are_bit_equal(mine.main_parameters, theirs.main_parameters)
         assert are_bit_equal(mine.parameters, theirs.parameters)
 
 
@@ -213,7 +213,7 @@ def shares(size: int, *, is_on_host: bool) -> list[tuple[int, int, bool, list[tu
 
 @pytest.mark.parametrize("is_on_host", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_each_rank_keeps_its_share_and_gathers_the_rest_in_backward(size: int, is_on_host: bool) -> None:
+def test_each_rank_stores_its_share_and_gathers_the_others_in_backward(size: int, is_on_host: bool) -> None:
     x, weight, flags = 5 * 7 * 4, 7 * 7 * 4, 7 * 8
     share = {2: (70, 98, 28), 3: (47, 66, 19)}[size]  # rounded up
     for held, whole, are_equal, calls in shares(size, is_on_host=is_on_host):
@@ -238,7 +238,7 @@ def test_one_model_parallel_rank_keeps_everything_and_says_so() -> None:
 
 
 def trained_with_dropout(rank: int, size: int, stage: int) -> dict[str, Any]:
-    """Losses and masters, plain and recomputed; in processes each rank has a generator of its own."""
+    """Losses and main_parameters, plain and recomputed; in processes each rank has a generator of its own."""
 
     class DroppedInside(models.Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ def trained_with_dropout(rank: int, size: int, stage: int) -> dict[str, Any]:
         torch.manual_seed(100 + rank)
         losses = run_steps(engine, 2)
         trained = finish(engine, losses)
-        found[name] = [losses, trained.masters]
+        found[name] = [losses, trained.main_parameters]
     return found
 
 
@@ -263,7 +263,7 @@ def trained_with_dropout(rank: int, size: int, stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_dropout_is_the_same_in_the_recomputation_of_each_process(gloo: Any, stage: int) -> None:
     for found in gloo(2, trained_with_dropout, stage):
-        (plain_losses, plain), (losses, masters) = found["plain"], found["host"]
+        (plain_losses, plain), (losses, main_parameters) = found["plain"], found["host"]
         assert losses == plain_losses
-        assert list(masters) == list(plain)
-        assert all(torch.equal(masters[key], plain[key]) for key in plain)
+        assert list(main_parameters) == list(plain)
+        assert all(torch.equal(main_parameters[key], plain[key]) for key in plain)

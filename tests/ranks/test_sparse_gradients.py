@@ -180,7 +180,7 @@ def test_what_deepspeeds_engine_has_for_rows() -> None:
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_a_table_whose_state_rests_elsewhere_trains_alike(tier: str, tmp_path: Path) -> None:
+def test_a_table_with_offloaded_state_trains_alike(tier: str, tmp_path: Path) -> None:
     model = model_of()
     place = {"device": tier, "nvme_path": str(tmp_path)} if tier == "nvme" else {"device": tier}
     plain = config(2)["zero_optimization"]

@@ -62,7 +62,7 @@ def test_clipping_and_accumulation_with_lazy_optimizers_are_those_of_one_rank(ma
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize(("make", "optimizer"), CASES, ids=IDS)
-def test_in_bf16_lazy_optimizers_step_fp32_master_weights(make: Any, optimizer: Any, accumulation: int) -> None:
+def test_in_bf16_lazy_optimizers_step_fp32_main_parameters(make: Any, optimizer: Any, accumulation: int) -> None:
     model = make()
     settings = config(0, gradient_accumulation_steps=accumulation, bf16={"enabled": True})
     one, two = (run_ranks(world, lambda: masters_of(model, optimizer, settings)) for world in (1, 2))
@@ -156,7 +156,7 @@ def test_a_table_that_is_the_head_too_gets_a_dense_gradient_on_all_ranks() -> No
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_gradients_are_shown_as_the_optimizer_will_see_them_and_may_be_changed(clip: float) -> None:
+def test_gradients_read_before_the_step_are_the_optimizers_and_may_be_changed(clip: float) -> None:
     model = head_of()
 
     def job(change: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
@@ -241,7 +241,7 @@ def test_passes_without_communication_are_exchanged_by_the_next() -> None:
         assert_close(found, alone(model, Both, 2, steps=1, accumulation=2))
 
 
-def test_a_schedule_of_an_optimizer_that_is_held_is_taken() -> None:
+def test_a_schedule_of_an_inner_optimizer_is_used() -> None:
     def job() -> None:
         own = copy.deepcopy(model)
         made = Both(own.parameters())
@@ -300,7 +300,7 @@ def test_a_wrapper_that_shares_the_groups_of_what_it_wraps_is_stepped_as_before(
         assert_close(found, alone(model, optimizer, 2))
 
 
-def test_parameters_that_only_an_optimizer_that_is_held_knows_are_an_error() -> None:
+def test_parameters_of_an_inner_optimizer_alone_are_an_error() -> None:
     class Hidden(torch.optim.Optimizer):
         def __init__(self, parameters: list[nn.Parameter]) -> None:
             super().__init__(parameters[:1], {})
@@ -385,7 +385,7 @@ def test_a_sparse_gradient_of_any_parameter_is_taken(world: int, optimizer: Any)
         assert_close(found, alone(model, optimizer, world))
 
 
-def test_rows_travel_in_the_format_that_the_config_names() -> None:
+def test_sparse_gradients_are_reduced_in_the_format_that_the_config_names() -> None:
     model = head_of()
 
     def job(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[torch.dtype]]:

@@ -136,7 +136,7 @@ def test_a_checkpoint_in_the_middle_of_a_step_keeps_the_rows(num_micro: int, tmp
         assert_close(found, alone(model, Both, 2, steps=1, accumulation=2))
 
 
-def test_state_of_an_optimizer_that_is_held_is_seen_and_may_be_loaded_there() -> None:
+def test_state_of_an_inner_optimizer_is_visible_and_may_be_loaded_there() -> None:
     def job() -> None:
         rank, own = current_world().rank, copy.deepcopy(model)
         made = Both(own.parameters())
@@ -176,7 +176,7 @@ def test_state_goes_along_when_a_model_is_initialized_again() -> None:
         assert_close(found, alone(model, Both, 2, steps=2))
 
 
-def test_states_that_rest_elsewhere_for_a_while_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_states_are_fetched_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.settings.ZeroSettings", partial(ZeroSettings, is_host_separate=True))
     model = head_of()
 

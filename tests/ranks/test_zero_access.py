@@ -112,7 +112,7 @@ def test_what_was_set_is_what_is_got_and_what_the_optimizer_uses(
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 3])
-def test_local_parts_put_together_are_the_whole(world: int, stage: int) -> None:
+def test_local_parts_together_are_the_whole(world: int, stage: int) -> None:
     def job() -> list[list[torch.Tensor | None]]:
         engine = start(OddParameters, config(stage), adamw)
         run_steps(engine, 1)
@@ -209,7 +209,7 @@ def test_a_part_of_the_gradient_needs_a_gradient_and_its_size() -> None:
             assert "the local value has 1000000 elements" in after
 
 
-def test_a_wrong_shape_or_a_foreign_parameter_is_a_usage_error() -> None:
+def test_a_wrong_shape_or_a_parameter_of_no_engine_is_a_usage_error() -> None:
     def job() -> list[str]:
         engine = start(Plain, config(3))
         weight = named(engine)["blocks.1.up.weight"]

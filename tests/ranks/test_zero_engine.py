@@ -182,7 +182,9 @@ def test_the_schedule_steps_once_a_step_and_not_for_skipped_ones() -> None:
 
 
 @pytest.mark.parametrize("kind", ["torch", "config"])
-def test_a_script_that_steps_the_engines_schedule_too_is_told_once(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_script_that_steps_the_engines_schedule_too_is_warned_once(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 
     def job(is_wrong: bool) -> None:
@@ -267,7 +269,7 @@ def test_a_scaled_loss_may_be_propagated_by_hand() -> None:
             else:
                 engine.backward(loss)
             engine.step()
-        return finish(engine, []).masters
+        return finish(engine, []).main_parameters
 
     for stage in STAGES:
         for ours, theirs in zip(run_ranks(2, job, True, stage), run_ranks(2, job, False, stage), strict=True):
@@ -355,7 +357,7 @@ def test_an_optimizer_that_outlives_its_engine_is_its_own_again() -> None:
     assert "load_state_dict" not in vars(optimizer)
 
 
-def test_a_schedule_of_the_config_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_schedule_of_the_config_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}
 
     def notes(**given: Any) -> list[str]:

@@ -51,7 +51,7 @@ def test_gathered_parameters_are_whole_inside_and_as_before_outside(stage: int) 
 @pytest.mark.parametrize("sections", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world", [1, 3])
-def test_what_the_modifier_rank_changed_reaches_all_ranks_and_their_master_weights(
+def test_changes_of_the_modifier_rank_reach_all_ranks_and_their_main_parameters(
     world: int, stage: int, sections: dict[str, Any]
 ) -> None:
     def job() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_what_was_made_of_gathered_parameters_outlives_the_block(world: int) -> 
         assert storages == {0}
 
 
-def test_gathered_parameters_take_no_other_memory_where_nobody_else_holds_it() -> None:
+def test_gathered_parameters_use_the_same_memory_without_other_references() -> None:
     def job() -> bool:
         engine = start(Plain, config(3))
         weight = named(engine)["blocks.1.up.weight"]

@@ -25,8 +25,8 @@ from tests.ranks.training import (
     config,
     finish,
     largest_difference,
+    main_parameters,
     make,
-    masters,
     micro_step,
     run_steps,
     sgd,
@@ -147,7 +147,7 @@ def test_a_copy_of_the_model_is_on_its_own(stage: int) -> None:
 
 
 @pytest.mark.parametrize("part", ["", "blocks.1", "blocks.1.up"])
-def test_copying_or_pickling_what_is_at_rest_is_an_error_that_says_how(part: str) -> None:
+def test_copying_or_pickling_a_sharded_parameter_is_an_error_that_says_how(part: str) -> None:
     def job() -> str:
         engine = start(Plain, config(3))
         run_steps(engine, 1)
@@ -179,7 +179,7 @@ def test_a_copy_of_a_copy_is_whole_too() -> None:
 
 
 @pytest.mark.parametrize("part", ["", "blocks.1", "blocks.1.up"])
-def test_the_state_dict_of_parameters_at_rest_is_warned_of_once(part: str) -> None:
+def test_the_state_dict_of_sharded_parameters_is_warned_of_once(part: str) -> None:
     # Warnings are the process's, not a thread's: only rank 0 asks.
     def job() -> tuple[list[str], bool, bool]:
         engine = start(Plain, config(3))
@@ -232,7 +232,7 @@ def test_a_state_dict_is_loaded_inside_gathered_parameters(stage: int, sections:
         with shoal.zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
             if current_world().rank == 0:
                 engine.module.load_state_dict(other.state_dict())
-        found = masters(engine)
+        found = main_parameters(engine)
         micro_step(engine, 0)
         engine.destroy()
         return found

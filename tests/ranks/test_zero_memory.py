@@ -105,7 +105,7 @@ def test_the_tables_last_line_at_stage_3_on_4_ranks_is_4_bytes_a_parameter() -> 
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_ledger_equals_what_is_alive_at_rest(stage: int) -> None:
+def test_the_ledger_equals_the_live_tensors_between_steps(stage: int) -> None:
     def job() -> tuple[int, int]:
         with LiveStorages() as live:
             engine = start(Middling, config(stage, **BF16), adam)
@@ -244,7 +244,7 @@ LAYER = 128 * 128 * 4  # bytes
 
 
 @pytest.mark.parametrize("how", ["zero.Init", "meta", "meta, _init_weights"])
-def test_building_a_model_sharded_never_holds_more_than_the_shards_and_one_unit(how: str) -> None:
+def test_constructing_a_model_sharded_never_uses_more_than_the_shards_and_one_unit(how: str) -> None:
     def job() -> tuple[int, int, int]:
         with LiveStorages() as live:
             if how == "zero.Init":
@@ -329,7 +329,7 @@ def test_twenty_engines_made_and_destroyed_leave_nothing_behind(world: int, stag
 
 
 @pytest.mark.parametrize("kind", ["ahead", "nvme"])
-def test_engines_whose_states_rest_elsewhere_leave_nothing_behind_either(kind: str, tmp_path: Path) -> None:
+def test_engines_with_offloaded_states_leave_nothing_behind_either(kind: str, tmp_path: Path) -> None:
     if kind == "ahead":
         away = {"offload_optimizer": {"device": "cpu", "super_offload": True}}
     else:
@@ -433,7 +433,7 @@ def test_advice_on_an_accelerator_is_to_move_sharded_state_to_the_host() -> None
     assert "more ranks" in held.advice(3, 4, 1)
 
 
-def test_advice_is_a_smaller_micro_batch_where_activations_fill_memory() -> None:
+def test_the_advice_is_a_smaller_micro_batch_where_activations_use_most_memory() -> None:
     ledger = ledger_of(parameter=2_000, gradient=2_000, state=12_000, peak=1_000_000)
     assert ledger.advice(0, 4, 8).startswith('halve "train_micro_batch_size_per_gpu" (8)')
 

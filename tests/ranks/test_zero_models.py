@@ -167,7 +167,7 @@ def test_each_parameter_group_keeps_its_own_settings() -> None:
 
 @pytest.mark.parametrize("names", [["blocks"], [], ["blocks.0"]], ids=["one unit without a forward", "root", "some"])
 @pytest.mark.parametrize("model", [models.TwiceCheckpointed, models.TwiceCheckpointedReentrant])
-def test_what_is_recomputed_twice_is_whole_each_time_however_the_model_is_cut(
+def test_a_unit_that_is_recomputed_twice_is_gathered_each_time_under_every_partition(
     model: type[nn.Module], names: list[str]
 ) -> None:
     alone = train_alone(model, world=2)

@@ -12,7 +12,17 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import NonFiniteError
 from tests.ranks.models import Plain
-from tests.ranks.training import STAGES, are_bit_equal, batch, config, finish, masters, micro_step, run_steps, start
+from tests.ranks.training import (
+    STAGES,
+    are_bit_equal,
+    batch,
+    config,
+    finish,
+    main_parameters,
+    micro_step,
+    run_steps,
+    start,
+)
 
 
 def poisoned_step(engine: shoal.Engine, index: int, bad_rank: int, value: float = float("nan")) -> None:
@@ -29,10 +39,10 @@ def test_a_bad_loss_of_one_rank_is_raised_on_all_and_training_can_go_on(stage: i
     def job() -> tuple[str, bool, int, int, dict[str, torch.Tensor]]:
         engine = start(Plain, config(stage))
         run_steps(engine, 2)
-        before = masters(engine)
+        before = main_parameters(engine)
         with pytest.raises(NonFiniteError) as caught:
             poisoned_step(engine, 2, bad_rank=1, value=value)
-        untouched = are_bit_equal(before, masters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine))
         run_steps(engine, 2, first=3)
         numbers = (engine.global_steps, engine.skipped_steps)
         return str(caught.value), untouched, *numbers, finish(engine, []).parameters
@@ -75,12 +85,12 @@ def test_bad_steps_can_be_skipped_with_a_warning(stage: int, caplog: pytest.LogC
     def job() -> tuple[bool, int, int, bool]:
         engine = start(Plain, config(stage, precision={"nonfinite": "skip"}))
         run_steps(engine, 1)
-        before = masters(engine)
+        before = main_parameters(engine)
         poisoned_step(engine, 1, bad_rank=0)
-        untouched = are_bit_equal(before, masters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine))
         applied = engine.was_step_applied()
         run_steps(engine, 1, first=2)
-        moved = not are_bit_equal(before, masters(engine))
+        moved = not are_bit_equal(before, main_parameters(engine))
         engine.destroy()
         return untouched and not applied, engine.skipped_steps, engine.global_steps, moved
 
@@ -92,7 +102,7 @@ def test_bad_steps_are_applied_when_the_user_asks_for_a_warning_only(caplog: pyt
     def job(stage: int) -> tuple[bool, int]:
         engine = start(Plain, config(stage, precision={"nonfinite": "warn"}))
         poisoned_step(engine, 0, bad_rank=0)
-        value = masters(engine)["blocks.0.up.weight"]
+        value = main_parameters(engine)["blocks.0.up.weight"]
         engine.destroy()
         return bool(value.isnan().all()), engine.skipped_steps
 
@@ -135,12 +145,12 @@ class BadGradient(torch.autograd.Function):
 def test_bad_gradients_of_a_good_loss_skip_the_step_on_all_ranks(stage: int, caplog: pytest.LogCaptureFixture) -> None:
     def job() -> tuple[bool, int]:
         engine = start(Plain, config(stage))
-        before = masters(engine)
+        before = main_parameters(engine)
         world = current_world()
         loss = engine(*batch(0, world.rank, world.size))
         engine.backward(BadGradient.apply(loss) if world.rank == 1 else loss)
         engine.step()
-        untouched = are_bit_equal(before, masters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine))
         engine.destroy()
         return untouched, engine.skipped_steps
 
@@ -161,10 +171,10 @@ def test_fp16_overflow_skips_steps_halves_the_scale_and_doubles_it_again_after_t
     def job() -> tuple[list[float], list[int], list[bool]]:
         engine = start(Plain, config(stage, fp16=section))
         scales, skipped, moved = [], [], []
-        before = masters(engine)
+        before = main_parameters(engine)
         for index in range(8):
             micro_step(engine, index)
-            after = masters(engine)
+            after = main_parameters(engine)
             scales.append(engine.loss_scale)
             skipped.append(engine.skipped_steps)
             moved.append(not are_bit_equal(before, after))
@@ -184,12 +194,12 @@ def test_fp16_overflow_on_one_rank_skips_the_step_on_all() -> None:
     def job(stage: int) -> tuple[int, float, bool]:
         section = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
         engine = start(Plain, config(stage, fp16=section))
-        before = masters(engine)
+        before = main_parameters(engine)
         world = current_world()
         loss = engine(*batch(0, world.rank, world.size))
         engine.backward(BadGradient.apply(loss) if world.rank == 1 else loss)
         engine.step()
-        untouched = are_bit_equal(before, masters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine))
         scale = engine.loss_scale
         engine.destroy()
         return engine.skipped_steps, scale, untouched
@@ -208,12 +218,12 @@ def test_a_bad_loss_under_fp16_is_named_each_time_and_raised_at_the_third_in_a_r
         poisoned_step(engine, 0, bad_rank=1, value=value)
         poisoned_step(engine, 1, bad_rank=1, value=value)
         micro_step(engine, 2)  # a good one: the count begins anew
-        before = masters(engine)
+        before = main_parameters(engine)
         poisoned_step(engine, 3, bad_rank=1, value=value)
         poisoned_step(engine, 4, bad_rank=1, value=value)
         with pytest.raises(NonFiniteError) as caught:
             poisoned_step(engine, 5, bad_rank=1, value=value)
-        untouched = are_bit_equal(before, masters(engine))
+        untouched = are_bit_equal(before, main_parameters(engine))
         skipped = engine.skipped_steps
         engine.destroy()
         return str(caught.value), skipped, untouched

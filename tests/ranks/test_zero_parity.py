@@ -98,7 +98,7 @@ def test_the_values_of_rank_0_are_everybodys() -> None:
     [("bf16", torch.bfloat16, 1.0), ("fp16", torch.float16, 256.0)],
     ids=["bf16", "fp16"],
 )
-def test_sixteen_bit_training_follows_an_fp32_master_reference(
+def test_sixteen_bit_training_follows_an_fp32_main_parameter_reference(
     precision: str, dtype: torch.dtype, scale: float, world: int, accumulation: int
 ) -> None:
     section = {"enabled": True} if precision == "bf16" else {"enabled": True, "loss_scale": scale}
@@ -112,13 +112,15 @@ def test_sixteen_bit_training_follows_an_fp32_master_reference(
         assert_ranks_agree(results)
         found.append(results)
         assert {p.dtype for p in results[0].parameters.values()} == {dtype}
-        assert largest_difference(results[0].masters, hand.masters) <= 1e-6  # four updates of at most 1e-2
-        assert are_bit_equal(results[0].parameters, {n: m.to(dtype) for n, m in results[0].masters.items()})
+        assert (
+            largest_difference(results[0].main_parameters, hand.main_parameters) <= 1e-6
+        )  # four updates of at most 1e-2
+        assert are_bit_equal(results[0].parameters, {n: m.to(dtype) for n, m in results[0].main_parameters.items()})
         losses = [sum(values) / world for values in zip(*(r.losses for r in results), strict=True)]
         assert max(abs(a - b) for a, b in zip(losses, hand.losses, strict=True)) <= 1e-3
     if accumulation == 1:
         for results in found[1:]:
             for ours, theirs in zip(results, found[0], strict=True):
                 assert ours.losses == theirs.losses
-                assert are_bit_equal(ours.masters, theirs.masters)
+                assert are_bit_equal(ours.main_parameters, theirs.main_parameters)
                 assert are_bit_equal(ours.parameters, theirs.parameters)

@@ -65,7 +65,7 @@ def test_torch_autocast_is_plain_pytorchs(world: int) -> None:
         assert are_bit_equal(results[0].parameters, found[0][0].parameters)
 
 
-def test_under_torch_autocast_gradients_of_linear_modules_travel_in_its_dtype() -> None:
+def test_under_torch_autocast_gradients_of_linear_modules_are_reduced_in_its_dtype() -> None:
     def sent(modules: list[str] | None) -> dict[torch.dtype, int]:
         def rank() -> dict[torch.dtype, int]:
             section = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": modules}
@@ -148,7 +148,7 @@ class Positions(nn.Module):
         return self.layer(x + self.table).float().square().mean()
 
 
-def test_a_forward_that_fails_over_formats_is_told_which_buffers_have_another_one() -> None:
+def test_a_forward_that_fails_over_formats_names_the_buffers_of_another_format() -> None:
     def use(**sections: Any) -> list[str]:
         def rank() -> list[str]:
             model = Positions()
@@ -171,7 +171,7 @@ def test_a_forward_that_fails_over_formats_is_told_which_buffers_have_another_on
 
 
 @WORLDS
-def test_bf16_without_master_weights_is_an_optimizer_on_bf16_parameters(world: int) -> None:
+def test_bf16_without_main_parameters_is_an_optimizer_on_bf16_parameters(world: int) -> None:
     model = make(Plain).to(torch.bfloat16)
     optimizer = adamw(model.parameters())
     for step in range(3):
@@ -193,7 +193,7 @@ def test_bf16_without_master_weights_is_an_optimizer_on_bf16_parameters(world: i
         assert are_bit_equal(results[0].parameters, expected)
 
 
-def test_bf16_without_master_weights_holds_no_master_weights() -> None:
+def test_bf16_without_main_parameters_stores_none() -> None:
     def job() -> tuple[dict[str, int], set[torch.dtype]]:
         settings = config(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
         engine = start(Plain, settings, adamw)
@@ -240,7 +240,7 @@ def test_gradients_are_a_mean_unless_the_file_asks_for_a_sum(sections: dict[str,
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_that_travel_in_autocasts_dtype_are_near_those_that_do_not(accumulation: int) -> None:
+def test_gradients_reduced_in_autocasts_dtype_are_near_those_in_fp32(accumulation: int) -> None:
     plain = {"enabled": True, "dtype": "bfloat16"}
     low = {**plain, "lower_precision_safe_modules": ["torch.nn.Linear"]}
     expected = at_all_stages(2, slow, torch_autocast=plain, gradient_accumulation_steps=accumulation)
@@ -251,7 +251,7 @@ def test_gradients_that_travel_in_autocasts_dtype_are_near_those_that_do_not(acc
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_that_travel_in_16_bits_are_near_those_that_do_not(wire: str, accumulation: int) -> None:
+def test_gradients_reduced_in_16_bits_are_near_those_in_fp32(wire: str, accumulation: int) -> None:
     alone = train_alone(Plain, slow, world=2, accumulation=accumulation)
     found = at_all_stages(2, slow, communication_data_type=wire, gradient_accumulation_steps=accumulation)
     # Gradients below 4, three steps at 0.01, 8 or 11 bits.
@@ -333,7 +333,7 @@ def test_many_tiny_gradients_are_not_lost_in_bf16(how: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_no_sync_holds_is_in_the_ledger_until_it_is_reduced(stage: int) -> None:
+def test_unsynced_gradients_are_in_the_ledger_until_they_are_reduced(stage: int) -> None:
     def job() -> list[int]:
         engine = start(Plain, config(stage, bf16={"enabled": True}, gradient_accumulation_steps=2), adamw)
         held = []
@@ -348,7 +348,7 @@ def test_what_no_sync_holds_is_in_the_ledger_until_it_is_reduced(stage: int) -> 
     assert run_ranks(2, job) == [[0, 0, 0, 0]] * 2
 
 
-def test_16_bit_accumulators_stay_so_where_the_file_or_the_masters_say_so() -> None:
+def test_16_bit_accumulators_stay_so_without_fp32_main_parameters() -> None:
     def job(stage: int, sections: dict[str, Any]) -> set[torch.dtype]:
         engine = start(Plain, config(stage, **sections), adamw)
         engine.set_train_batch_size(2 * engine.train_batch_size())
@@ -360,9 +360,9 @@ def test_16_bit_accumulators_stay_so_where_the_file_or_the_masters_say_so() -> N
         return found
 
     said = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    without_masters = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    without_main_parameters = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
     for stage in STAGES:
-        for sections in (said, without_masters):
+        for sections in (said, without_main_parameters):
             assert run_ranks(2, job, stage, sections) == [{torch.bfloat16}] * 2
 
 
@@ -423,14 +423,14 @@ def test_the_optimizers_state_dict_goes_on_where_it_stopped(world: int, stage: i
                 key: {k: (v.clone() if isinstance(v, torch.Tensor) else v) for k, v in value.items()}
                 for key, value in saved["state"].items()
             }
-            masters = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters()}
+            main_parameters = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters()}
             engine.destroy()
             engine = start(Plain, config(stage, bf16={"enabled": True}), adamw)
             for name, parameter in engine.module.named_parameters():
-                engine.access.set_full_parameter(parameter, masters[name])
+                engine.access.set_full_parameter(parameter, main_parameters[name])
             engine.optimizer.load_state_dict({"state": copied, "param_groups": saved["param_groups"]})
         run_steps(engine, 2, first=2)
-        return finish(engine, []).masters
+        return finish(engine, []).main_parameters
 
     for expected, found in zip(run_ranks(world, job, False), run_ranks(world, job, True), strict=True):
         assert are_bit_equal(found, expected)

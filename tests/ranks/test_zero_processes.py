@@ -29,7 +29,7 @@ def settings_of(stage: int) -> dict[str, Any]:
 
 def train_here(rank: int, size: int, stage: int) -> dict[str, Any]:
     trained = train(Plain, settings_of(stage), steps=3)
-    return {"losses": trained.losses, "masters": trained.masters}
+    return {"losses": trained.losses, "main_parameters": trained.main_parameters}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -39,7 +39,7 @@ def test_processes_give_the_bits_of_threads(gloo: Callable[..., Any], world: int
         processes = gloo(world, train_here, stage)
         for ours, theirs in zip(processes, threads, strict=True):
             assert ours["losses"] == theirs.losses
-            assert are_bit_equal(ours["masters"], theirs.masters)
+            assert are_bit_equal(ours["main_parameters"], theirs.main_parameters)
 
 
 class Fails(torch.autograd.Function):

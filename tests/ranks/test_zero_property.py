@@ -172,7 +172,7 @@ def test_any_model_ends_where_one_process_ends(
         dtype, scale, atol = (torch.bfloat16, 1.0, 2e-3) if precision == "bf16" else (torch.float16, 128.0, 2.5e-4)
         section = {precision: {"enabled": True} if precision == "bf16" else {"enabled": True, "loss_scale": scale}}
         alone = train_by_hand(factory, dtype, optimizer, scale=scale, **arguments)
-        expected = alone.masters
+        expected = alone.main_parameters
     settings = config(
         stage,
         gradient_accumulation_steps=accumulation,
@@ -190,7 +190,7 @@ def test_any_model_ends_where_one_process_ends(
     evaluate = (lambda engine: engine(*batch(99, 0, 1))) if evaluates else None
     results = train_ranks(world, factory, settings, optimizer, steps=STEPS, between=evaluate)
     assert_ranks_agree(results)
-    found = results[0].parameters if precision == "fp32" else results[0].masters
+    found = results[0].parameters if precision == "fp32" else results[0].main_parameters
     difference = largest_difference(found, expected)
     note(f"largest difference of a parameter: {difference}")
     assert difference <= atol

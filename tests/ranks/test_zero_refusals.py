@@ -110,7 +110,7 @@ def test_units_that_are_not_in_the_model_are_an_error_with_a_suggestion() -> Non
         alone(lambda: initialize(Plain(), config(3, units={"names": ["block.*"]})))
 
 
-def test_ranks_with_different_models_or_configs_are_told_which() -> None:
+def test_different_models_or_configs_are_an_error_that_names_the_ranks() -> None:
     def other_model() -> None:
         start(lambda: Plain(hidden=12 if current_world().rank != 2 else 8), config(2))
 

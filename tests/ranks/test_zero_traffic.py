@@ -119,7 +119,7 @@ def test_three_micro_batches_cost_what_the_placement_between_them_says(stage: in
         assert data_bytes(entries) == times * PSI // 2
 
 
-def test_communication_data_type_is_what_gradients_travel_in() -> None:
+def test_communication_data_type_is_the_dtype_of_the_reduction() -> None:
     for stage in (0, 1, 2, 3):
         for entries in third_step(2, stage, communication_data_type="bf16"):
             reductions = [entry for entry in entries if entry.op in ("reduce_scatter", "all_reduce")]
@@ -161,7 +161,7 @@ def test_hpz_gathers_for_backward_within_its_group() -> None:
         assert data_bytes(entries) == 2 * PSI * 3 // 4 + PSI // 2
 
 
-def test_units_that_are_kept_for_reuse_are_gathered_once() -> None:
+def test_units_with_a_short_reuse_distance_are_gathered_once() -> None:
     for entries in third_step(2, 3, zero_optimization={"stage3_max_reuse_distance": 1_000_000_000}):
         assert calls(entries) == [
             *(("dp", "all_gather", unit) for unit in FORWARDS),

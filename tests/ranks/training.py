@@ -77,7 +77,7 @@ def named(engine: shoal.Engine) -> dict[str, nn.Parameter]:
     return dict(engine.module.named_parameters())
 
 
-def masters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
+def main_parameters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
     """The whole master weights of what is trained, by name; copies."""
     named = engine.module.named_parameters()
     return {name: engine.access.full_parameter(p).clone() for name, p in named if engine.access.knows(p)}
@@ -88,7 +88,7 @@ class Trained:
     losses: list[float] = field(default_factory=list)  # one a step, the mean over micro-batches
     norms: list[float] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as the model holds them, whole
-    masters: dict[str, torch.Tensor] = field(default_factory=dict)
+    main_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def micro_step(engine: shoal.Engine, index: int, *, style: str = "engine") -> float:
@@ -117,7 +117,7 @@ def finish(engine: shoal.Engine, losses: list[float]) -> Trained:
     """Masters and parameters, then the engine's end."""
     model = engine.module
     trained = Trained(losses=losses)
-    trained.masters = masters(engine)
+    trained.main_parameters = main_parameters(engine)
     engine.destroy()
     trained.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return trained
@@ -197,15 +197,15 @@ def train_by_hand(
     in fp32, and an fp32 master copy that the optimizer updates."""
     model = make(factory)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    masters = [nn.Parameter(p.detach().clone()) for p in parameters]
-    made = optimizer(masters)
+    main_parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
+    made = optimizer(main_parameters)
     model.to(dtype)
     result = Trained()
     for step in range(steps):
-        sums: list[torch.Tensor | None] = [None] * len(masters)
+        sums: list[torch.Tensor | None] = [None] * len(main_parameters)
         losses = []
         for rank in range(world):
-            mine: list[torch.Tensor | None] = [None] * len(masters)
+            mine: list[torch.Tensor | None] = [None] * len(main_parameters)
             for micro in range(accumulation):
                 loss = model(*batch(step * accumulation + micro, rank, world))
                 losses.append(float(loss.detach()))
@@ -219,20 +219,20 @@ def train_by_hand(
                 if gradient is not None:
                     held = sums[index]
                     sums[index] = gradient if held is None else held + gradient
-        for master, total in zip(masters, sums, strict=True):
+        for master, total in zip(main_parameters, sums, strict=True):
             if total is not None:
                 mean = total / world
                 master.grad = (mean.to(dtype).float() if accumulation == 1 else mean) / scale
-        result.norms.append(float(nn.utils.clip_grad_norm_(masters, clip if clip else float("inf"))))
+        result.norms.append(float(nn.utils.clip_grad_norm_(main_parameters, clip if clip else float("inf"))))
         made.step()
         made.zero_grad()
         with torch.no_grad():
-            for parameter, master in zip(parameters, masters, strict=True):
+            for parameter, master in zip(parameters, main_parameters, strict=True):
                 parameter.copy_(master)
         result.losses.append(sum(losses) / len(losses))
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     result.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    result.masters = {name: master.detach() for name, master in zip(names, masters, strict=True)}
+    result.main_parameters = {name: master.detach() for name, master in zip(names, main_parameters, strict=True)}
     return result
 
 

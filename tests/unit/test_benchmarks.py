@@ -37,7 +37,7 @@ def test_a_table_keeps_names_left_and_numbers_right() -> None:
 
 
 @pytest.mark.gloo
-def test_contenders_are_measured_in_turn_and_a_failing_one_is_told_of() -> None:
+def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None:
     task = Task(precision="fp32", small_layers=4)
     results = compete(["plain", "ddp", "fsdp2-stage2"], task, 2, rounds=2, steps=3)
     assert results["plain"].error == results["ddp"].error == ""

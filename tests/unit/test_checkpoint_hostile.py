@@ -439,7 +439,7 @@ def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(root:
         reader.tensor("model", "w")
 
 
-def test_a_manifest_of_holes_does_not_fill_the_memory(root: Path) -> None:
+def test_a_manifest_of_holes_allocates_no_memory(root: Path) -> None:
     """Files with holes are long and take no room: their length must not be believed."""
     (root / "step2" / "extra.safetensors").touch()
     os.truncate(root / "step2" / "extra.safetensors", 1 << 42)
@@ -455,7 +455,7 @@ def test_a_manifest_of_holes_does_not_fill_the_memory(root: Path) -> None:
 # do parts hold every element once?
 
 
-def test_parts_of_a_flat_cut_cover_a_tensor_and_moved_ones_do_not() -> None:
+def test_parts_of_a_flat_partition_cover_a_tensor_and_moved_ones_do_not() -> None:
     generator = random.Random(3)
     num_whole = num_not = 0
     for _ in range(4000):

@@ -74,7 +74,7 @@ def write_owner(folder: Path, **changes: Any) -> None:
     (folder / lock.NAME).write_text(json.dumps({**asdict(FileOwner.this("0" * 16, 0)), **changes}))
 
 
-def test_a_second_job_is_told_host_and_process_of_the_first_and_takes_over_once_it_is_dead(tmp_path: Path) -> None:
+def test_a_second_job_gets_host_and_process_of_the_first_and_proceeds_once_it_is_dead(tmp_path: Path) -> None:
     with other_job(tmp_path) as process:
         with pytest.raises(CheckpointError) as caught:
             make(local(tmp_path), 1)
@@ -135,7 +135,7 @@ def test_a_lock_of_another_machine_is_broken_only_when_it_no_longer_beats(
         assert seconds >= SHORT_SECONDS
 
 
-def test_a_lock_that_is_held_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_active_lock_has_a_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.02)
     with held(tmp_path):
         first = (tmp_path / lock.NAME).stat().st_mtime_ns

@@ -284,7 +284,7 @@ def test_where_the_second_rename_fails_the_tag_keeps_its_old_checkpoint(
         ("gc", "checkpoint 'step2' is saved, but what it replaces could not be removed"),
     ],
 )
-def test_what_fails_after_the_commit_is_told_and_takes_nothing_back(root: Path, phase: str, said: str) -> None:
+def test_a_failure_after_the_commit_is_reported_and_undoes_nothing(root: Path, phase: str, said: str) -> None:
     storage = LocalStorage(root)
     make(storage, 1)
 

@@ -95,7 +95,7 @@ def test_numpys_numbers_become_pythons() -> None:
     assert typed(there_and_back([np.float64(0.5), np.int32(3), np.bool_(True)])) == typed([0.5, 3, True])
 
 
-def test_paths_that_are_written_alike_keep_their_tensors_apart() -> None:
+def test_paths_that_are_written_alike_keep_their_tensors_separate() -> None:
     value = {"a": {"b": torch.zeros(1)}, "a/b": torch.ones(1), "c": [torch.ones(2)], "c/0": np.zeros(2)}
     found = there_and_back(value)
     assert [found["a"]["b"].item(), found["a/b"].item()] == [0.0, 1.0]
@@ -124,7 +124,7 @@ def test_a_callers_dict_that_looks_like_a_mark_comes_back() -> None:
         (lambda: torch.eye(2).to_sparse(), "a torch.Tensor of layout torch.sparse_coo,"),
     ],
 )
-def test_what_cannot_be_kept_is_named_with_its_path(make: Callable[[], Any], words: str) -> None:
+def test_a_value_that_cannot_be_saved_is_named_with_its_path(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         encode({"a": [0, {"b": make()}]}, {}, "client_state")
     assert caught.value.code == "checkpoint-state"
@@ -132,7 +132,7 @@ def test_what_cannot_be_kept_is_named_with_its_path(make: Callable[[], Any], wor
     assert caught.value.where == "client_state/a/1/b"
 
 
-def test_a_value_that_holds_itself_is_refused() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     value: list[Any] = []
     value.append(value)
     with pytest.raises(CheckpointError, match="nested deeper than 100"):

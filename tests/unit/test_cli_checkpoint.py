@@ -113,7 +113,7 @@ def test_prune_keeps_the_newest_and_each_nth(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("global_step*")) == [f"global_step{n}" for n in (3, 5, 6)]
 
 
-def test_prune_does_not_count_a_damaged_checkpoint_as_kept(tmp_path: Path) -> None:
+def test_prune_does_not_count_a_damaged_checkpoint(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         write_shoal(Fixed(step), tmp_path)
     file = tmp_path / "global_step3" / "rank-00000.safetensors"

@@ -11,7 +11,7 @@ from shoal.observe.collectives import CollectiveLog, bandwidths, trimmed_mean
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()

@@ -84,7 +84,7 @@ def test_a_lone_rank_uses_the_device_that_the_script_has_set(machine: Machine) -
     assert not world.is_closed
 
 
-def test_an_adopted_group_sets_the_current_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_group_sets_the_current_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks of a group that the script made, without LOCAL_RANK: the second one takes device 1."""
     chosen = machine()
     store = dist.HashStore()

@@ -37,7 +37,7 @@ def test_the_sum_is_in_rank_order_in_fp32_and_rounded_once(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_out_may_be_one_of_the_pieces(dtype: torch.dtype, position: int) -> None:
+def test_out_may_be_one_of_the_inputs(dtype: torch.dtype, position: int) -> None:
     pieces = [torch.randn(5000).to(dtype) for _ in range(3)]
     expected = reference(pieces, 0.3, torch.empty(5000, dtype=dtype), False)
     RankOrderedSum()(pieces, pieces[position], scale=0.3)

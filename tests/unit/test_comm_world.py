@@ -109,7 +109,7 @@ def test_init_distributed_without_a_launcher_makes_a_group_of_one() -> None:
     assert sys.excepthook is not hook
 
 
-def test_a_group_that_the_user_made_is_adopted_and_left_alone() -> None:
+def test_a_group_that_the_user_made_is_used_and_not_destroyed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = init_distributed()
     assert world.size == 1

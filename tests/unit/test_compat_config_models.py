@@ -16,7 +16,7 @@ from shoal.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()

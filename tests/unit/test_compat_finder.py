@@ -28,7 +28,7 @@ VERSION = f"0.19.8+shoal.{shoal.__version__}"
 
 
 @pytest.fixture
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -44,7 +44,7 @@ def run(code: str, **variables: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_both_names_are_one_module_and_one_class() -> None:
     import deepspeed
     import deepspeed.runtime.engine
@@ -56,7 +56,7 @@ def test_both_names_are_one_module_and_one_class() -> None:
     assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is shoal.Engine
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_a_function_keeps_its_place_beside_a_module_of_its_name() -> None:
     import deepspeed.utils
 
@@ -66,7 +66,7 @@ def test_a_function_keeps_its_place_beside_a_module_of_its_name() -> None:
     assert module is sys.modules["shoal.compat.deepspeed.utils.z3_leaf_module"]
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_the_specification_and_the_metadata_are_found_as_clients_look_for_them() -> None:
     before = importlib.util.find_spec("deepspeed")
     assert before is not None and before.name == "deepspeed"
@@ -80,7 +80,7 @@ def test_the_specification_and_the_metadata_are_found_as_clients_look_for_them()
     assert "deepspeed" in importlib.metadata.packages_distributions()["deepspeed"]
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_the_version_passes_the_bounds_that_clients_set() -> None:
     from packaging.specifiers import SpecifierSet
 
@@ -88,7 +88,7 @@ def test_the_version_passes_the_bounds_that_clients_set() -> None:
         assert VERSION in SpecifierSet(bound)
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_a_pickle_that_names_deepspeeds_engine_resolves_to_ours() -> None:
     text = b"cdeepspeed.runtime.engine\nDeepSpeedEngine\n."
     assert pickle.load(io.BytesIO(text)) is shoal.Engine  # noqa: S301 - the bytes are the line above
@@ -155,14 +155,14 @@ def test_a_spawned_process_and_a_fork_server_follow(tmp_path: Path) -> None:
     assert run(code) == [VERSION, VERSION]
 
 
-def test_a_module_below_the_lent_name_runs_as_a_program() -> None:
+def test_a_module_below_the_alias_runs_as_a_program() -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shoal.compat.deepspeed", "-m", "deepspeed.utils.zero_to_fp32", "--help"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0 and "checkpoint_dir" in done.stdout, done.stderr
 
 
-def test_an_interpreter_that_was_not_asked_lends_nothing() -> None:
+def test_an_interpreter_without_the_variable_has_no_alias() -> None:
     code = "import importlib.util, json; print(json.dumps(importlib.util.find_spec('deepspeed') is None))"
     path = f"{environment.STARTUP}{os.pathsep}{ROOT}"
     assert run(code, PYTHONPATH=path) is True
@@ -170,7 +170,7 @@ def test_an_interpreter_that_was_not_asked_lends_nothing() -> None:
     assert run(code, PYTHONPATH=path, SHOAL_AS_DEEPSPEED="1") is False
 
 
-def test_a_start_that_lends_does_not_import_torch() -> None:
+def test_a_start_with_the_alias_does_not_import_torch() -> None:
     code = (
         "import importlib.util, json, sys; importlib.util.find_spec('deepspeed');"
         "print(json.dumps('torch' in sys.modules))"
@@ -190,7 +190,7 @@ def test_the_import_compiles_nothing_and_starts_no_process() -> None:
     assert run(code) == []
 
 
-def test_the_line_in_a_pth_file_lends_where_the_variable_is_set(tmp_path: Path) -> None:
+def test_the_line_in_a_pth_file_installs_the_alias_where_the_variable_is_set(tmp_path: Path) -> None:
     from shoal.cli.as_deepspeed import PTH_LINE
 
     (tmp_path / "some.pth").write_text(PTH_LINE)

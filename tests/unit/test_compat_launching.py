@@ -66,7 +66,7 @@ def test_the_script_gets_its_own_arguments_after_the_local_rank() -> None:
 
 
 @pytest.mark.usefixtures("no_devices")
-def test_the_ranks_lend_the_name_and_listen_where_they_are_told() -> None:
+def test_the_ranks_have_the_alias_and_listen_at_the_given_address() -> None:
     assert job("a.py").environment["SHOAL_AS_DEEPSPEED"] == "1"
     assert "MASTER_PORT" not in job("a.py").environment
     told = job("--master_port", "29511", "a.py").environment

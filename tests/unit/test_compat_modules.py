@@ -22,7 +22,7 @@ from shoal.compat import finder
 from shoal.compat.absent_modules import ABSENT
 from shoal.compat.names import EXPORTS, PROGRAMS
 
-OURS = "shoal.compat.deepspeed"
+TARGET = "shoal.compat.deepspeed"
 ROOT = Path(shoal.__file__).resolve().parent.parent
 
 # Name below ``deepspeed``: the public names of the module.
@@ -313,7 +313,7 @@ LOADED = """
 
 
 @pytest.fixture
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -329,24 +329,24 @@ def in_a_new_process(program: str, *arguments: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_has_its_names_under_both_paths(name: str) -> None:
     path = f".{name}" if name else ""
     module = importlib.import_module(f"deepspeed{path}")
-    assert module is importlib.import_module(OURS + path)
+    assert module is importlib.import_module(TARGET + path)
     assert [each for each in MODULES[name].split() if not hasattr(module, each)] == []
     assert [each for each in MODULES[name].split() if each not in dir(module)] == []
     if hasattr(module, "__all__"):
         assert sorted(module.__all__) == sorted(MODULES[name].split())
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 @pytest.mark.parametrize("name", sorted({*EXPORTS, *ABSENT}))
 def test_a_module_without_a_file_looks_like_one_with_a_file(name: str) -> None:
-    module = importlib.import_module(f"{OURS}.{name}")
-    assert module.__name__ == f"{OURS}.{name}"
-    assert module.__spec__ is not None and module.__spec__.name == f"{OURS}.{name}"
+    module = importlib.import_module(f"{TARGET}.{name}")
+    assert module.__name__ == f"{TARGET}.{name}"
+    assert module.__spec__ is not None and module.__spec__.name == f"{TARGET}.{name}"
     assert module.__file__ is not None and Path(module.__file__).is_file()
     assert module.__doc__ is not None and module.__doc__.startswith(f"``deepspeed.{name}``")
     has_submodules = any(other.startswith(name + ".") for other in (*EXPORTS, *ABSENT))
@@ -359,8 +359,8 @@ def test_a_module_without_a_file_looks_like_one_with_a_file(name: str) -> None:
 
 def test_every_module_is_a_file_or_an_entry_and_not_both() -> None:
     files = {
-        found.name.removeprefix(OURS + ".")
-        for found in pkgutil.walk_packages(shoal.compat.deepspeed.__path__, OURS + ".")
+        found.name.removeprefix(TARGET + ".")
+        for found in pkgutil.walk_packages(shoal.compat.deepspeed.__path__, TARGET + ".")
         if not found.name.endswith("__main__")
     }
     entries = {*EXPORTS, *ABSENT}
@@ -376,7 +376,7 @@ def test_importing_deepspeed_runs_the_files_that_it_needs_and_no_other() -> None
         "import json, sys, shoal.compat.finder as f; f.install(children=False); import deepspeed; print(json.dumps("
         "sorted(n for n in sys.modules if n.startswith('shoal.compat.deepspeed.'))))"
     )
-    assert in_a_new_process(program) == sorted(f"{OURS}.{name}" for name in LOADED.split())
+    assert in_a_new_process(program) == sorted(f"{TARGET}.{name}" for name in LOADED.split())
 
 
 def test_submodules_are_reachable_as_attributes_without_an_import() -> None:
@@ -385,7 +385,7 @@ def test_submodules_are_reachable_as_attributes_without_an_import() -> None:
         "found = [functools.reduce(getattr, n.split('.'), deepspeed).__name__ for n in sys.argv[1].split()]\n"
         "print(json.dumps(found))"
     )
-    assert in_a_new_process(program, REACHABLE) == [f"{OURS}.{name}" for name in REACHABLE.split()]
+    assert in_a_new_process(program, REACHABLE) == [f"{TARGET}.{name}" for name in REACHABLE.split()]
 
 
 def test_threads_that_import_at_the_same_time_get_complete_modules() -> None:
@@ -416,7 +416,7 @@ print(json.dumps(wrong))
     assert in_a_new_process(program, json.dumps(MODULES)) == []
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_reload_binds_the_names_of_a_table_entry_again() -> None:
     from deepspeed.ops import adam
 
@@ -425,7 +425,7 @@ def test_reload_binds_the_names_of_a_table_entry_again() -> None:
     assert adam.FusedAdam is whole
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 @pytest.mark.parametrize(
     "path",
     [
@@ -434,9 +434,9 @@ def test_reload_binds_the_names_of_a_table_entry_again() -> None:
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "deepspeed.runtime.zero.utils.ZeRORuntimeException",
         "deepspeed.ops.op_builder.CPUAdamBuilder",
-        f"{OURS}.ops.adam.cpu_adam.DeepSpeedCPUAdam",
-        f"{OURS}.runtime.fp16.fused_optimizer.FP16_Optimizer",
-        f"{OURS}.runtime.pipe.module.PipelineModule",
+        f"{TARGET}.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+        f"{TARGET}.runtime.fp16.fused_optimizer.FP16_Optimizer",
+        f"{TARGET}.runtime.pipe.module.PipelineModule",
     ],
 )
 def test_a_class_is_pickled_by_name_and_found_by_its_older_path(path: str) -> None:
@@ -446,7 +446,7 @@ def test_a_class_is_pickled_by_name_and_found_by_its_older_path(path: str) -> No
     assert pickle.loads(pickle.dumps(found)) is found  # noqa: S301 - made on this line
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_a_package_without_a_file_has_no_submodule_but_its_own() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.sequence\.nothing'"):
         importlib.import_module("deepspeed.sequence.nothing")
@@ -455,10 +455,10 @@ def test_a_package_without_a_file_has_no_submodule_but_its_own() -> None:
     assert not hasattr(importlib.import_module("deepspeed.comm"), "constants")  # an import of it is an error
 
 
-@pytest.mark.parametrize("above", ["deepspeed", OURS])
+@pytest.mark.parametrize("above", ["deepspeed", TARGET])
 @pytest.mark.parametrize("name", [*PROGRAMS, "checkpoint.ds_to_universal"])
 def test_a_module_of_programs_runs_with_m(above: str, name: str) -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", OURS, "-m", f"{above}.{name}", "--help"]
+    command = [sys.executable, "-m", TARGET, "-m", f"{above}.{name}", "--help"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr

@@ -176,7 +176,7 @@ THERE_TOO = {"runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"}}
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -189,7 +189,7 @@ def test_every_name_of_a_module_is_there(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", NOT_THERE)
-def test_what_is_not_built_is_importable_and_says_what_to_do_when_it_is_used(module: str) -> None:
+def test_names_that_are_not_built_are_importable_and_say_what_to_do_when_used(module: str) -> None:
     found = importlib.import_module(module)
     for name in NOT_THERE[module].split():
         with pytest.raises(NotBuiltError, match=rf"\[deepspeed-part\] .*{name} is not a part of Shoal(.|\n)*do: "):
@@ -213,7 +213,7 @@ def test_a_module_below_a_listed_one_cannot_be_imported_and_says_what_to_do() ->
 
 
 @pytest.mark.parametrize("name", sorted(name for names in NAMED.values() for name in names.split()))
-def test_a_module_that_nothing_can_stand_in_for_says_what_to_do(name: str) -> None:
+def test_a_module_without_replacement_says_what_to_do(name: str) -> None:
     with pytest.raises(AbsentModuleError, match=rf"deepspeed\.{name} is not a part of Shoal") as found:
         importlib.import_module(f"deepspeed.{name}")
     assert isinstance(found.value, ModuleNotFoundError)
@@ -225,7 +225,7 @@ def test_a_module_that_nobody_knows_is_not_found() -> None:
         importlib.import_module("deepspeed.nothing")
 
 
-def test_a_class_that_is_not_built_can_be_a_base_and_is_nobodys_class() -> None:
+def test_a_class_that_is_not_built_can_be_a_base_and_has_no_instances() -> None:
     from deepspeed.pipe import PipelineModule
 
     class Model(PipelineModule): ...

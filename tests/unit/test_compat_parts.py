@@ -18,7 +18,7 @@ from shoal.sharding.partition import UnitRules, partition
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -79,7 +79,7 @@ def test_they_are_known_to_run_on_shards_without_a_trial() -> None:
     assert not is_zero_supported_optimizer(torch.optim.LBFGS(parameters))
 
 
-def test_the_clients_own_group_dicts_are_kept() -> None:
+def test_the_clients_own_group_dicts_are_used() -> None:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     groups = [{"params": (p for p in [torch.nn.Parameter(torch.zeros(2))]), "lr": 0.5}]
@@ -332,7 +332,7 @@ def test_torchs_clipping_is_as_ever_elsewhere_and_torchs_own_after_uninstall() -
     assert torch.nn.utils.clip_grad_norm_ is torch.nn.utils.clip_grad.clip_grad_norm_ is own
 
 
-def test_the_cpu_has_as_many_places_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_has_as_many_devices_as_local_size_says(monkeypatch: pytest.MonkeyPatch) -> None:
     import deepspeed
 
     accelerator = deepspeed.get_accelerator()

@@ -41,7 +41,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.fixture(autouse=True)
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()

@@ -15,7 +15,7 @@ def table(*rows: int) -> torch.Tensor:
     return dense
 
 
-def test_it_holds_the_rows_of_a_sparse_tensor_and_adds_others() -> None:
+def test_it_stores_the_rows_of_a_sparse_tensor_and_adds_others() -> None:
     one, other = SparseTensor(table(1, 4).to_sparse(1)), SparseTensor(table(4, 5).to_sparse(1))
     assert one.indices.tolist() == [1, 4] and one.dense_size == [6, 2] and one.is_sparse
     assert one.sparse_size() == (6, 12)

@@ -22,7 +22,7 @@ from shoal.config.batch import Batch, BatchMismatch, solve
         (1, None, None, 1, (1, 1, 1)),
     ],
 )
-def test_what_is_given_fills_in_the_rest(
+def test_missing_batch_sizes_follow_from_the_given_ones(
     train: int | None, micro: int | None, steps: int | None, ranks: int, expected: tuple[int, int, int]
 ) -> None:
     assert solve(Batch(train, micro, steps), ranks) == Batch(*expected)
@@ -84,7 +84,7 @@ def test_sizes_that_fit_no_number_of_ranks_are_found_without_one() -> None:
         load({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1})
 
 
-def test_the_origin_of_each_size_is_told() -> None:
+def test_the_origin_of_each_size_is_reported() -> None:
     config = load({"train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto"}, world_size=4)
     assert config.origin("train_batch_size") == "user"
     assert config.origin("train_micro_batch_size_per_gpu") == "auto"

@@ -149,7 +149,7 @@ def test_lightnings() -> None:
     assert (plan.zero.parameter_tier, plan.zero.state_tier) == (Tier.HOST, Tier.HOST)
 
 
-def test_trls_paths_written_as_keys_are_told_and_left_out() -> None:
+def test_trls_paths_written_as_keys_are_reported_and_left_out() -> None:
     flat = {
         "zero_optimization.reduce_bucket_size": 1024,
         "zero_optimization.stage3_param_persistence_threshold": 320,
@@ -163,7 +163,7 @@ def test_trls_paths_written_as_keys_are_told_and_left_out() -> None:
 
 
 @pytest.mark.parametrize("key", ["msamp", "inference"])
-def test_keys_that_clients_add_for_themselves_are_told_and_left_out(key: str) -> None:
+def test_keys_that_clients_add_for_themselves_are_reported_and_left_out(key: str) -> None:
     with pytest.warns(ConfigWarning, match=f"{key} = .* is ignored"):
         assert load({"train_batch_size": 2, key: {"enabled": True}}).train_batch_size == 2
 
@@ -188,7 +188,7 @@ def test_null_is_as_if_the_key_were_not_there() -> None:
     assert config.origin("gradient_clipping") == "default"
 
 
-def test_unknown_keys_are_errors_or_with_strict_warn_told_and_left_out() -> None:
+def test_unknown_keys_are_errors_or_with_strict_warn_reported_and_left_out() -> None:
     unknown: dict[str, Any] = {"train_batch_size": 2, "my_key": {"a": 1}, "zero_optimization": {"stage": 1, "other": 3}}
     with pytest.raises(ConfigProblems, match="my_key"):
         load(unknown)

@@ -25,7 +25,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: object, **options: object) ->
     return code, captured.out + captured.err
 
 
-def test_a_good_file_passes_and_shows_verdicts_values_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_good_file_passes_and_shows_support_values_and_notes(capsys: pytest.CaptureFixture[str]) -> None:
     code, out = run(capsys, RECIPES / "zero2_config_accelerate.json", 2)
     assert code == 0
     assert "no effect: gradients always lie in one flat bucket for each unit" in out

@@ -205,7 +205,7 @@ def test_an_older_deepspeeds_defaults_apply_on_demand() -> None:
     assert load({"compat": "ds-0.18", "gradient_clipping": 0.3}).gradient_clipping == 0.3
 
 
-def test_the_raw_dict_is_kept_as_given_and_apart() -> None:
+def test_the_raw_dict_is_a_copy_of_what_was_given() -> None:
     given: dict[str, Any] = {"fp16": {"enabled": "true"}, "zero_optimization": {"cpu_offload": False}}
     config = quietly(given)
     assert config.raw == {"fp16": {"enabled": "true"}, "zero_optimization": {"cpu_offload": False}}
@@ -266,7 +266,7 @@ def test_the_schedules_auto_maximum_is_the_optimizers_rate() -> None:
     assert config.params_of("scheduler") == {"warmup_max_lr": 3e-4, "total_num_steps": 10}
 
 
-def test_secrets_are_never_shown() -> None:
+def test_secrets_are_never_printed() -> None:
     config = load({"comet": {"api_key": "hush"}})
     assert config.comet.api_key == "hush"
     assert "hush" not in json.dumps(config.effective())

@@ -159,7 +159,7 @@ def test_shard_groups_that_fit_pass() -> None:
         assert isinstance(load({"parallel": parallel}, world_size=4), Config)
 
 
-def test_keys_that_exclude_each_other_are_told_beside_values_that_are_wrong() -> None:
+def test_keys_that_exclude_each_other_are_reported_beside_wrong_values() -> None:
     source = {"gradient_clipping": -1, "fp16": {"enabled": True, "hysteresis": 0}, "bf16": {"enabled": True}}
     assert set(problems(source)) == {"gradient_clipping", "bf16.enabled", "fp16.hysteresis"}
 

@@ -75,7 +75,7 @@ AWAY = "zero_optimization.offload_optimizer"
         ),
     ],
 )
-def test_a_key_that_has_no_effect_beside_the_others_is_told_of(config: dict[str, Any], line: str) -> None:
+def test_a_key_that_has_no_effect_beside_the_others_is_reported(config: dict[str, Any], line: str) -> None:
     assert unused(config) == [line]
 
 

@@ -99,7 +99,7 @@ def test_a_pool_that_does_not_fit_the_host_is_refused_before_it_takes_memory() -
     assert found.value.code == "host-too-small"
 
 
-def test_a_limit_on_the_address_space_is_seen_and_kept_to() -> None:
+def test_a_limit_on_the_address_space_is_obeyed() -> None:
     """The limit is real, so it is set in a process of its own (row V4)."""
     program = """
 import resource, torch

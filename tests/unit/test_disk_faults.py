@@ -160,7 +160,7 @@ def test_a_device_that_moves_nothing_is_an_error_after_a_few_calls(
 
 
 @pytest.mark.parametrize("size", [0, 8192, 12_288, 20_481])
-def test_a_file_that_was_cut_off_since_it_was_written_is_an_error(tier: DiskTier, size: int) -> None:
+def test_a_file_that_was_truncated_after_the_write_is_an_error(tier: DiskTier, size: int) -> None:
     extent = tier.allocate("a", 40_000)
     tier.write(extent, values(40_000)).wait()
     os.truncate(extent.path, size)
@@ -174,7 +174,7 @@ def test_a_file_that_was_cut_off_since_it_was_written_is_an_error(tier: DiskTier
     assert (back == 77).all()
 
 
-def test_a_file_that_is_cut_off_while_it_is_read_is_an_error(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_truncated_during_the_read_is_an_error(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
     extent = tier.allocate("a", 16_384)
     tier.write(extent, values(16_384)).wait()
 
@@ -224,7 +224,7 @@ def test_a_bit_that_turned_is_found_by_the_sums(summing_tier: DiskTier, start: i
         summing_tier.write(extent, values(10), start + 10).wait()
 
 
-def test_a_file_that_was_cut_off_and_grew_again_is_found_by_the_sums(summing_tier: DiskTier) -> None:
+def test_a_file_that_was_truncated_and_grew_again_is_found_by_the_checksums(summing_tier: DiskTier) -> None:
     extent = summing_tier.allocate("a", 40_960)
     summing_tier.write(extent, values(40_960)).wait()
     os.truncate(extent.path, 16_384)

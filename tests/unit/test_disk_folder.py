@@ -142,7 +142,7 @@ def test_a_folder_is_swept_where_its_owner_has_certainly_ended(
     ]
 
 
-def test_a_lock_that_is_held_speaks_louder_than_the_file(tmp_path: Path) -> None:
+def test_an_active_lock_has_priority_over_the_file(tmp_path: Path) -> None:
     import fcntl
 
     path = left_behind(tmp_path, boot="a container whose processes this one cannot see")
@@ -194,7 +194,7 @@ def test_another_users_folder_is_left(tmp_path: Path, monkeypatch: pytest.Monkey
     assert path.exists()
 
 
-def test_a_strangers_file_in_a_dead_folder_is_kept_and_told_of(
+def test_a_file_of_unknown_origin_in_a_dead_folder_is_kept_and_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = left_behind(tmp_path)

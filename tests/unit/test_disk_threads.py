@@ -96,7 +96,7 @@ def test_writes_of_the_same_bytes_keep_their_order(threads: IoThreads) -> None:
     assert log.count("5 moves") == 3
 
 
-def test_a_failure_is_told_by_its_own_ticket_every_time_and_skips_the_pieces_left(threads: IoThreads) -> None:
+def test_a_failure_is_raised_by_its_own_ticket_every_time_and_skips_the_remaining_chunks(threads: IoThreads) -> None:
     log: list[str] = []
     step = Step(log, "bad", 0, 4, is_write=True, num_pieces=50, error=OSError(5, "Input/output error"))
     bad = threads.submit(step)
@@ -109,7 +109,7 @@ def test_a_failure_is_told_by_its_own_ticket_every_time_and_skips_the_pieces_lef
     assert 1 <= log.count("bad fails") <= 3  # those that the three threads had begun
 
 
-def test_an_operation_without_pieces_is_done(threads: IoThreads) -> None:
+def test_an_operation_without_chunks_is_done(threads: IoThreads) -> None:
     log: list[str] = []
     threads.submit(Step(log, "empty", 0, 0, is_write=True, num_pieces=0)).wait(20)
     assert log == ["empty begins", "empty ends"]
@@ -151,7 +151,7 @@ def test_drain_waits_for_one_file_or_for_all(threads: IoThreads) -> None:
     assert held.is_done
 
 
-def test_closing_finishes_what_runs_and_fails_the_rest() -> None:
+def test_closing_finishes_running_operations_and_fails_the_others() -> None:
     log: list[str] = []
     gate, begun = threading.Event(), threading.Event()
     threads = IoThreads(1, name="test", bounce_nbytes=4096, max_pending=8)
@@ -174,7 +174,7 @@ def test_closing_finishes_what_runs_and_fails_the_rest() -> None:
     threads.close()
 
 
-def test_a_thread_that_a_device_holds_does_not_hold_up_closing_and_keeps_its_file_open() -> None:
+def test_a_thread_that_a_device_blocks_does_not_block_closing_and_keeps_its_file_open() -> None:
     log: list[str] = []
     gate = threading.Event()
     threads = IoThreads(1, name="test", bounce_nbytes=4096, max_pending=8)

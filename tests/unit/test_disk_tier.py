@@ -109,7 +109,7 @@ def test_writes_and_reads_of_parts_agree_with_a_tensor(
     num_grains=st.integers(1, 8),
     is_aligned=st.booleans(),
 )
-def test_pieces_cover_a_range_once_and_only_whole_grains_go_straight(
+def test_chunks_cover_a_range_once_and_only_aligned_ones_are_direct(
     start: int, length: int, grain: int, num_grains: int, is_aligned: bool
 ) -> None:
     size = grain * num_grains
@@ -123,7 +123,7 @@ def test_pieces_cover_a_range_once_and_only_whole_grains_go_straight(
         assert part.is_bounced == (not is_aligned or not is_whole)
 
 
-def test_an_aligned_unit_is_cut_into_few_large_pieces() -> None:
+def test_an_aligned_unit_is_split_into_few_large_parts() -> None:
     parts = list(cut(0, 5 * 2**20 + 100, grain=4096, piece_nbytes=2 * 2**20, is_aligned=True))
     assert parts == [
         Cut(0, 2097152, False),
@@ -196,7 +196,7 @@ def test_a_tensor_that_cannot_be_written_is_refused_at_once(
             move(extent, tensor, offset)
 
 
-def test_extents_have_names_and_give_their_room_back(make_tier: MakeTier) -> None:
+def test_extents_have_names_and_are_freed(make_tier: MakeTier) -> None:
     tier = make_tier()
     first, second = tier.allocate("a", 5000), tier.allocate("b", 4096)
     assert [(e.name, e.nbytes, e.file_nbytes) for e in tier.extents.values()] == [("a", 5000, 8192), ("b", 4096, 4096)]
@@ -217,7 +217,7 @@ def test_extents_have_names_and_give_their_room_back(make_tier: MakeTier) -> Non
     assert os.path.exists(second.path)
 
 
-def test_room_is_asked_for_before_the_run(make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_checked_before_the_run(make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = make_tier()
     monkeypatch.setattr(disk, "free_nbytes", lambda folder: 100_000)
     tier.reserve(40_960)
@@ -305,7 +305,7 @@ def test_closing_removes_the_files_and_later_use_is_refused(tmp_path: Path) -> N
         tier.allocate("b", 10)
 
 
-def test_a_tier_that_nobody_holds_is_closed(tmp_path: Path) -> None:
+def test_a_tier_without_references_is_closed(tmp_path: Path) -> None:
     tier = DiskTier(tmp_path, rank=0, num_threads=1)
     tier.write(tier.allocate("a", 10), pattern(10)).wait()
     tier.drain()

@@ -210,7 +210,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
         load({"elasticity": {"enabled": True, "max_train_batch_size": 8}})
 
 
-def test_keys_without_effect_are_told_of() -> None:
+def test_keys_without_effect_are_reported() -> None:
     notes = load({"elasticity": SMALL | {"min_time": 20, "num_gpus_per_node": 4}}, world_size=2).notes()
     assert any(note.startswith("elasticity.min_time = 20: accepted, no effect") for note in notes)
     assert "elasticity.num_gpus_per_node = 4: no effect here: elasticity.version 0.1 knows ranks only." in notes
@@ -232,7 +232,7 @@ def test_doctor_shows_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.fixture
-def lent() -> Iterator[None]:
+def deepspeed_alias() -> Iterator[None]:
     finder.install(children=False)
     yield
     finder.uninstall()
@@ -271,7 +271,7 @@ def test_where_no_scheduler_says_anything_deepspeeds_function_says_so(
     assert "DEEPSPEED_ELASTICITY_CONFIG is not set" in caplog.text
 
 
-@pytest.mark.usefixtures("lent")
+@pytest.mark.usefixtures("deepspeed_alias")
 def test_deepspeeds_class_has_its_names() -> None:
     from deepspeed.elasticity.config import ElasticityConfig
 

@@ -200,7 +200,7 @@ def test_a_unit_is_gathered_and_released_by_any_caller() -> None:
     assert run_ranks(2, job) == [["SHARDED", "GATHERING", "FULL", "SHARDED"]] * 2
 
 
-def test_units_held_by_a_schedule_stay_whole_over_forward_and_backward_and_change_no_number() -> None:
+def test_units_pinned_by_a_schedule_stay_gathered_over_forward_and_backward_and_change_no_number() -> None:
     def job(holds: bool) -> tuple[dict[str, torch.Tensor], int]:
         engine = start(Plain, config(3))
         micro_step(engine, 0)
@@ -268,7 +268,7 @@ def test_the_optimizer_can_be_run_unit_by_unit_in_any_order(stage: int, sections
         assert are_bit_equal(found, expected)
 
 
-def test_a_step_in_small_pieces_gives_the_bits_of_a_step_in_one() -> None:
+def test_a_step_in_small_parts_gives_the_bits_of_a_step_in_one() -> None:
     def job(numel: int) -> dict[str, torch.Tensor]:
         engine = start(Plain, config(2, zero_optimization={"sub_group_size": numel}), sgd)
         run_steps(engine, 3)

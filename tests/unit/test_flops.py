@@ -59,7 +59,7 @@ def test_a_transposed_convolution_is_counted_at_its_inputs_and_its_bias_at_its_o
     assert counted(lambda: layer(normal(2, 4, 8, 8))) == (macs, 2 * macs + 2 * 8 * side * side)
 
 
-def test_a_transposed_convolution_that_is_told_its_output_size_is_counted_alike() -> None:
+def test_a_transposed_convolution_with_an_output_size_is_counted_alike() -> None:
     layer = nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1)
     macs = 2 * 8 * 8 * 4 * 8 * 3 * 3
     expected = (macs, 2 * macs + 2 * 8 * 16 * 16)

@@ -104,7 +104,9 @@ def test_a_tied_weight_that_pytorch_saved_twice_is_one_again(tmp_path: Path) -> 
         (lambda p: torch.optim.RMSprop(p), None),
     ],
 )
-def test_the_optimizers_class_is_told_by_its_state_where_it_can_be(tmp_path: Path, made: Any, name: str | None) -> None:
+def test_the_optimizers_class_follows_from_its_state_where_possible(
+    tmp_path: Path, made: Any, name: str | None
+) -> None:
     model = nn.Linear(3, 2)
     optimizer = made(model.parameters())
     model(torch.ones(1, 3)).sum().backward()

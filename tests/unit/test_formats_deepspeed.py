@@ -26,7 +26,7 @@ from tests.unit.deepspeed_made import DTYPES, MADE, MATRICES, VECTORS, everythin
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_what_the_processes_held(case: str) -> None:
+def test_every_tensor_equals_that_of_the_processes(case: str) -> None:
     held = load_file(MADE / case / "held.safetensors")
     found = everything(made(case))
     dtype = DTYPES[case.split("-")[1]]

@@ -54,7 +54,7 @@ FILES = [
 
 @pytest.mark.parametrize(("case", "name"), FILES)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
-def test_a_file_that_is_cut_short_is_named(case: str, name: str, kept: float, deepspeed_copy: Any) -> None:
+def test_a_truncated_file_is_named(case: str, name: str, kept: float, deepspeed_copy: Any) -> None:
     file = deepspeed_copy(case) / name
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * kept)])
@@ -136,7 +136,7 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
         ("offloaded_tensors", "state offloaded to NVMe"),
     ],
 )
-def test_what_is_not_built_yet_is_called_by_its_name(name: str, what: str, deepspeed_copy: Any) -> None:
+def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_copy: Any) -> None:
     folder = deepspeed_copy("stage2-fp32")
     (folder / name).touch()
     with pytest.raises(NotBuiltError, match=f"with {what}.* is not read yet") as caught:
@@ -152,7 +152,7 @@ def test_what_is_not_built_yet_is_called_by_its_name(name: str, what: str, deeps
         ("num_experts", [4], "mixture-of-experts layers"),
     ],
 )
-def test_a_model_file_that_tells_of_what_is_not_built_is_refused(
+def test_a_model_file_of_a_part_that_is_not_built_is_refused(
     key: str, value: Any, what: str, deepspeed_copy: Any
 ) -> None:
     model = deepspeed_copy("stage2-fp32") / "mp_rank_00_model_states.pt"
@@ -236,7 +236,7 @@ def test_a_file_that_asks_for_a_function_is_refused_with_its_name_and_not_run(
     assert canary.exists()  # the payload does what it should not
 
 
-def test_the_stand_ins_are_granted_while_a_file_is_opened_and_not_after() -> None:
+def test_classes_are_allowed_while_a_file_is_opened_and_not_after() -> None:
     file = MADE / "stage2-fp32/checkpoint/global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     before = set(torch.serialization.get_safe_globals())
     state = open_file(file, verify=True)["optimizer_state_dict"]

@@ -71,7 +71,7 @@ def test_groups_in_another_order_are_an_error_and_names_help(tmp_path: Path) -> 
         ([["b", "c"]], "group 0 has more tensors than names"),
     ],
 )
-def test_names_that_do_not_fit_are_told(names: list[list[str]], what: str, tmp_path: Path) -> None:
+def test_names_that_do_not_fit_are_reported(names: list[list[str]], what: str, tmp_path: Path) -> None:
     folder = save_stage_0(tmp_path, MODULE, adam([[(3,), (2, 3), (3,)]]))
     with pytest.raises(CheckpointError, match=what):
         DeepSpeedSource(folder, names=names)
@@ -87,14 +87,14 @@ def test_an_optimizer_made_from_named_parameters_says_them_itself(tmp_path: Path
 def test_in_16_bits_the_values_tell_which_is_which(tmp_path: Path) -> None:
     module = {name: tensor.bfloat16() for name, tensor in MODULE.items()}
     state = {"optimizer_state_dict": adam([[(3,), (2, 3)], [(3,)]]), "cur_scale": 1.0}
-    masters = [[MODULE["b"] + 1e-4, MODULE["c"]], [MODULE["d"]]]
-    source = DeepSpeedSource(save_stage_0(tmp_path, module, {**state, "fp32_groups": masters}))
+    main_parameters = [[MODULE["b"] + 1e-4, MODULE["c"]], [MODULE["d"]]]
+    source = DeepSpeedSource(save_stage_0(tmp_path, module, {**state, "fp32_groups": main_parameters}))
     assert numbers_of(source) == {"b": 0, "c": 1, "d": 2}
     assert source.read(MODEL, "b").tolist() == (MODULE["b"] + 1e-4).tolist()
     assert source.read(MODEL, "a").dtype == torch.bfloat16
 
 
-def test_a_flat_group_of_16_bit_weights_is_cut_where_its_values_say(tmp_path: Path) -> None:
+def test_a_flat_group_of_16_bit_weights_is_split_by_its_values(tmp_path: Path) -> None:
     module = {name: tensor.half() for name, tensor in MODULE.items()}
     flat = torch.cat([MODULE["b"], MODULE["c"].view(-1), MODULE["d"]])
     state = {"optimizer_state_dict": adam([[(12,)]]), "fp32_groups_flat": [flat], "cur_scale": 8.0, "cur_iter": 5}

@@ -30,7 +30,7 @@ from tests.unit.test_formats_deepspeed import PROGRAM
 
 
 @pytest.mark.parametrize("case", UNIVERSAL_CASES)
-def test_every_tensor_is_what_the_processes_held(case: str, tmp_path: Path) -> None:
+def test_every_tensor_equals_that_of_the_processes(case: str, tmp_path: Path) -> None:
     universal(case, tmp_path)
     held = load_file(MADE / case / "held.safetensors")
     found = everything(DeepSpeedSource(tmp_path))
@@ -173,7 +173,7 @@ def test_a_tensor_of_several_in_another_shape_is_refused_by_name(tmp_path: Path)
         DeepSpeedSource(folder)
 
 
-def test_what_a_client_says_of_several_parameters_in_one_is_held_and_not_made(tmp_path: Path) -> None:
+def test_a_clients_description_of_several_parameters_in_one_is_read_and_not_written(tmp_path: Path) -> None:
     """Written as DeepSpeed would write it: an object of a class that is not imported here."""
     folder = universal("stage1-fp32", tmp_path)
     kind = type("SubparamShape", (), {"__module__": "deepspeed.checkpoint.universal_checkpoint"})

@@ -268,7 +268,7 @@ def test_a_link_is_followed_from_a_snapshot_of_the_cache_to_its_blobs_only(tmp_p
         HuggingFaceSource(plain)
 
 
-def test_a_pipe_in_the_place_of_a_file_does_not_hold_the_reader_up(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_a_file_does_not_block_the_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="not a plain file"):
         HuggingFaceSource(tmp_path)

@@ -98,7 +98,7 @@ def test_other_names_of_a_tensor_are_the_same_object() -> None:
     assert torch.equal(found["b"], tensors["b"])
 
 
-def test_a_tensor_by_itself_can_stand_anywhere_in_a_file() -> None:
+def test_a_single_tensor_can_be_at_any_offset_of_a_file() -> None:
     stream = io.BytesIO(b"before")
     stream.seek(6)
     write_values(stream, KEPT["layer.weight"].t())
@@ -214,7 +214,7 @@ def test_a_compressed_file_is_refused_before_it_unfolds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
-def test_a_file_that_is_cut_off_is_an_error(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, share: float) -> None:
     torch.save({"a": torch.zeros(1000)}, tmp_path / "m.pt")
     data = (tmp_path / "m.pt").read_bytes()
     (tmp_path / "m.pt").write_bytes(data[: int(share * len(data))])

@@ -137,11 +137,11 @@ print(sum(start <= tensor.data_ptr() < end for tensor in large), len(large))
 def num_inside_of_the_heap(when: str) -> int:
     done = subprocess.run([sys.executable, "-c", LASTS, when], capture_output=True, text=True, check=True, timeout=60)
     inside, large = (int(word) for word in done.stdout.split()[-2:])
-    assert large == 12  # of four weights: masters and two moments each
+    assert large == 12  # of four weights: main_parameters and two moments each
     return inside
 
 
-def test_master_weights_and_the_optimizers_state_lie_outside_of_the_places_that_steps_take_and_free() -> None:
+def test_main_parameters_and_optimizer_state_lie_outside_the_blocks_that_steps_allocate_and_free() -> None:
     # A block goes into a gap of the heap that fits, if the imports have left one.
     assert num_inside_of_the_heap("kept after the first step") <= 2
     assert num_inside_of_the_heap("kept at once") >= 8

@@ -53,19 +53,19 @@ def gradients(numel: int, dtype: torch.dtype, number: int = 3) -> list[torch.Ten
 
 
 def by_the_optimizer(
-    name: str, start: torch.Tensor, grads: list[torch.Tensor], parameter: torch.dtype | None, coefficient: float
+    name: str, start: torch.Tensor, grads: list[torch.Tensor], parameter: torch.dtype | None, gradient_scale: float
 ) -> list[torch.Tensor]:
     """What the step without offload does with one piece: cast, scale, ``step()``, round."""
-    master = torch.nn.Parameter(start.clone())
-    optimizer = optimizer_of(name, master)
+    main = torch.nn.Parameter(start.clone())
+    optimizer = optimizer_of(name, main)
     for grad in grads:
-        master.grad = grad.float().clone()
-        if coefficient != 1.0:
-            master.grad.mul_(coefficient)
+        main.grad = grad.float().clone()
+        if gradient_scale != 1.0:
+            main.grad.mul_(gradient_scale)
         optimizer.step()
-    state = [value for key, value in sorted(optimizer.state[master].items()) if value is not None and value.dim() == 1]
-    rounded = [] if parameter is None else [master.detach().to(parameter)]
-    return [master.detach(), *state, *rounded]
+    state = [value for key, value in sorted(optimizer.state[main].items()) if value is not None and value.dim() == 1]
+    rounded = [] if parameter is None else [main.detach().to(parameter)]
+    return [main.detach(), *state, *rounded]
 
 
 def by_the_host(
@@ -74,18 +74,18 @@ def by_the_host(
     start: torch.Tensor,
     grads: list[torch.Tensor],
     parameter: torch.dtype | None,
-    coefficient: float,
+    gradient_scale: float,
 ) -> list[torch.Tensor]:
     kind, _ = RULES[name]
-    master = start.clone()
-    hyper = optimizer_of(name, torch.nn.Parameter(master)).param_groups[0]
-    states = {key: torch.zeros_like(master) for key in Rule.of(kind, hyper, 1).state_names}
+    main = start.clone()
+    hyper = optimizer_of(name, torch.nn.Parameter(main)).param_groups[0]
+    states = {key: torch.zeros_like(main) for key in Rule.of(kind, hyper, 1).state_names}
     target = None if parameter is None else torch.zeros(start.numel(), dtype=parameter)
     for number, grad in enumerate(grads, start=1):
         before = grad.clone()
-        step.start(kind, master, states, grad, target, hyper, step=number, gradient_scale=coefficient).wait()
+        step.start(kind, main, states, grad, target, hyper, step=number, gradient_scale=gradient_scale).wait()
         assert torch.equal(grad.nan_to_num(), before.nan_to_num())
-    return [master, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
+    return [main, *(states[key] for key in sorted(states))] + ([] if target is None else [target])
 
 
 def assert_equal_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -105,10 +105,10 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.mark.parametrize("name", RULES)
 def test_every_path_gives_the_bits_of_the_optimizers_own_step(step: HostStep, name: str) -> None:
     start = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
-    for gradient, parameter, coefficient in product((BF16, FP32), (BF16, None), (1.0, 0.37)):
+    for gradient, parameter, gradient_scale in product((BF16, FP32), (BF16, None), (1.0, 0.37)):
         grads = gradients(NUMEL, gradient)
-        expected = by_the_optimizer(name, start, grads, parameter, coefficient)
-        assert_equal_bits(by_the_host(step, name, start, grads, parameter, coefficient), expected)
+        expected = by_the_optimizer(name, start, grads, parameter, gradient_scale)
+        assert_equal_bits(by_the_host(step, name, start, grads, parameter, gradient_scale), expected)
 
 
 @pytest.mark.parametrize(("gradient", "parameter"), [(FP16, FP16), (FP16, FP32), (FP32, FP32)])
@@ -164,7 +164,7 @@ def test_the_threads_leave_torchs_own_number_of_threads_as_it_is() -> None:
     step.close()
 
 
-def test_a_range_cut_as_the_step_without_offload_cuts_it_has_the_same_bits() -> None:
+def test_a_range_split_as_in_the_step_without_offload_has_the_same_bits() -> None:
     """An optimizer over pieces of 2048 elements against one update in blocks of 1024."""
     start, grads = torch.linspace(-1, 1, 8192 + 128), gradients(8192 + 128, BF16)
     pieces = [slice(low, low + 2048) for low in range(0, 8192 + 128, 2048)]
@@ -229,9 +229,9 @@ def test_the_rule_of_an_optimizer_is_named_only_where_the_bits_would_be_the_same
         (torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8))]), "AdamW was built without fused=True"),
         (
             torch.optim.RMSprop([torch.nn.Parameter(torch.zeros(8))]),
-            "RMSprop.step() runs on the host as it is; the step",
+            "RMSprop.step() runs unchanged on the host; the step",
         ),
-        (Lamb([torch.nn.Parameter(torch.zeros(8))]), "Lamb.step() runs on the host as it is; the step waits for it"),
+        (Lamb([torch.nn.Parameter(torch.zeros(8))]), "Lamb.step() runs unchanged on the host; the step waits for it"),
         (Muon([torch.nn.Parameter(torch.zeros(8, 8))]), "Muon's matrices are orthogonalized on the device"),
     ],
 )
@@ -243,7 +243,7 @@ def test_an_update_that_is_slow_on_the_host_is_named(optimizer: torch.optim.Opti
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"master": torch.zeros(8, dtype=BF16)}, "master is torch.bfloat16 of shape (8,)"),
+        ({"main": torch.zeros(8, dtype=BF16)}, "main is torch.bfloat16 of shape (8,)"),
         ({"gradient": torch.zeros(7)}, "gradient is torch.float32 of shape (7,)"),
         ({"gradient": torch.zeros(8, dtype=torch.float64)}, "gradient is torch.float64"),
         ({"parameter": torch.zeros(16)[::2]}, "and stride (2,) on cpu"),
@@ -252,7 +252,7 @@ def test_an_update_that_is_slow_on_the_host_is_named(optimizer: torch.optim.Opti
 )
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {
-        "master": torch.zeros(8),
+        "main": torch.zeros(8),
         "states": {"exp_avg": torch.zeros(8), "exp_avg_sq": torch.zeros(8)},
         "gradient": torch.zeros(8),
         "parameter": torch.zeros(8),
@@ -266,7 +266,7 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any], message: st
 
 def test_a_rule_or_a_number_that_is_not_there_is_refused() -> None:
     weight = torch.zeros(8)
-    arguments: dict[str, Any] = {"master": weight, "states": {}, "gradient": weight, "parameter": None, "step": 1}
+    arguments: dict[str, Any] = {"main": weight, "states": {}, "gradient": weight, "parameter": None, "step": 1}
     unknown: Any = "Adamax"
     with pytest.raises(OptimizerError, match=r"has no rule 'Adamax'"):
         HostStep("plain").start(unknown, **arguments, hyper={})

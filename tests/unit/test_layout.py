@@ -50,14 +50,14 @@ def test_parameters_of_one_group_lie_side_by_side_and_keep_their_order() -> None
     assert layout.group_range(7, 0, 256) == (0, 0)
 
 
-def test_empty_parameters_take_no_room_and_an_empty_bucket_has_none() -> None:
+def test_empty_parameters_take_no_memory_and_an_empty_buffer_has_none() -> None:
     layout = lay_out([("a", (0, 4), 0), ("b", (2,), 0), ("c", (0,), 0)], num_shards=2)
     assert [(slot.offset, slot.numel) for slot in layout.specs] == [(0, 0), (0, 2), (64, 0)]
     assert layout.numel == 128
     assert lay_out([("a", (0, 4), 0)], num_shards=4).numel == 0
 
 
-def test_buckets_whose_parameters_lie_alike_have_one_signature() -> None:
+def test_buffers_with_the_same_layout_have_one_signature() -> None:
     ours = lay_out([("layers.0.w", (8, 4), 0), ("layers.0.b", (4,), 0)], num_shards=2)
     alike = lay_out([("layers.1.w", (8, 4), 0), ("layers.1.b", (4,), 0)], num_shards=2)
     transposed = lay_out([("layers.1.w", (4, 8), 0), ("layers.1.b", (4,), 0)], num_shards=2)

@@ -126,7 +126,7 @@ def test_the_first_growth_comes_after_the_window_and_one_more_step() -> None:
     assert scale.scale == 131072.0
 
 
-def test_each_event_is_told() -> None:
+def test_each_event_is_reported() -> None:
     scale = LossScale(LossScaleSettings(initial_scale_power=1, loss_scale_window=2, hysteresis=2))
     events = [scale.update(step == "x") for step in "xxx...xxx"]
     assert [event.value for event in events] == [
@@ -173,7 +173,7 @@ def test_loading_keeps_a_static_scale_of_the_settings() -> None:
     assert scale.scale == 8.0
 
 
-def test_all_wrong_settings_are_told_at_once() -> None:
+def test_all_wrong_settings_are_one_error() -> None:
     with pytest.raises(ConfigError) as caught:
         LossScaleSettings(loss_scale=-1, initial_scale_power=200, loss_scale_window=0, hysteresis=0, min_loss_scale=0)
     for name in ("loss_scale is -1", "initial_scale_power is 200", "loss_scale_window is 0", "hysteresis is 0"):

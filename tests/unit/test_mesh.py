@@ -44,7 +44,7 @@ def test_the_groups_of_hybrid_sharding_are_rows_and_columns() -> None:
     assert mesh.ranks_along("dp_replicate", 6) == (2, 6)
 
 
-def test_expert_groups_cut_the_dp_shard_and_sp_ranks_a_second_time() -> None:
+def test_expert_groups_partition_the_dp_shard_and_sp_ranks_a_second_time() -> None:
     mesh = Mesh.of(16, sp=2, tp=2, ep=4)
     assert mesh.dp_shard == 4
     assert mesh.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))

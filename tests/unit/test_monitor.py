@@ -39,7 +39,7 @@ def test_values_that_are_not_finite_are_valid_json_and_come_back(tmp_path: Path)
     assert second == -math.inf
 
 
-def test_a_last_line_cut_short_is_passed_over_and_a_damaged_one_named(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_ignored_and_a_damaged_one_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "time": 0, "loss": 3.0}\n{"step": 2, "ti')
     assert read_json_lines(path) == {"loss": [(1, 3.0)]}
@@ -114,7 +114,7 @@ def test_weights_and_biases_gets_a_run_and_each_steps_values_at_once(monkeypatch
     ]
 
 
-def test_comet_gets_an_experiment_and_values_that_are_far_enough_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comet_gets_an_experiment_and_values_at_the_given_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     comet = Recorded()
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     section = {

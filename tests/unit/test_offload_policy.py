@@ -69,7 +69,7 @@ def test_the_first_parameters_stay_in_host_memory_up_to_max_in_cpu() -> None:
     assert parameters(from_config(sizes, HOST, HOST, max_host_numel=250)) == [HOST] * 4
 
 
-def test_parameters_that_rest_whole_stay_on_the_device() -> None:
+def test_replicated_parameters_stay_on_the_device() -> None:
     whole = unit(can_move_parameters=False)
     assert from_config([whole], DISK, HOST, max_host_numel=10**9) == [Tiers(DEVICE, HOST)]
 
@@ -113,7 +113,7 @@ def test_what_is_taken_is_never_more_than_what_is_free() -> None:
 
 
 @pytest.mark.parametrize("free", [Free(3_500, 0, None), Free(9_000, 500, None), Free(9_000, 500, 1_000)])
-def test_no_room_is_an_error_with_what_is_needed_and_what_there_is(free: Free) -> None:
+def test_too_little_space_is_an_error_with_both_sizes(free: Free) -> None:
     with pytest.raises(OutOfMemoryError, match=r"optimizer state|parameters") as caught:
         fit_to_memory(FOUR, free)
     assert caught.value.code == "offload-auto-no-room"

@@ -86,7 +86,7 @@ def test_a_chosen_implementation_is_kept() -> None:
     assert built("AdamW", {"fused": False}).param_groups[0]["fused"] is False
 
 
-def test_whatever_is_built_may_run_on_shards() -> None:
+def test_every_optimizer_that_build_makes_may_run_on_shards() -> None:
     for name in torch_optimizers():
         if name in ("LBFGS", "SparseAdam", "Adafactor"):
             with pytest.raises(OptimizerError, match="not elementwise"):
@@ -101,12 +101,12 @@ def test_those_of_deepspeed_that_are_not_built_are_refused_by_name(name: str) ->
         built(name)
 
 
-def test_an_unknown_name_is_told_the_nearest() -> None:
+def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(OptimizerError, match=r"unknown optimizer 'Addam' \(did you mean 'Adam'\?\)"):
         built("Addam")
 
 
-def test_all_wrong_parameters_are_told_at_once() -> None:
+def test_all_wrong_parameters_are_one_error() -> None:
     wrong = {"learning_rate": 1, "beta": 1, "lr": "fast", "eps": -1.0, "betas": [0.9], "max_grad_norm": 1.0}
     with pytest.raises(OptimizerError) as caught:
         built("AdamW", {**wrong, "bias_correction": False, "weight_decay": "auto"})
@@ -125,7 +125,7 @@ def test_all_wrong_parameters_are_told_at_once() -> None:
         assert part in text
 
 
-def test_a_mistake_that_torch_finds_is_told_as_ours() -> None:
+def test_a_mistake_that_torch_finds_is_reported_as_ours() -> None:
     with pytest.raises(OptimizerError, match="Nesterov momentum requires"):
         built("SGD", {"nesterov": True})
 
@@ -187,7 +187,7 @@ def test_muon_without_names_asks_for_them() -> None:
         built("Muon")
 
 
-def test_muons_wrong_settings_are_told_at_once() -> None:
+def test_muons_wrong_settings_are_one_error() -> None:
     with pytest.raises(OptimizerError) as caught:
         built("Muon", {"ns_method": "svd", "adam_w_mode": False, "muon_lr": "x", "use_muon": True})
     for part in ("ns_method is 'svd'", "adam_w_mode is False", "muon_lr is 'x'", "unknown parameter 'use_muon'"):
@@ -196,7 +196,7 @@ def test_muons_wrong_settings_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sgd_without_master_weights_updates_every_element(momentum: float, dtype: torch.dtype) -> None:
+def test_sgd_without_main_parameters_updates_every_element(momentum: float, dtype: torch.dtype) -> None:
     for numel in (5, 64, 66, 257):
         parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
         optimizer, _ = build("SGD", {"lr": 0.5, "momentum": momentum}, [parameter], has_master=False)
@@ -207,6 +207,6 @@ def test_sgd_without_master_weights_updates_every_element(momentum: float, dtype
         assert torch.allclose(parameter.detach().float(), torch.full((numel,), expected), atol=0.004)
 
 
-def test_sgd_of_master_weights_is_fused() -> None:
+def test_sgd_of_main_parameters_is_fused() -> None:
     optimizer, _ = build("SGD", {"lr": 0.5}, [torch.nn.Parameter(torch.ones(4))])
     assert optimizer.param_groups[0]["fused"]

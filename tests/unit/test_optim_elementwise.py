@@ -160,7 +160,7 @@ def test_those_of_torch_that_are_not_elementwise_are_refused(name: str, settings
 
 
 @pytest.mark.parametrize("kind", [Lamb, Muon])
-def test_our_own_that_need_whole_tensors_are_told_apart(kind: Any) -> None:
+def test_our_own_optimizers_of_whole_tensors_are_recognized(kind: Any) -> None:
     assert check(kind(matrix())) == "whole-tensor"
 
 
@@ -192,7 +192,7 @@ def test_lion_steps_as_worked_out_by_hand() -> None:
     torch.testing.assert_close(optimizer.state[weight]["exp_avg"], torch.tensor([0.3125, -0.25, 0.25]))
 
 
-def test_lion_tells_all_wrong_numbers_at_once() -> None:
+def test_lions_wrong_numbers_are_one_error() -> None:
     with pytest.raises(OptimizerError) as caught:
         Lion(matrix(), lr=-1.0, betas=(0.9, 2.0), weight_decay=-0.5)
     for part in ("lr is -1.0", "betas are (0.9, 2.0)", "weight_decay is -0.5"):

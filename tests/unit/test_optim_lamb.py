@@ -70,7 +70,7 @@ def test_a_transposed_parameter_steps_like_a_contiguous_one() -> None:
     assert torch.equal(plain.detach(), transposed.detach())
 
 
-def test_all_wrong_numbers_are_told_at_once() -> None:
+def test_all_wrong_numbers_are_one_error() -> None:
     with pytest.raises(OptimizerError) as caught:
         Lamb([torch.nn.Parameter(torch.ones(1))], lr=-1.0, betas=(0.9, 1.5), min_coeff=3.0, max_coeff=2.0)
     assert "lr is -1.0" in str(caught.value)
@@ -120,7 +120,7 @@ def test_any_unit_gives_the_same_bits_on_any_number_of_ranks(
 
 @settings(max_examples=60, deadline=None)
 @given(numel=st.integers(1, 3000), cuts=st.lists(st.integers(0, 3000), max_size=6), chunk=st.integers(0, 8))
-def test_the_tree_sum_does_not_depend_on_the_cuts(numel: int, cuts: list[int], chunk: int) -> None:
+def test_the_tree_sum_does_not_depend_on_the_ranks_ranges(numel: int, cuts: list[int], chunk: int) -> None:
     values = torch.rand(numel, generator=torch.Generator().manual_seed(numel)) * 10
     edges = [0, *sorted(min(cut, numel) for cut in cuts), numel]
     parts = [(low, high) if low < high else (0, 0) for low, high in pairwise(edges)]
@@ -139,7 +139,7 @@ def test_the_tree_sum_does_not_depend_on_the_cuts(numel: int, cuts: list[int], c
 
 
 def test_parts_that_do_not_join_up_are_refused() -> None:
-    with pytest.raises(ValueError, match="no rank holds elements"):
+    with pytest.raises(ValueError, match="no rank owns elements"):
         plan_sums([[(0, 3)], [(4, 8)]], [8], torch.device("cpu"))
 
 

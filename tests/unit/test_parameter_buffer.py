@@ -34,7 +34,7 @@ def on_two_ranks(job: Callable[[ParameterBuffer, list[nn.Parameter]], Any]) -> l
     return run_ranks(2, run)
 
 
-def test_a_placeholder_shows_shape_and_dtype_reads_as_nan_refuses_writes_and_holds_one_element() -> None:
+def test_a_placeholder_has_shape_and_dtype_reads_as_nan_refuses_writes_and_stores_one_element() -> None:
     substitute = placeholder((3, 5), torch.bfloat16, torch.device("cpu"))
     assert (substitute.shape, substitute.dtype) == ((3, 5), torch.bfloat16)
     assert substitute.isnan().all()

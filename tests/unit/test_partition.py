@@ -84,7 +84,7 @@ def test_a_block_at_two_places_is_one_unit() -> None:
     assert members(partition(Shared(), SMALL)) == {"root": 5, "blocks.0": 6, "blocks.1": 6}
 
 
-def test_containers_of_experts_are_never_cut() -> None:
+def test_containers_of_experts_are_never_split() -> None:
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -104,7 +104,7 @@ def test_a_list_that_the_function_fills_is_the_callers() -> None:
     assert seen == ["run", "run"]
 
 
-def test_segments_inside_segments_keep_only_the_inputs_of_the_outer_one() -> None:
+def test_nested_segments_save_only_the_inputs_of_the_outermost() -> None:
     model, (x, _) = Chain(), inputs()
     plain = run(model, x)
     made = Recompute(RecomputeSettings(is_offloaded=True))
@@ -122,7 +122,7 @@ def test_segments_inside_segments_keep_only_the_inputs_of_the_outer_one() -> Non
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_a_graph_that_is_kept_can_be_gone_through_again(is_slow: bool) -> None:
+def test_a_retained_graph_can_run_backward_again(is_slow: bool) -> None:
     model, (x, _) = Chain(), inputs()
     slow = SlowCopies()
     with recomputed(model, RecomputeSettings(is_offloaded=True), copies_of=lambda _: slow if is_slow else None):

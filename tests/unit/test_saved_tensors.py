@@ -166,7 +166,7 @@ def test_copies_leave_and_return_beside_the_segments_in_this_order() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [4, 16])
-def test_the_device_holds_the_inputs_of_two_segments_however_many_there_are(num_blocks: int) -> None:
+def test_the_device_stores_the_inputs_of_two_segments_however_many_there_are(num_blocks: int) -> None:
     model, x = Chain(num_blocks), torch.randn(ROWS, HIDDEN)
     slow = SlowCopies()
     most = 0

@@ -335,7 +335,7 @@ def test_any_torch_schedule_is_built_by_name() -> None:
     assert schedule.optimizer is optimizer
 
 
-def test_all_wrong_parameters_are_told_at_once_with_the_nearest_name() -> None:
+def test_all_wrong_parameters_are_one_error_with_the_nearest_name() -> None:
     with pytest.raises(OptimizerError) as caught:
         build_schedule("WarmupDecayLR", {"warmup_max_rl": 1.0, "speed": 2, "warmup_min_lr": "auto"}, two_groups())
     text = str(caught.value)
@@ -345,7 +345,7 @@ def test_all_wrong_parameters_are_told_at_once_with_the_nearest_name() -> None:
     assert "warmup_min_lr is 'auto'" in text
 
 
-def test_an_unknown_schedule_is_told_the_nearest_name() -> None:
+def test_an_unknown_schedule_gets_the_nearest_name() -> None:
     with pytest.raises(OptimizerError, match=r"unknown schedule 'WarmupRL' \(did you mean 'WarmupLR'\?\)"):
         build_schedule("WarmupRL", {}, two_groups())
 
@@ -356,6 +356,6 @@ def test_a_schedule_that_json_cannot_describe_is_refused_with_the_reason(name: s
         build_schedule(name, {}, two_groups())
 
 
-def test_a_mistake_inside_torch_is_told_with_the_schedule() -> None:
+def test_a_mistake_inside_torch_is_reported_with_the_schedule() -> None:
     with pytest.raises(OptimizerError, match=r"scheduler.params of 'OneCycleLR'"):
         build_schedule("OneCycleLR", {"max_lr": 1.0, "total_steps": -1}, two_groups())

@@ -58,7 +58,7 @@ def test_another_dtype_or_another_layout_gets_another_buffer() -> None:
     assert staging.acquire(layout_of("a", (5, 3)), torch.float32) is not buffer
 
 
-def test_once_four_are_made_a_buffer_is_handed_out_only_after_its_reader_is_drained_and_oldest_first() -> None:
+def test_after_four_buffers_the_oldest_is_reused_once_its_reader_is_done() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     buffers = [staging.acquire(layout_of("a"), torch.float32) for _ in range(4)]
     readers = [Reader() for _ in buffers]
@@ -69,7 +69,7 @@ def test_once_four_are_made_a_buffer_is_handed_out_only_after_its_reader_is_drai
     assert [reader.num_drained for reader in readers] == [1, 0, 0, 0]
 
 
-def test_until_four_are_made_a_rank_does_not_wait_for_a_reader_but_takes_a_new_buffer() -> None:
+def test_below_four_buffers_a_rank_allocates_a_new_one_instead_of_waiting_for_a_reader() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     for name in "abcdef":
         staging.register(layout_of(name))

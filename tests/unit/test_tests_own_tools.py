@@ -29,7 +29,7 @@ def sleep_long(rank: int, size: int) -> None:
 
 
 @pytest.mark.gloo
-def test_gloo_processes_are_kept_and_return_tensors_in_rank_order(gloo: Any) -> None:
+def test_gloo_processes_are_reused_and_return_tensors_in_rank_order(gloo: Any) -> None:
     first = gloo(2, add_ranks, torch.tensor([10.0]))
     begin = time.monotonic()
     second = gloo(2, add_ranks, torch.tensor([20.0]))

@@ -48,5 +48,5 @@ def test_a_table_without_rows_has_its_headers() -> None:
     assert table([], ["unit", "bytes"]) == "unit  bytes\n----  -----"
 
 
-def test_columns_of_numbers_stand_to_the_right() -> None:
+def test_columns_of_numbers_are_right_aligned() -> None:
     assert table([["a", "1,024"], ["b", 3]], ["n", "bytes"]) == "n  bytes\n-  -----\na  1,024\nb      3"

@@ -60,7 +60,7 @@ def test_timers_that_are_off_measure_nothing() -> None:
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_an_engine_tells_the_times_of_its_phases(is_on: bool) -> None:
+def test_an_engine_logs_the_times_of_its_phases(is_on: bool) -> None:
     settings = {
         "train_batch_size": 1, "wall_clock_breakdown": is_on, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
     }  # fmt: skip

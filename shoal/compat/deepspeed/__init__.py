@@ -31,7 +31,7 @@ from shoal.compat.deepspeed.runtime.entry import (
 )
 from shoal.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from shoal.compat.deepspeed.utils import OnDevice, log_dist, logger
-from shoal.compat.distribution import lent_version
+from shoal.compat.distribution import alias_version
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.finder import install, is_installed, uninstall
 from shoal.compat.optimizer import DeepSpeedOptimizer
@@ -43,7 +43,7 @@ register()
 
 init_distributed = comm.init_distributed
 
-__version__ = version = lent_version()
+__version__ = version = alias_version()
 __version_major__, __version_minor__, __version_patch__ = (
     int(part) for part in __version__.partition("+")[0].split(".")
 )

@@ -10,7 +10,7 @@ import torch
 
 from shoal.compat.announce import TESTED
 from shoal.compat.deepspeed.accelerator import get_accelerator
-from shoal.compat.distribution import lent_version
+from shoal.compat.distribution import alias_version
 from shoal.compat.finder import real_deepspeed
 from shoal.compat.op_builders import __compatible_ops__
 from shoal.text import format_bytes, table
@@ -20,7 +20,7 @@ def report() -> str:
     """The whole report."""
     accelerator, real = get_accelerator(), real_deepspeed()
     rows: list[list[object]] = [
-        ["deepspeed", f"{lent_version()}, provided by Shoal"],
+        ["deepspeed", f"{alias_version()}, provided by Shoal"],
         ["another DeepSpeed", real.origin if real is not None else "none installed"],
         ["python", f"{platform.python_version()} ({sys.executable})"],
         ["torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"],

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from shoal.compat.distribution import lent_version
+from shoal.compat.distribution import alias_version
 from shoal.compat.op_builders import __compatible_ops__ as compatible_ops
 
-version = lent_version()
+version = alias_version()
 git_hash = git_branch = "shoal"
 installed_ops = dict(compatible_ops)
 torch_info = {

@@ -1,4 +1,4 @@
-"""Runs when an interpreter starts in a process tree that lends DeepSpeed's name: the child lends it too.
+"""Runs when an interpreter starts in a process tree where ``import deepspeed`` is Shoal: installs the alias in it.
 
 Python imports the first ``sitecustomize`` of its path, and only that one; so the one that would have been found without
 this folder is run afterwards. Nothing is imported here but the finder, which does not import torch.
@@ -24,15 +24,15 @@ def _run_the_next_one() -> None:
         spec.loader.exec_module(module)
 
 
-def _lend() -> None:
+def _install() -> None:
     try:
         from shoal.compat.environment import is_asked_for
         from shoal.compat.finder import install
-    except ImportError:  # another environment's interpreter: Shoal is not there, and DeepSpeed's name not ours to lend
+    except ImportError:  # another environment's interpreter, without Shoal
         return
     if is_asked_for():
         install(children=False)
 
 
-_lend()
+_install()
 _run_the_next_one()

@@ -74,9 +74,9 @@ def main() -> None:
             with_ray(settings)
         if int(os.environ.get("RANK", "0")) == 0:
             found = json.loads(Path(settings["out"]).read_text())
-            is_lent = "shoal" in found["version"]
+            is_shoal = "shoal" in found["version"]
             result = {"case": name, "curves": {"loss": found["losses"]}, "facts": {"world": found["world"]}}
-            print("RESULT " + json.dumps({**result, "is lent": is_lent}), flush=True)
+            print("RESULT " + json.dumps({**result, "is Shoal": is_shoal}), flush=True)
 
 
 if __name__ == "__main__":

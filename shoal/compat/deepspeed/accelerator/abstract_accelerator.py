@@ -1,4 +1,4 @@
-"""What DeepSpeed's scripts ask of ``get_accelerator()``, answered by torch's module of the device."""
+"""DeepSpeed's ``get_accelerator()``: its methods call torch's module of the device."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class DeepSpeedAccelerator:
     def device_count(self) -> int:
         """Visible devices; on CPU the ranks that it makes sense to start: LOCAL_SIZE where it is set, or one a core."""
         if self._is_cpu:
-            told = local_size()
-            if told is not None:
-                return told
+            ranks = local_size()
+            if ranks is not None:
+                return ranks
             return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return torch.accelerator.device_count()
 
@@ -193,7 +193,7 @@ class DeepSpeedAccelerator:
         return self._is_cpu or bool(self._module.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """On the CPU: does it compute in fp16 by itself? (Training in fp16 works in any case, slowly.)"""
+        """On the CPU: does the processor compute in fp16? (Training in fp16 works in any case, slowly.)"""
         return not self._is_cpu or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def is_fp64_supported(self) -> bool:
@@ -253,7 +253,7 @@ class DeepSpeedAccelerator:
     def lazy_call(self, callback: Any) -> Any:
         return callback()
 
-    # the rest
+    # other
 
     def communication_backend_name(self) -> str:
         return self._communication_backend_name

@@ -1,4 +1,4 @@
-"""``deepspeed.checkpoint.deepspeed_checkpoint``: what a tag's folder holds: degrees, files, and the client's values.
+"""``deepspeed.checkpoint.deepspeed_checkpoint``: a tag's folder: its degrees, files, and the client's values.
 
     tag's folder of                 tp, pp                   dp                          files
     DeepSpeed                       as its model files say   ranks that saved a part     each rank's
@@ -78,7 +78,7 @@ class DeepSpeedCheckpoint:
                 do="name a tag's folder of stages 0 to 2; shoal.checkpoint.formats.open_source() opens one of stage 3.",
             )
         state = open_file(Path(self.mp_rank_files[0]), verify=False)
-        # Tensors are mapped from the file: only what is not one is kept.
+        # Tensors are mapped from the file and dropped: only other values are stored.
         self.global_state = {
             key: state.get(key) for key in (ARGS_KEY, CHECKPOINT_INFO_KEY, UNIVERSAL_CHECKPOINT_INFO)
         } | {ITERATION_KEY: state.get(ITERATION_KEY, 0)}
@@ -92,20 +92,20 @@ class DeepSpeedCheckpoint:
         self.pp_degree = int(dimensions.get(CHECKPOINT_PP_DEGREE) or num_parts // self.tp_degree)
         self.dp_degree = int(state.get("dp_world_size") or len(self.zero_files) // num_parts or 1)
         degrees = ((tp_degree, self.tp_degree), (pp_degree, self.pp_degree), (dp_degree, self.dp_degree))
-        for asked, held in degrees:
-            if asked not in (None, held):
+        for asked, saved in degrees:
+            if asked not in (None, saved):
                 raise not_built(
-                    f"deepspeed.checkpoint.DeepSpeedCheckpoint with a degree of {asked} for {held}", _RESHAPE
+                    f"deepspeed.checkpoint.DeepSpeedCheckpoint with a degree of {asked} for {saved}", _RESHAPE
                 )
         self.original_world_size = self.world_size = self.tp_degree * self.pp_degree * self.dp_degree
 
     def _num_slices(self) -> int:
-        """Into how many files the first layer is cut; 0: layers have no files of their own."""
+        """The number of files of the first layer; 0: layers have no files of their own."""
         first = f"{self.layer_keys[0]}-" if self.layer_keys else None
         return sum(first is not None and os.path.basename(path).startswith(first) for path in self.layer_files)
 
     def is_change_tp_degree(self) -> bool:
-        """Never: nothing is reshaped here. So with the next two."""
+        """False: nothing is reshaped here. So with the next two."""
         return False
 
     def is_change_pp_degree(self) -> bool:
@@ -129,7 +129,7 @@ class DeepSpeedCheckpoint:
         return self.global_state[info_key]
 
     def validate_files(self) -> None:
-        """Say which of the files are gone since."""
+        """Raise an error that names the files that no longer exist."""
         for file in self.file_list:
             if not os.path.isfile(file):
                 logger.error("%s is gone.", file)

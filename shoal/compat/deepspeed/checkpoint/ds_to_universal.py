@@ -3,7 +3,7 @@
     python -m deepspeed.checkpoint.ds_to_universal --input_folder run/global_step10 \\
         --output_folder run/global_step10_universal
 
-What comes out is a checkpoint of Shoal's, whatever goes in: one of Shoal's loads in every layout as it is, and gets a
+The output is a checkpoint of Shoal's: a checkpoint of Shoal's loads in every layout unchanged, so its files get a
 second name; one of DeepSpeed's is converted. ``latest_universal`` names it, and ``checkpoint.load_universal`` loads it.
 """
 
@@ -38,16 +38,16 @@ def main(args: Any) -> None:
     Raises: CheckpointError: the input is no checkpoint, or is damaged; or the output is there and is none.
     """
     make_audible(None)
-    idle = {name: getattr(args, name, False) for name in ("keep_temp_folder", "inject_missing_state")}
-    idle["no_strict"] = not getattr(args, "strict", True)
-    for name in (name for name, is_set in idle.items() if is_set):
+    unused = {name: getattr(args, name, False) for name in ("keep_temp_folder", "inject_missing_state")}
+    unused["no_strict"] = not getattr(args, "strict", True)
+    for name in (name for name, is_set in unused.items() if is_set):
         logger.warning("--%s has no effect: a tensor is read, checked and written at a time.", name)
     made = make_universal(args.input_folder, args.output_folder)
     for note in made.notes:
         logger.warning("%s", note)
     if made.format == "shoal":
         logger.info(
-            "%s loads in every layout as it is. %s is the same checkpoint: %d files have a second name, %d are copies.",
+            "%s loads in every layout as is. %s is the same checkpoint: %d files have a second name, %d are copies.",
             args.input_folder,
             args.output_folder,
             made.linked,

@@ -1,4 +1,4 @@
-"""``deepspeed.checkpoint.universal_checkpoint``: what a client says of parameters that are several in one tensor."""
+"""``deepspeed.checkpoint.universal_checkpoint``: how a client describes a tensor that contains several parameters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DO = "leave it out: engine.load_checkpoint() loads any layout in any other, uni
 
 @dataclass
 class SubparamShape:
-    """One parameter that holds several, as a client saves it under ``UNIVERSAL_CHECKPOINT_INFO``.
+    """One parameter that contains several, as a client saves it under ``UNIVERSAL_CHECKPOINT_INFO``.
 
     Args:
         patterns: regular expressions of the parameters' names.
-        shape: with a tuple of sizes in the place of the dim along which they lie one after the other.
+        shape: with a tuple of sizes at the dim along which they are concatenated.
         partition_dim: that dim.
     """
 

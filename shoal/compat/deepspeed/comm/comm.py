@@ -79,9 +79,9 @@ __all__ = [
 
 
 def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's function, which takes the arguments of DeepSpeed's log too, and is timed where the log wants it.
+    """torch's function with the arguments of DeepSpeed's log too; timed where the log records it.
 
-    Order: a timed one is waited for, but for sends and receives, whose other end may come later.
+    Order: the host waits for a timed collective; not for sends and receives, whose peer may call later.
     """
     kind = function.__name__
     can_wait = kind not in ("isend", "irecv")
@@ -108,7 +108,7 @@ def _logged(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _nbytes(kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """What one rank puts into a collective: of what it is given, the smallest tensor, or list of tensors."""
+    """The bytes of one rank's input: of the arguments, the smallest tensor, or list of tensors."""
     given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor | list | tuple)]
     sizes = []
     for value in given:
@@ -162,7 +162,7 @@ def all_gather_coalesced(
 
 
 class _Works:
-    """Several works to wait for as one."""
+    """Several works that are waited for together."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = [work for work in works if work is not None]
@@ -229,7 +229,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """No effect: ``init_distributed`` reads what Open MPI and Slurm say."""
+    """No effect: ``init_distributed`` reads the variables of Open MPI and Slurm."""
 
 
 def set_backend() -> None:
@@ -247,7 +247,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Set the log of collectives up; None: leave as it is.
+    """Configure the log of collectives; None: do not change the setting.
 
     An engine times its own collectives if the log is on when the engine is made: by then, or by the section
     ``comms_logger`` of its config.
@@ -300,7 +300,7 @@ def get_comm_operation_count() -> int:
 
 
 def get_logged_comm_ops() -> list[str]:
-    """The names that they are noted under."""
+    """The names under which collectives were recorded."""
     return _logger().get_operation_names()
 
 

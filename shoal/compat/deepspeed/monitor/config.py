@@ -1,4 +1,4 @@
-"""``deepspeed.monitor.config``: the sections of a configuration that say where values are written."""
+"""``deepspeed.monitor.config``: the sections of a config that name the writers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.config.watching import Wandb as WandbConfig
 
 @dataclass(frozen=True)
 class DeepSpeedMonitorConfig:
-    """Where values are written; nowhere, if nothing is said."""
+    """The writers' sections; all of them are disabled by default."""
 
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
@@ -23,12 +23,12 @@ class DeepSpeedMonitorConfig:
 
     @property
     def enabled(self) -> bool:
-        """Is any of them?"""
+        """Is any writer enabled?"""
         return any(each.enabled for each in (self.tensorboard, self.wandb, self.csv_monitor, self.comet))
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Of a configuration's dict."""
+    """The sections of a config's dict."""
     return DeepSpeedMonitorConfig(
         TensorBoardConfig(**param_dict.get("tensorboard", {})),
         WandbConfig(**param_dict.get("wandb", {})),

@@ -1,4 +1,4 @@
-"""One monitor for each place that values over steps go to, under the classes that DeepSpeed has for them."""
+"""One monitor for each kind of writer, under DeepSpeed's class names."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ DEEPSPEED_OPTIMIZERS = [
 
 
 class BatchSizeError(DeepSpeedConfigError, AssertionError):
-    """Batch sizes that do not fit. DeepSpeed asserts that they do, so an AssertionError too."""
+    """Batch sizes that contradict each other. Also an AssertionError, since DeepSpeed asserts it."""
 
     code = "config-batch"
 
@@ -47,7 +47,7 @@ class DeepSpeedConfig:
         )
 
     def _configure_train_batch_size(self) -> None:
-        """Fill in what of the three batch sizes is None, after they were set as attributes.
+        """Compute those of the three batch sizes that are None, after they were set as attributes.
 
         Raises: BatchSizeError: they do not fit, or neither the global batch nor the micro-batch is given.
         """

@@ -13,8 +13,8 @@ from shoal.errors import ConfigError
 class DeepSpeedConfigModel(BaseModel):
     """A pydantic model whose fields may be old names of others.
 
-    A field with ``json_schema_extra={"deprecated": True, "new_param": "other"}`` hands its value over to ``other``, by
-    way of ``new_param_fn`` where there is one. Values ``"auto"`` are left out, so that the defaults hold.
+    The value of a field with ``json_schema_extra={"deprecated": True, "new_param": "other"}`` is assigned to ``other``,
+    converted by ``new_param_fn`` where there is one. Values ``"auto"`` are left out, so that the defaults apply.
 
     Raises: pydantic.ValidationError: unknown fields, and values of another type. BothNamesError: a field by its old
     and by its new name.
@@ -55,7 +55,7 @@ class DeepSpeedConfigModel(BaseModel):
 
 
 class BothNamesError(ConfigError, AssertionError):
-    """A key by its old and by its new name. DeepSpeed asserts against it, so an AssertionError too."""
+    """A key is given by its old and by its new name. Also an AssertionError, since DeepSpeed asserts against it."""
 
     code = "config-both-names"
 

@@ -8,7 +8,7 @@ from shoal.data import Loader as DeepSpeedDataLoader
 
 
 class RepeatingLoader:
-    """Begins again when the loader ends.
+    """Starts the loader again when it ends.
 
     Raises: StopIteration: the loader has no batch at all.
     """

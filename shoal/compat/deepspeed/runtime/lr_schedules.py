@@ -45,7 +45,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The section ``scheduler`` that the options of ``add_tuning_arguments`` say. Returns: it, or None and why not."""
+    """The section ``scheduler`` of the options of ``add_tuning_arguments``. Returns: it, or None and the reason."""
     kind = getattr(args, "lr_schedule", None)
     if kind not in _CLASSES:
         return None, f"--lr_schedule is {kind}, expected one of {', '.join(VALID_LR_SCHEDULES)}"
@@ -57,7 +57,7 @@ def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | Non
 
 
 def get_lr_from_config(config: dict[str, Any]) -> tuple[float | None, str]:
-    """The rate that a section ``scheduler`` names. Returns: it, or None and why there is none."""
+    """The rate that a section ``scheduler`` names. Returns: it, or None and the reason."""
     kind, params = config.get("type"), config.get("params", {})
     name = {LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR, ONE_CYCLE: CYCLE_MAX_LR}.get(str(kind), WARMUP_MAX_LR)
     if kind not in _CLASSES or kind == WARMUP_COSINE_LR or name not in params:

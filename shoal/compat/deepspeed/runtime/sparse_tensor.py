@@ -63,7 +63,7 @@ class SparseTensor:
         return "deepspeed.SparseTensor"
 
     def sparse_size(self) -> tuple[int, int]:
-        """Elements that are held, indices included, and elements of the whole."""
+        """Elements that are stored, indices included, and elements of the dense tensor."""
         indices, values, size = self._held()
         return indices.numel() + values.numel(), torch.Size(size).numel()
 
@@ -78,8 +78,8 @@ class SparseTensor:
     def __repr__(self) -> str:
         if self.indices is None or self.values is None:
             return "DeepSpeed.SparseTensor()"
-        held, whole = self.sparse_size()
-        factor = whole / held if held else float("inf")
+        stored, whole = self.sparse_size()
+        factor = whole / stored if stored else float("inf")
         return (
             f"DeepSpeed.SparseTensor(indices_size={self.indices.size()}, values_size={self.values.size()},"
             f" dense_size={self.dense_size}, device={self.indices.device}, reduction_factor={factor})"

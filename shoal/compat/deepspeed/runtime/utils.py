@@ -21,14 +21,14 @@ from shoal.zero.parameter_owner import OWNERS
 
 
 class DummyOptim:
-    """Stands for no optimizer: groups of parameters and nothing else."""
+    """The optimizer of a model without one: parameter groups and nothing else."""
 
     def __init__(self, params: Any) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params}]
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    """The same structure with its tensors on ``device``; with ``criterion_func`` only those that it says yes to."""
+    """The same structure with its tensors on ``device``; with ``criterion_func`` only those for which it is true."""
     if isinstance(item, torch.Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, dict):
@@ -57,29 +57,29 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """With ``force``, say on rank 0 what the device holds now and held at most, after ``message``."""
+    """With ``force``, log on rank 0 the device memory in use now and at most, after ``message``."""
     if force:
         accelerator = get_accelerator()
         now, peak = accelerator.memory_allocated(), accelerator.max_memory_allocated()
-        say_on_rank_0(current_world().rank, f"{message}: {format_bytes(now)} held, at most {format_bytes(peak)}")
+        say_on_rank_0(current_world().rank, f"{message}: {format_bytes(now)} in use, at most {format_bytes(peak)}")
 
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """torch's, for parameters that no engine holds. Raises: UsageError: an engine holds one; it clips in ``step()``."""
+    """torch's, for parameters of no engine. Raises: UsageError: a parameter of an engine, which clips in ``step()``."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(OWNERS.get(parameter), EngineParameters) for parameter in given):
         raise UsageError(
-            "clip_grad_norm_() was given parameters of an engine, whose gradients rest in shards.",
-            do="set gradient_clipping in the config; engine.get_global_grad_norm() has the norm.",
+            "clip_grad_norm_() was given parameters of an engine, whose gradients are sharded.",
+            do="set gradient_clipping in the config; engine.get_global_grad_norm() returns the norm.",
             code="clip-engine",
         )
     return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
 
 def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    """Put ``val`` where a value is not finite."""
+    """Replace values that are not finite by ``val``."""
     input.masked_fill_(~input.isfinite(), val)
 
 
@@ -89,7 +89,7 @@ def get_global_norm(norm_list: Sequence[float | torch.Tensor]) -> float:
 
 
 def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the gradients that lie on the parameters; engines have ``get_global_grad_norm()``."""
+    """The norm of the parameters' ``grad``; engines have ``get_global_grad_norm()``."""
     return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
 
 
@@ -114,20 +114,20 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     sums = [0.0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # best[k][i]: the heaviest part when the first i items are cut into k parts; the last cut that gives it
+    # best[k][i]: the heaviest part when the first i items are split into k parts; the last boundary that gives it
     count = len(weights)
     best = [[0.0 if i == 0 else float("inf") for i in range(count + 1)]]
-    cuts: list[list[int]] = []
+    boundaries: list[list[int]] = []
     for _ in range(num_parts):
-        row, cut = [0.0] * (count + 1), [0] * (count + 1)
+        row, boundary = [0.0] * (count + 1), [0] * (count + 1)
         for end in range(1, count + 1):
             heaviest = [(max(best[-1][start], sums[end] - sums[start]), start) for start in range(end)]
-            row[end], cut[end] = min(heaviest)
+            row[end], boundary[end] = min(heaviest)
         best.append(row)
-        cuts.append(cut)
+        boundaries.append(boundary)
     bounds = [count]
-    for cut in reversed(cuts):
-        bounds.append(cut[bounds[-1]])
+    for boundary in reversed(boundaries):
+        bounds.append(boundary[bounds[-1]])
     return bounds[::-1]
 
 

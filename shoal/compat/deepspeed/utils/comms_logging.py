@@ -96,7 +96,7 @@ class CommsLogger:
         self.log.records = value
 
     def configure(self, comms_config: Any) -> None:
-        """Take the settings of the section ``comms_logger``, or of what holds it."""
+        """Apply the section ``comms_logger``, or the section of a config."""
         section = getattr(comms_config, "comms_logger", comms_config)
         for name in ("enabled", "prof_all", "prof_ops", "verbose", "debug"):
             setattr(self, name, getattr(section, name))
@@ -117,7 +117,7 @@ class CommsLogger:
     # what was noted
 
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Note a collective of all ranks: its kind, what to call it, milliseconds, bytes of one rank."""
+        """Record a collective of all ranks: its kind, the name for the log, milliseconds, bytes of one rank."""
         self.log.add(raw_name, msg_size, latency, size=current_world().size, name=record_name)
 
     def get_raw_data(self) -> Records:
@@ -136,14 +136,14 @@ class CommsLogger:
         return sum(record[0] for sizes in self.log.records.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
-        """The figures of one name by bytes; None: it was not noted."""
+        """The figures of one name by bytes; None: it was not recorded."""
         sizes = self.log.records.get(operation_name)
         return None if sizes is None else summary_of(sizes)
 
     def log_all(
         self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
     ) -> dict[str, Any] | None:
-        """Print what was noted, or return it.
+        """Print the records, or return them.
 
         Communicates: with ``show_straggler``, every rank's times; every rank calls.
         """

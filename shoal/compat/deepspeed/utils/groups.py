@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: who shares what, as torch process groups. All ranks are data-parallel."""
+"""``deepspeed.utils.groups``: the axes as torch process groups. All ranks are data-parallel."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
 def _no_experts(group_name: str) -> Any:
     raise not_built(
         f"the group {group_name!r} of experts: expert parallelism",
-        "hold all experts on each rank as plain modules, sharded by ZeRO stage 3.",
+        "keep all experts on each rank as plain modules, sharded by ZeRO stage 3.",
     )
 
 

@@ -1,7 +1,7 @@
 """``deepspeed.utils.tensor_fragment``: whole values and local parts of sharded parameters, gradients and states.
 
-Shoal's own, but for what DeepSpeed's scripts expect of a parameter without a value: a frozen one has None, where
-Shoal's raise; a part of a trained one that this rank owns nothing of has no elements, where Shoal's are None.
+Shoal's own functions, with DeepSpeed's results for missing values: None for a frozen parameter, where Shoal's functions
+raise; a tensor of no elements for a part that this rank does not own, where Shoal's functions return None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.zero.parameter_owner import OWNERS
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Does an engine hold it, without training it?"""
+    """Is it a frozen parameter of an engine?"""
     owner = OWNERS.get(parameter)
     return isinstance(owner, EngineParameters) and not owner.knows(parameter)
 
@@ -36,7 +36,7 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The fp32 master weight, whole; None of a frozen parameter. Every rank calls."""
+    """The fp32 main parameter, whole; None of a frozen parameter. Every rank calls."""
     return None if _is_frozen(param) else zero.safe_get_full_fp32_param(param)
 
 
@@ -51,7 +51,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the master weight, 1-D; None of a frozen parameter."""
+    """This rank's part of the main parameter, 1-D; None of a frozen parameter."""
     return None if _is_frozen(param) else _or_nothing(zero.safe_get_local_fp32_param(param))
 
 

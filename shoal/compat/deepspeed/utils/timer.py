@@ -19,7 +19,7 @@ STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 
 
 class Timer:
-    """One name's time, which adds up."""
+    """The accumulated time of one name."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -74,7 +74,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Say the times on rank 0, in milliseconds."""
+        """Log the times on rank 0, in milliseconds."""
         parts = [
             f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
         ]
@@ -90,8 +90,8 @@ class ThroughputTimer:
     Args:
         config: its ``enabled`` switches the timer, its ``synchronized`` waits for the device.
         batch_size: samples of one step on all ranks.
-        start_step: steps before this one are not timed: they make room and warm up.
-        steps_per_output: say the speed at each multiple; None: never.
+        start_step: steps before this one are not timed: they allocate memory and warm up.
+        steps_per_output: log the speed at each multiple; None: never.
 
     Raises: ValueError: ``steps_per_output`` is no whole number above 0.
     """

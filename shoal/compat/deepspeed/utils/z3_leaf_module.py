@@ -1,4 +1,4 @@
-"""``deepspeed.utils.z3_leaf_module``: modules that stage 3 gathers as one, whatever they hold.
+"""``deepspeed.utils.z3_leaf_module``: modules that stage 3 gathers as one, with all their submodules.
 
 The mark is an attribute of the module, ``_z3_leaf``, as clients expect; a marked module is one unit.
 """
@@ -19,7 +19,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(model: torch.Tensor) -> bool:
-    """Does it belong to a marked module? Parameters bear no mark here: always False."""
+    """Always False: only modules are marked, not parameters."""
     return hasattr(model, "ds_z3_leaf_module")
 
 
@@ -29,7 +29,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark it, or take the mark away. Takes effect in ``initialize``."""
+    """Mark the module, or remove the mark. Takes effect in ``initialize``."""
     # A module's attributes are typed as tensors and modules; clients look for a plain bool.
     model._z3_leaf = flag  # type: ignore[assignment]
 
@@ -48,7 +48,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the mark away from modules of the classes; otherwise as ``set_z3_leaf_modules``."""
+    """Remove the mark from modules of the classes; otherwise as ``set_z3_leaf_modules``."""
     return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 

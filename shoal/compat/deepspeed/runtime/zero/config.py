@@ -42,26 +42,26 @@ class DeepSpeedZeroConfig:
         self.given = dict(keys)
         seen = examine({"train_micro_batch_size_per_gpu": 1, ZERO_OPTIMIZATION: keys}, check_supported=False)
         known = names_of(ZeroOptimization)
-        # Known keys with values that each can be: what contradicts another key is for the whole configuration to say.
+        # Keys and values are checked one by one here; contradictions between keys are found in the whole config.
         if seen.config is None or any(problem.path.split(".")[1] not in known for problem in seen.problems):
             raise ConfigProblems(seen.problems, seen.name)
         self.checked: ZeroOptimization = seen.config.zero_optimization
 
     @property
     def overlap_comm(self) -> bool:
-        """Are gradients reduced while the backward pass goes on? (What DeepSpeed would do.)"""
+        """Would DeepSpeed reduce gradients during the backward pass?"""
         return self.checked.stage == 3 if self.checked.overlap_comm is None else self.checked.overlap_comm
 
     @property
     def offload_param(self) -> DeepSpeedZeroOffloadParamConfig | None:
-        """Where parameters rest; None where that was not said."""
+        """The tier of the sharded parameters; None where the section does not set it."""
         if self.given.get("offload_param") is None and not self.given.get("cpu_offload_param"):
             return None
         return DeepSpeedZeroOffloadParamConfig(**self.checked.offload_param.model_dump())
 
     @property
     def offload_optimizer(self) -> DeepSpeedZeroOffloadOptimizerConfig | None:
-        """Where optimizer state rests; None where that was not said."""
+        """The tier of the optimizer state; None where the section does not set it."""
         if self.given.get("offload_optimizer") is None and not self.given.get("cpu_offload"):
             return None
         return DeepSpeedZeroOffloadOptimizerConfig(**self.checked.offload_optimizer.model_dump())

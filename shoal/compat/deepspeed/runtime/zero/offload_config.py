@@ -9,16 +9,16 @@ from shoal.config.zero import OffloadParam as DeepSpeedZeroOffloadParamConfig
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(OffloadOptimizer):
-    """Where optimizer state rests."""
+    """The tier of optimizer state."""
 
     @property
     def pipeline(self) -> bool:
-        """Was reading ahead or writing behind asked for?"""
+        """Is pipelined reading or writing enabled?"""
         return self.pipeline_read or self.pipeline_write
 
 
 class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - its text is the member's, as in DeepSpeed
-    """Where state rests."""
+    """The tier of state."""
 
     none = "none"
     cpu = "cpu"

@@ -14,7 +14,7 @@ from shoal.zero import GatheredParameters, register_external_parameter, unregist
 
 
 class ZeroParamType(Enum):
-    """Where a parameter lives: whole, in parts, or in parts elsewhere."""
+    """Whether a parameter is gathered, sharded, or sharded on other ranks."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -22,7 +22,7 @@ class ZeroParamType(Enum):
 
 
 class DeepSpeedTensorOverride(Enum):
-    """What ``zero.Init`` may change of a new tensor."""
+    """The kinds of tensors whose dtype ``zero.Init`` may change."""
 
     dtype = 1
     device = 2

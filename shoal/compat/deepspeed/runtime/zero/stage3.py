@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.stage3``: what stage 3 needs, the class of its optimizers, and gathering for generation."""
+"""``deepspeed.runtime.zero.stage3``: memory estimates, the class of the optimizers, and gathering for generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.zero import GatheredParameters
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The model inside the engine, with every parameter whole and no hook that acts, for the length of the block.
+    """The engine's model, with every parameter gathered and all hooks inactive until the block ends.
 
     Communicates: an all_gather per unit, once.
     Memory: all parameters, on every rank.

@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.stage_1_and_2``: what stage 2 needs, and the class of its optimizers."""
+"""``deepspeed.runtime.zero.stage_1_and_2``: memory estimates, and the class of the optimizers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class TiledLinear(nn.Module):
         input_is_already_split: ``forward`` is given a list, one tensor for each tile of the input.
         combine_out_splits: False: the output is a list, one tensor for each tile.
         linear_cls: what each tile is.
-        init_linear: a layer of the same size whose values are taken.
+        init_linear: a layer of the same size whose values are copied.
         kwargs: for ``linear_cls``.
 
     Raises: ModelError: more tiles than features, or none.
@@ -111,7 +111,7 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take the values of a layer of the same size, on rank 0's word.
+        """Copy the values of a layer of the same size; rank 0's values count.
 
         Raises: TilesError: it has another size.
         """

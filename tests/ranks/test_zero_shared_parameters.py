@@ -14,7 +14,7 @@ from tests.ranks.models import Plain, ReadsOthers
 from tests.ranks.training import config, finish, largest_difference, run_steps, start, train_alone
 
 
-def test_a_registered_external_parameter_is_gathered_with_its_reader() -> None:
+def test_a_registered_shared_parameter_is_gathered_with_the_module_that_reads_it() -> None:
     alone = train_alone(ReadsOthers, world=2)
 
     def job() -> tuple[dict[str, torch.Tensor], list[str]]:

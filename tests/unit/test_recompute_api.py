@@ -65,7 +65,7 @@ def test_a_deep_copy_recomputes_its_own_modules() -> None:
     assert_same(ours, run(plain, x))
 
 
-def test_what_was_wrapped_comes_back_as_it_was_whoever_wrapped_it_since() -> None:
+def test_remove_restores_forward_also_after_other_code_wrapped_it() -> None:
     model, (x, _) = Chain(1), inputs()
     block = model.blocks[0]
     own = block.forward
@@ -152,7 +152,7 @@ def test_settings_follow_from_the_section() -> None:
     assert RecomputeSettings.of(section) == RecomputeSettings(True, True, True, ("aten::mm",))
 
 
-def test_settings_that_nothing_uses_are_told() -> None:
+def test_unused_settings_are_reported() -> None:
     made = Recompute(RecomputeSettings(is_offloaded=True))
     note = made.unused_note()
     assert note is not None and note.startswith("activation_checkpointing is set, but nothing was recomputed")
@@ -190,7 +190,7 @@ def test_the_examples_of_the_how_to_page_run() -> None:
     assert "blocks.3" in done.stdout
 
 
-def test_times_are_kept_by_the_modules_names() -> None:
+def test_times_are_stored_by_the_modules_names() -> None:
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

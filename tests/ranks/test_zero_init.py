@@ -19,7 +19,17 @@ from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
 from shoal.zero.parameter_owner import OWNERS
 from tests.ranks.models import HIDDEN, VOCABULARY, Block, Plain, WithBuffers, cross_entropy
-from tests.ranks.training import STAGES, are_bit_equal, config, finish, make, masters, run_steps, start, start_with
+from tests.ranks.training import (
+    STAGES,
+    are_bit_equal,
+    config,
+    finish,
+    main_parameters,
+    make,
+    run_steps,
+    start,
+    start_with,
+)
 
 
 class Initialised(WithBuffers):
@@ -50,7 +60,7 @@ def test_a_model_built_under_zero_init_is_bit_equal_to_one_built_directly(world:
                 return Initialised()
 
         engine = start(build, config(stage))
-        found = masters(engine)
+        found = main_parameters(engine)
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         run_steps(engine, 1)
         engine.destroy()
@@ -100,7 +110,7 @@ def unlocked(stage: int) -> Callable[[], Any]:
         with zero.Init():
             model = Initialised()
         engine = start_with(model, config(stage))
-        found = masters(engine)
+        found = main_parameters(engine)
         buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
         run_steps(engine, 1)
         engine.destroy()
@@ -225,7 +235,7 @@ def test_a_model_from_the_meta_device_is_bit_equal_to_one_built_directly(stage: 
             model = Untied()
         torch.manual_seed(0)
         engine = start_with(model, config(stage))
-        found = masters(engine)
+        found = main_parameters(engine)
         run_steps(engine, 1)
         engine.destroy()
         return found
@@ -242,7 +252,7 @@ def test_ranks_that_start_from_the_meta_device_agree(stage: int) -> None:
         model.register_buffer("mask", torch.rand(HIDDEN) > 0.5)
         engine = start_with(model, config(stage))
         run_steps(engine, 2)
-        return finish(engine, []).masters  # such a model stays sharded after destroy()
+        return finish(engine, []).main_parameters  # such a model stays sharded after destroy()
 
     results = run_ranks(3, job)
     assert not any(value.isnan().any() for value in results[0].values())
@@ -325,9 +335,9 @@ def test_a_meta_model_that_initialises_its_modules_is_bit_equal_to_one_built_dir
         with torch.device("meta"):
             model = Pretrained()
         engine = start_with(model, config(stage))
-        found = masters(engine)
+        found = main_parameters(engine)
         run_steps(engine, 2)
-        return found, finish(engine, []).masters
+        return found, finish(engine, []).main_parameters
 
     results = run_ranks(world, job)
     for found, trained in results:

@@ -93,7 +93,7 @@ def test_after_an_error_that_all_ranks_caught_training_goes_on_as_if_nothing_had
         assert are_bit_equal(parameters, expected)
 
 
-def test_an_error_inside_gathered_parameters_leaves_every_unit_at_rest() -> None:
+def test_an_error_inside_gathered_parameters_leaves_every_unit_sharded() -> None:
     def job() -> list[tuple[str, int]]:
         engine = start(Plain, config(3))
         run_steps(engine, 1)

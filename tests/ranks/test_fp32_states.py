@@ -1,4 +1,4 @@
-"""``DeepSpeedCPUAdam`` on bf16 weights without fp32 masters: fp32 state, at every stage, through a checkpoint."""
+"""``DeepSpeedCPUAdam`` on bf16 weights without main parameters: fp32 state, at every stage, through a checkpoint."""
 
 from __future__ import annotations
 

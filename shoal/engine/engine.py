@@ -320,10 +320,9 @@ class Engine(EngineFacts):
         self._losses.refuse_mixed(self.sharded.num_plain_passes)
         self._guard.follow()  # before the update overwrites what the script has changed
         self.sharded.reducer.complete_step()
-        are_finite = self._losses.are_finite()
-        status = synchronize_status(
-            self._groups, self.sharded.reducer, self.axes, self.device, is_loss_finite=are_finite
-        )
+        mean_loss = self._losses.compute_mean()
+        status = synchronize_status(self._groups, self.sharded.reducer, self.axes, self.device, mean_loss)
+        self._losses.mean = status.mean_loss
         unscale = self._losses.unscale()
         self._norm = status.norm * unscale
         if not self.plan.ignores_unused:

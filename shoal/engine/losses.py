@@ -10,12 +10,10 @@ Without fp16 the loss scale is 1.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
-from shoal.device import read_scalar
 from shoal.engine.batch import Batch
 from shoal.errors import AssertedUsageError, UsageError
 from shoal.optim.loss_scale import LossScale
@@ -57,14 +55,11 @@ class Losses:
             factor /= self._loss_scale.scale
         return factor
 
-    def are_finite(self) -> bool:
-        """Are they? Sets ``mean``. On an accelerator the answer waits for the gradients anyway."""
+    def compute_mean(self) -> torch.Tensor | None:
+        """Their mean, where they are. Shape: [], fp32. The host does not wait for it; ``mean`` is set at the step."""
         if not self.values:
-            self.mean = None
-            return True
-        mean = torch.stack([loss.reshape(()).float() for loss in self.values]).mean()
-        self.mean = read_scalar(mean, when_fake=0.0)
-        return math.isfinite(self.mean)
+            return None
+        return torch.stack([loss.reshape(()).float() for loss in self.values]).mean()
 
     def refuse_mixed(self, num_plain_passes: int) -> None:
         """Raises: UsageError: besides ``engine.backward(loss)`` there were passes of ``loss.backward()``."""

@@ -234,7 +234,8 @@ class Engine(nn.Module):
             )
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
         sharding.reduce_all()
-        status = sharding.synchronize_status(is_loss_finite=accumulation.are_losses_finite())
+        status = sharding.synchronize_status(accumulation.compute_mean_loss())
+        accumulation.mean_loss = status.mean_loss
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
         self._was_step_applied = False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from shoal.memory.aligned import aligned_empty
@@ -15,7 +18,7 @@ class CopyDone:
         self._device = device
 
     def wait(self) -> None:
-        """What is told to the device from now on comes after it. Does not block the host."""
+        """Make the current stream wait for this copy. Does not block the host."""
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
@@ -52,12 +55,22 @@ class StreamCopies:
         """
         if is_source_freed:
             source.record_stream(self._stream)
+        with self.queued() as done:
+            target.copy_(source, non_blocking=True)
+        return done
+
+    @contextmanager
+    def queued(self) -> Iterator[CopyDone]:
+        """Queue what the block does on the copy stream, which first waits for what is queued on the current stream.
+
+        Order: the current stream does not wait for the block, unless ``wait()`` of the end of the block is called
+        after it.
+        """
+        event = torch.Event(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            target.copy_(source, non_blocking=True)
-            event = torch.Event(self._device)
+            yield CopyDone(event, self._device)
             event.record(self._stream)
-        return CopyDone(event, self._device)
 
 
 def mark(device: torch.device) -> CopyDone:

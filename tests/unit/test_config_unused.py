@@ -67,7 +67,7 @@ AWAY = "zero_optimization.offload_optimizer"
         ),
         (
             {"checkpoint": {"keep_every": 5}},
-            "checkpoint.keep_every = 5: no effect here: checkpoint.keep_last is 0, so every checkpoint is kept.",
+            "checkpoint.keep_every = 5: no effect here: checkpoint.keep_last is 0, so no checkpoint is removed.",
         ),
         (
             {"csv_monitor": {"job_name": "x"}},

@@ -1,4 +1,4 @@
-"""``shoal doctor``: the verdict on each key, problems, notes and the effective values."""
+"""``shoal doctor``: the support of each key, problems, notes and the effective values."""
 
 from __future__ import annotations
 

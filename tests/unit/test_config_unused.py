@@ -1,4 +1,4 @@
-"""Keys that are supported, set where they cannot have an effect: each is told of, with the reason."""
+"""Keys that are supported, set where they cannot have an effect: each is reported, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between a device and the host that are carried out as late as a slow stream would: when somebody waits."""
+"""Copies between a device and the host that run as late as on a slow stream: when the copy is waited for."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, fin
     add_help_option=False,
 )
 def doctor(context: typer.Context) -> None:
-    """Check a config: the verdict on every key, and the effective config."""
+    """Check a config: the support of every key, and the effective config."""
     _mounted_doctor(context.args)
 
 

@@ -82,17 +82,17 @@ def verify_checkpoints(
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     for name in folders:
         with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            shown = name or Path(storage.url).name
+            label = name or Path(storage.url).name
             total = sum(storage.size(f"{name}/{file}".lstrip("/")) for file in storage.names(name))
-            task = progress.add_task(shown, total=total)
+            task = progress.add_task(label, total=total)
             problems = directory.verify(storage, name, partial(_advance, progress, task))
         if problems:
             num_damaged += 1
-            print(f"{shown}: DAMAGED")
+            print(f"{label}: DAMAGED")
             for problem in problems:
                 print(f"  {problem}".replace("\n", "\n  "))
         else:
-            print(f"{shown}: whole")
+            print(f"{label}: whole")
     if num_damaged:
         raise typer.Exit(1)
 
@@ -108,7 +108,7 @@ def prune(
     keep_every: Annotated[int, typer.Option(min=0, help="Also keep those whose step is a multiple of this.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
-    """Remove old checkpoints. Those that are kept are verified first; a damaged one does not count."""
+    """Remove old checkpoints. Those to keep are verified first; a damaged one does not count."""
     from shoal.checkpoint import directory
     from shoal.checkpoint.commit import Retention, discard, prunable
     from shoal.checkpoint.lock import FolderLock

@@ -61,7 +61,7 @@ def convert(
     Shoal's and torch.distributed.checkpoint's formats keep the optimizer; the others hold the model alone. Peak memory
     is one tensor.
     """
-    # Without a terminal lines are not cut.
+    # Without a terminal lines are not truncated.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb)
@@ -83,7 +83,7 @@ def _convert(
     dtype: Dtype | None,
     max_file_gb: float,
 ) -> list[str]:
-    """Returns: what was found and is not kept, a sentence each."""
+    """Returns: a sentence for each part of the source that the target does not contain."""
     from shoal.checkpoint.formats import Format, detect, open_source, unread_weights
     from shoal.checkpoint.formats.target import check_free
     from shoal.checkpoint.manifest import MODEL
@@ -138,7 +138,7 @@ def _convert(
 
 
 def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
-    """The checkpoint that is read and what it holds, then the weights that lie beside it."""
+    """A line about the checkpoint that is read, then a line about weights beside it that are not."""
     from shoal.checkpoint.directory import read_latest
     from shoal.checkpoint.storage import open_storage
 
@@ -163,7 +163,7 @@ def _states(source: Source) -> list[str]:
 
 
 def _left_out(source: Source, to: Target) -> list[str]:
-    """What the source holds and the target's format does not."""
+    """The parts of the source that the target's format cannot store."""
     about = source.about
     notes = []
     if to is not Target.dcp and (states := _states(source)):

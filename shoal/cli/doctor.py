@@ -1,4 +1,4 @@
-"""``shoal doctor``: what happens with each key of a configuration file, and the values that count."""
+"""``shoal doctor``: the support of each key of a configuration file, and the effective values."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refuse
 
 def doctor(
     file: Annotated[Path | None, typer.Argument(help="The configuration, a JSON file.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks, to fill in batch sizes.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks, to compute batch sizes.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print for programs.")] = False,
 ) -> None:
-    """Print what happens with each key of a configuration, what is wrong with it, and the values that count.
+    """Print the support of each key of a configuration, its problems, and the effective values.
 
     The exit code is 1 where anything is wrong, 2 where there is no file to look at.
     """
@@ -73,7 +73,7 @@ def _show(seen: Examined, console: Console, world_size: int | None) -> None:
         keys.add_row(escape(each.path), escape(shown(each.value)), f"[{colour}]{escape(text)}[/{colour}]")
     for path in [path for path, origin in seen.found.origins.items() if origin == "auto"]:
         is_open = seen.config is not None and path in seen.config.unresolved_auto
-        text = "a client has to fill it in" if is_open else "resolved: see its value below"
+        text = "a client has to replace it" if is_open else "resolved: see its value below"
         keys.add_row(escape(path), '"auto"', f"[yellow]{text}[/yellow]")
     console.print(keys)
     if seen.config is not None:
@@ -151,11 +151,11 @@ def _as_json(seen: Examined) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as strict JSON can say it."""
+    """A value as strict JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, tuple | list):
-        return [_plain(inner) for inner in value]
+        return [_plain(each) for each in value]
     if isinstance(value, Mapping):
-        return {name: _plain(inner) for name, inner in value.items()}
+        return {name: _plain(each) for name, each in value.items()}
     return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,4 +1,4 @@
-"""``shoal train`` as data: what was asked for, and the model and the config that follow from it."""
+"""``shoal train`` as data: the options, and the model and the config that follow from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 @dataclass(frozen=True)
 class TrainJob:
-    """The options of ``shoal train``; None where the user has said nothing."""
+    """The options of ``shoal train``; None where the user gives none."""
 
     model: str | None = None
     parameters: str | None = None
@@ -122,7 +122,7 @@ def effective_config(
     notes: list[str] = []
 
     def overrule(flag: str, value: object, *path: str) -> None:
-        """Put a flag's value at its key, and say so if the file said something else."""
+        """Set a key to the option's value, and note it if the file has another value."""
         section = config
         for key in path[:-1]:
             section = section.setdefault(key, {})
@@ -133,7 +133,7 @@ def effective_config(
 
     if job.stage is not None:
         overrule("--stage", job.stage, "zero_optimization", "stage")
-    # A file that does not speak of the stage means 0, as everywhere else; without a file Shoal shows what it is for.
+    # A file without the stage means 0, as everywhere else; without a file the default is stage 3.
     zero = config.setdefault("zero_optimization", {})
     zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
     if job.config is None and zero["stage"] == 3:
@@ -156,7 +156,7 @@ def effective_config(
 def usual_learning_rate(num_parameters: int) -> float:
     """A peak learning rate for Adam that suits the model's size.
 
-    Source: Kaplan et al. 2020 (arXiv:2001.08361), equation D.1, held to at least 6e-5.
+    Source: Kaplan et al. 2020 (arXiv:2001.08361), equation D.1, at least 6e-5.
     """
     return float(f"{max(6e-5, 0.003239 - 0.0001395 * math.log(num_parameters)):.2g}")
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run: a live bar where there is a terminal, a line at each validation everywhere."""
+"""The terminal output of a run: a progress bar where there is a terminal, a line at each validation everywhere."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TrainingProgress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line of its own; no markup is read in it."""
+        """Print a line, without interpreting markup."""
         if self._enabled:
             self._console.print(text, markup=False)
 

@@ -1,4 +1,4 @@
-"""One rank of ``shoal train``: through Shoal's public face, as a user's own script would.
+"""One rank of ``shoal train``: through Shoal's public API, as a user's own script would.
 
 Started once per rank, ``python -m shoal.cli.training JOB.json``, or called in this process for a single rank.
 """
@@ -60,9 +60,9 @@ _SAMPLE_TOP_K = 40
 
 @dataclass
 class Budget:
-    """How far a run is: its steps or its time, whichever is nearer to the end. The same on every rank.
+    """The progress of a run, by steps or by time, whichever is nearer to the end. The same on every rank.
 
-    ``elapsed`` is rank 0's clock, told to all ranks after each step that is logged.
+    ``elapsed`` is rank 0's clock, sent to all ranks after each step that is logged.
     """
 
     steps: int | None
@@ -96,7 +96,7 @@ def train(job: TrainJob) -> None:
 
 
 class _Run:
-    """What the parts of one run share."""
+    """The state of one run."""
 
     def __init__(self, job: TrainJob, world: World, stack: ExitStack) -> None:
         self.job = job
@@ -371,7 +371,7 @@ class _Run:
             ("tokens a second", format_count(rate)),
             ("steps", f"{steps:,}"),
             ("training time", _duration(self.seconds)),
-            ("held on rank 0", format_bytes(self.ledger.held)),
+            ("in use on rank 0", format_bytes(self.ledger.held)),
         ]
 
     def _conclude(self, prompt: str, sample: str, report: Path) -> None:
@@ -392,9 +392,9 @@ def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    parts = [(hours, "h"), (minutes, "min"), (rest, "s")]
+    parts = [(hours, "h"), (minutes, "min"), (left, "s")]
     return " ".join(f"{value} {unit}" for value, unit in parts if value) or "0 s"
 
 

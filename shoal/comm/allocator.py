@@ -1,4 +1,4 @@
-"""Memory that the other ranks of this host can map: anonymous files, cut into tensors.
+"""Memory that the other ranks of this host can map: anonymous files, divided into tensors.
 
 A file is made by ``memfd_create``. A peer opens it as ``/proc/<pid>/fd/<fd>``, so it has no name that a killed process
 could leave behind: its memory is freed when the last process that maps it ends.
@@ -82,7 +82,7 @@ class SharedAllocator:
         return torch.frombuffer(block, dtype=dtype)
 
     def locate(self, tensor: torch.Tensor) -> tuple[SharedFile, int] | None:
-        """The file and offset of ``tensor``; None: it lies elsewhere."""
+        """The file and offset of ``tensor``; None: it is not in a file of this allocator."""
         address = tensor.data_ptr()
         for file in self.files:
             if file.address <= address < file.address + file.nbytes:

@@ -36,7 +36,7 @@ class Launch:
 
 
 def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: bool = True) -> Launch | None:
-    """What the environment says, or None if this process was started by hand.
+    """The launcher's variables, or None if no launcher started this process.
 
     Slurm counts only inside a step with several tasks: a shell in an allocation has ``SLURM_PROCID`` too.
 

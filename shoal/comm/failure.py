@@ -6,7 +6,7 @@
 3  other ranks     over shared memory: a wait sees the flag within a millisecond; over Gloo: the connection is closed;
                    over NCCL: a thread polls the store and aborts the groups
 4  other ranks     look the traceback up, raise RankFailedError with it, and report it in turn
-5  rank 0          whose process holds the store, stays until all have looked, or for two seconds
+5  rank 0          whose process has the store, waits until all have read the report, or for two seconds
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class ExceptHook:
         self._report = report
         self._previous = sys.excepthook
         self._pid = os.getpid()
-        self._hook = self._on_exception  # one bound method, to be told apart from others
+        self._hook = self._on_exception  # one bound method object, so that `is` compares it
         sys.excepthook = self._hook
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

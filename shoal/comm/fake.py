@@ -1,7 +1,7 @@
 """A rank of a world whose other ranks do not exist: nothing is sent; shapes and records are those of a real run.
 
 Received values are made from this rank's own, so that they stay finite where tensors have values: a reduction takes
-this rank's own range (as if all others held zeros), a gathered tensor keeps what it held elsewhere, a receive and the
+this rank's own range (as if all others had zeros), a gathered tensor keeps its other values, a receive and the
 other ranks' parts of an all_to_all are zeros.
 """
 

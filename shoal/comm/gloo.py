@@ -230,7 +230,7 @@ class GlooCommunicator:
         work = self._issue("all_reduce", label, full, full)
         own = own_range(full, self.rank, self.size)
         receives, pieces = self._exchange_ranges(work, full)
-        # A peer's sum comes after it has received my piece of that range: the piece is sent before it is overwritten.
+        # A peer's sum comes after it has received this rank's part of it, so the part is sent before it is overwritten.
         sums = [self._receive(work, own_range(full, peer, self.size), peer, 2) for peer in self._peers]
 
         def reduce() -> None:

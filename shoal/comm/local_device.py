@@ -92,7 +92,7 @@ def register_device(store: Store, rank: int, identity: str) -> None:
 
 
 def identity_of(device: torch.device) -> str:
-    """A name of the device that does not depend on what this process is shown of the machine."""
+    """A name of the device that does not depend on the devices that this process sees."""
     properties = torch.cuda.get_device_properties(device)
     return str(getattr(properties, "uuid", None) or device)
 

@@ -31,7 +31,7 @@ class Call(NamedTuple):
 class Mark(Enum):
     """How far a rank is with a call that it has posted."""
 
-    REDUCED = 0  # its range of full holds the sum; peers may copy it
+    REDUCED = 0  # its range of full has the sum; peers may copy it
     DONE = 1  # it no longer reads its peers' memory for this call
 
 

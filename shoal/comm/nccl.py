@@ -5,12 +5,12 @@ scaled in two steps, ``before`` in NCCL's kernel (AVG or PREMUL_SUM) and ``after
 
     dtype       before                                         after
     fp32, fp64  scale                                          1
-    bf16        the power of two nearest to scale              the rest: 1 unless scale is no power of two
-    fp16        about 1 / sqrt(ranks), as FSDP2                the rest
+    bf16        the power of two nearest to scale              the other factor: 1 if scale is a power of two
+    fp16        about 1 / sqrt(ranks), as FSDP2                the other factor
 
 A power of two changes no bits of a 16-bit value. In fp16 the part before keeps the sum from overflowing, and is not the
-whole factor, so that small values do not underflow. Only a 16-bit result that NCCL writes itself and that has a rest
-costs a kernel of its own.
+whole factor, so that small values do not underflow. Only a 16-bit result that NCCL writes itself and whose second
+factor is not 1 costs a kernel of its own.
 
 CPU tensors (offloaded state, control messages) go over Gloo.
 """

@@ -311,7 +311,7 @@ def _finished(result: Any) -> dist.Work:
 
 
 class _RankedMesh(DeviceMesh):
-    """A DeviceMesh that knows its rank: thread ranks have no default process group that could tell."""
+    """A DeviceMesh that stores its rank: thread ranks have no default process group to ask for it."""
 
     def get_rank(self) -> int:
         return int(self._rank)

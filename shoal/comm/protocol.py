@@ -46,7 +46,7 @@ class Backend(Protocol):
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes that it keeps from call to call for its own sums, without what callers got from :meth:`empty`."""
+        """Bytes of the scratch for sums, which is reused between calls, without tensors of :meth:`empty`."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
-        """Fill ``full`` with every rank's shard. Without ``shard``, this rank's range of ``full`` holds it already.
+        """Gather every rank's shard into ``full``. Without ``shard``, this rank's range of ``full`` is the shard.
 
         Communicates: (size - 1) / size * full bytes received per rank.
         """
@@ -111,7 +111,7 @@ class Backend(Protocol):
         ...
 
     def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        """Fill ``tensor`` with what coordinate ``peer`` sends.
+        """Receive ``tensor`` from coordinate ``peer``.
 
         Communicates: ``tensor`` received.
         """
@@ -125,7 +125,7 @@ class Backend(Protocol):
         """All-gather a small vector (control messages: norms, flags, orders): the result is ``[size, numel]`` in rank
         order.
 
-        Recorded apart from the collectives that move parameters and gradients.
+        Recorded separately from the collectives that move parameters and gradients.
         """
         ...
 

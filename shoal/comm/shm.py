@@ -1,7 +1,7 @@
 """Ranks as processes of one host, which map each other's memory.
 
 Every rank writes its own words and reads the others'. On x86-64 stores become visible in the order they were made, so a
-number that is written last tells that all before it is there; other machines reorder stores and use Gloo instead.
+number that is written last shows that all words before it are written; other machines reorder stores and use Gloo.
 
     a rank's words for one axis: one area for collectives, then two for each peer p (sends to p, receives from p)
         header   0 secret   1 calls posted   2 closed
@@ -50,13 +50,13 @@ _LIVENESS_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class FileHandle:
-    """By which peers map a file of this process."""
+    """The address by which peers map a file of this process."""
 
     pid: int
-    started: int  # clock ticks after boot: tells a reused pid
+    started: int  # clock ticks after boot: detects a reused pid
     fd: int
     nbytes: int
-    secret: int  # word 0 of the file: tells a process of another pid namespace or host with the same pid
+    secret: int  # word 0 of the file: detects a process of another pid namespace or host with the same pid
 
 
 class LocalPeers:
@@ -148,7 +148,7 @@ class LocalPeers:
         return rank in self._dead
 
     def report(self, rank: int, text: str) -> None:
-        """Tell all peers that ``rank`` failed."""
+        """Report to all peers that ``rank`` failed."""
         if not self._words[1]:
             encoded = f"{rank}\n{clip(text)}".encode(errors="replace")[: _PROCESS_BYTES - 32]
             self._words.cast("B")[24 : 24 + len(encoded)] = encoded
@@ -282,8 +282,10 @@ class SharedMemoryGroup:
         for peer in missing:
             rank = self._ranks[peer]
             if self._words[peer][2] or self._local_peers.is_dead(rank):
-                self._local_peers.raise_failure()  # it may have spoken between the two looks
-                how = "left the world" if self._words[peer][2] else "has ended without a word: killed, or out of memory"
+                self._local_peers.raise_failure()  # it may have reported between the two checks
+                how = (
+                    "left the world" if self._words[peer][2] else "has ended without a report: killed, or out of memory"
+                )
                 raise RankFailedError(
                     rank,
                     f"its process {self._local_peers.pid(rank)} {how}. Last issued by it on this axis: "
@@ -352,9 +354,9 @@ def join_group(
             break
         files.append(mapped)
     vote(store, name, num_ranks, is_fit=len(files) == len(ranks))
-    verdict = local_peers.read_store(f"verdict/{_opening(name)}", timeout)
+    decision = local_peers.read_store(f"decision/{_opening(name)}", timeout)
     os.close(fd)  # every peer that will ever map it has done so
-    if verdict != "shm":
+    if decision != "shm":
         return None
     return SharedMemoryGroup(local_peers, ranks, [file[:_AREA_WORDS] for file in files], timeout, files)
 
@@ -371,12 +373,12 @@ def _receives_from(peer: int) -> slice:
 
 
 def vote(store: Store, name: str, num_ranks: int, *, is_fit: bool) -> None:
-    """Say whether this rank can use shared memory; the last of ``num_ranks`` writes the verdict."""
+    """Report whether this rank can use shared memory; the last of ``num_ranks`` writes the decision."""
     opening = _opening(name)
     if not is_fit:
         store.add(f"unfit/{opening}", 1)
     if store.add(f"ready/{opening}", 1) == num_ranks:
-        store.set(f"verdict/{opening}", "gloo" if store.add(f"unfit/{opening}", 0) else "shm")
+        store.set(f"decision/{opening}", "gloo" if store.add(f"unfit/{opening}", 0) else "shm")
 
 
 def is_supported() -> bool:

@@ -21,7 +21,7 @@ BLOCK_NUMEL = 512 * 1024  # 2 MiB of fp32 scratch: stays in cache, and the calls
 
 
 class RankOrderedSum:
-    """Sums pieces; keeps its scratch between calls. Belongs to one thread.
+    """Sums tensors; reuses its scratch between calls. Belongs to one thread.
 
     Memory: one block of 2 MiB on the host once a large sum on CPU was taken.
     """
@@ -31,7 +31,7 @@ class RankOrderedSum:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scratch that are kept."""
+        """Bytes of the scratch."""
         return sum(scratch.nbytes for scratch in self._scratch.values())
 
     def __call__(

@@ -93,11 +93,11 @@ class ThreadGroup:
     """One rank's view of its group.
 
     Args:
-        name: tells this group from others of the same axis and ranks.
+        name: distinguishes this group from others of the same axis and ranks.
     """
 
     capacity = 1 << 30
-    must_drain_to_close = False  # a tensor lives as long as any rank holds it
+    must_drain_to_close = False  # a tensor lives as long as any rank has a reference
 
     def __init__(self, world: ThreadWorld, axis: str, ranks: tuple[int, ...], name: str, rank: int) -> None:
         group = world.group(axis, ranks, name)

@@ -55,7 +55,7 @@ class Transport(Protocol):
         ...
 
     def report_failure(self, rank: int, text: str, error: BaseException) -> None:
-        """Tell all ranks that ``rank`` failed with the traceback ``text``. Never raises."""
+        """Report to all ranks that ``rank`` failed with the traceback ``text``. Never raises."""
         ...
 
     def close(self) -> None: ...
@@ -145,7 +145,7 @@ class World:
     def device_mesh(self, mesh: Mesh, axes: Sequence[str]) -> DeviceMesh:
         """torch's DeviceMesh over ``axes`` of ``mesh``, slowest first, in the groups of :meth:`process_group`.
 
-        It holds the ranks that differ from this one on ``axes`` only.
+        Its ranks are those that differ from this one on ``axes`` only.
         """
         groups = [self.process_group(axis, mesh) for axis in axes]
         return device_mesh(mesh, axes, self.rank, self.device.type, groups)
@@ -263,7 +263,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
-    """Join the other ranks, or adopt the process group that is there, and make that the current world.
+    """Join the other ranks, or use the existing process group, and make that the current world.
 
     Args:
         dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo) with a GPU, else Gloo.
@@ -272,11 +272,11 @@ def init_distributed(
         verbose: log a line on rank 0.
         timeout: without progress, after which a collective gives up; 30 minutes.
         init_method: as torch's; None: the environment's, or a world of one rank where it names none.
-        dist_init_required: False: adopt only.
+        dist_init_required: False: only use an existing process group.
         config: accepted as DeepSpeed does; nothing in it matters here.
 
-    Raises: UsageError: nothing to adopt and ``dist_init_required=False``. ConfigError: MPI has started ranks on several
-        machines, and nobody says where rank 0 is.
+    Raises: UsageError: no process group and ``dist_init_required=False``. ConfigError: MPI has started ranks on several
+        machines, and the address of rank 0 is not given.
     """
     timeout = timeout or TIMEOUT
     if _is_initialized():

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of: frozen models whose keys carry their own description."""
+"""The base of every section of the configuration: a frozen model whose keys have their own descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A JSON object whose further keys belong to another library and are kept as they are."""
+    """A JSON object whose further keys belong to another library and are passed on unchanged."""
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow", strict=True, protected_namespaces=())
 
@@ -44,6 +44,6 @@ def key(
 
 
 def section(model: type[Section], description: str, *, deprecated: tuple[str, ...] = ()) -> Any:
-    """A key that holds a section, which is there with its defaults even when the file does not name it."""
+    """A key whose value is a section; it has its defaults even when the file does not name it."""
     about: dict[str, JsonValue] = {"alias": [], "deprecated": list(deprecated), "secret": False}
     return Field(default_factory=model, description=description, json_schema_extra=about)

@@ -12,7 +12,7 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 class BatchMismatch(Exception):
-    """The sizes do not fit: ``what`` says why, ``do`` which would, ``path`` at which key."""
+    """The sizes contradict each other: ``what`` is the reason, ``do`` the repair, ``path`` the key."""
 
     def __init__(self, what: str, do: str, path: str = TRAIN) -> None:
         super().__init__(what, do, path)
@@ -24,7 +24,7 @@ class BatchMismatch(Exception):
 
 @dataclass(frozen=True)
 class Batch:
-    """The three sizes; None where the file does not say."""
+    """The three sizes; None where the file does not set one."""
 
     train: int | None
     micro: int | None
@@ -32,16 +32,16 @@ class Batch:
 
 
 def solve(given: Batch, ranks: int, reason: str | None = None) -> Batch:
-    """Fill in what is not given, as DeepSpeed does.
+    """Compute the sizes that are not given, as DeepSpeed does.
 
     Two sizes give the third; a global batch alone means no accumulation; a micro-batch alone means no accumulation;
     none at all means a micro-batch of 1.
 
     Args:
         ranks: data-parallel ranks.
-        reason: how that number came about, for the message.
+        reason: how the number of ranks was computed, for the message.
 
-    Raises: BatchMismatch: they do not fit.
+    Raises: BatchMismatch: the sizes contradict each other.
     """
     train, micro, steps = given.train, given.micro, given.accumulation
     because = f"data-parallel {ranks}" + (f" = {reason}" if reason else "")

@@ -27,7 +27,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problem(
             "bf16.bf16_optimizer_states",
-            "true, but bf16.bf16_master_weights_and_grads is false: state is never coarser than its master weights.",
+            "true, but bf16.bf16_master_weights_and_grads is false: state is never coarser than main parameters.",
             "set both, or neither.",
         )
     mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
@@ -89,7 +89,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
 
 
 def engine_problems(config: Schema) -> Iterator[Problem]:
-    """What the keys allow, and the engine does not."""
+    """Values that the keys allow and the engine does not."""
     zero, fp16 = config.zero_optimization, config.fp16
     if fp16.enabled and fp16.initial_scale_power > MAX_SCALE_POWER:
         what = f"{fp16.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
@@ -98,7 +98,7 @@ def engine_problems(config: Schema) -> Iterator[Problem]:
         what = "0, but the overflow that halves the scale is counted from 1."
         yield Problem("fp16.hysteresis", what, "write 1.", code="loss-scale")
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
-        what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank holds all optimizer state."
+        what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank stores all optimizer state."
         do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."
         yield Problem("zero_optimization.offload_optimizer.device", what, do, code="offload-stage")
 

@@ -20,7 +20,7 @@ BOOLS = {"true": True, "false": False}
 
 
 def coerce(value: Any, annotation: Any) -> Any:
-    """The value in one of the annotation's types where it means the same; else the value as it was.
+    """The value in one of the annotation's types where it means the same; else the value unchanged.
 
     >>> coerce("true", bool), coerce(2e8, int), coerce("CPU", Literal["none", "cpu"])
     (True, 200000000, 'cpu')

@@ -1,4 +1,4 @@
-"""``load``: from a file, a dict or a text to a checked, frozen configuration that knows where each value comes from."""
+"""``load``: from a file, a dict or a text to a checked, frozen configuration with the origin of each value."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ class Config(Schema):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What was accepted and should be changed: old names, unknown keys under ``strict: "warn"``, foreign keys."""
+        """Warnings: old names, unknown keys under ``strict: "warn"``, keys of other programs."""
         return self._warnings
 
     @property
     def unresolved_auto(self) -> tuple[str, ...]:
-        """Paths of arguments that are still "auto": a client (Accelerate, Transformers) fills them in."""
+        """Paths of arguments that are still "auto": a client (Accelerate, Transformers) replaces them by values."""
         return self._unresolved
 
     def origin(self, path: str) -> Origin:
-        """Where the value at a path comes from; for a section, "user" where the file sets anything in it."""
+        """The origin of the value at a path; for a section, "user" where the file sets anything in it."""
         if path in self._origins:
             return self._origins[path]
         inside = [origin for place, origin in self._origins.items() if place.startswith(f"{path}.")]
         return "user" if inside else "default"
 
     def effective(self) -> dict[str, Any]:
-        """Every key with the value that counts, nested as in the file; secrets are hidden."""
+        """Every key with its effective value, nested as in the file; secrets are hidden."""
         return cast(dict[str, Any], _as_json(self, keys_of(Schema)))
 
     def notes(self) -> list[str]:
-        """Lines for start-up: what the file sets without effect, and what was filled in for it."""
+        """Lines to log at start: what the file sets without effect, and the values that were derived."""
         reasons = unused_reasons(self)
         lines = [
             f"{each.path} = {shown(each.value)}: accepted, no effect: {each.support.reason}."
@@ -98,7 +98,7 @@ class Config(Schema):
         return lines
 
     def _shared(self) -> ElasticBatch | None:
-        """What elasticity has chosen; None where the section is wrong."""
+        """The choice of elasticity; None where the section is wrong."""
         if self._elastic is not None:
             return self._elastic
         try:
@@ -113,7 +113,7 @@ class Config(Schema):
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
         if is_on:
             return reasons.get(key.schema_path, "")
-        return f"{key.off_switch} is not set" if key.off_switch else ""  # said in the file, it needs no line
+        return f"{key.off_switch} is not set" if key.off_switch else ""  # set in the file: it needs no line
 
     @property
     def low_precision_formats(self) -> tuple[Format, ...]:
@@ -126,23 +126,23 @@ class Config(Schema):
         return tuple(name for name, is_asked in asked if is_asked)
 
     def params_of(self, section: str) -> dict[str, Any]:
-        """The arguments of ``optimizer`` or ``scheduler``, ready for the constructor.
+        """The arguments of ``optimizer`` or ``scheduler``, for the constructor.
 
-        Raises: ConfigError: some are still "auto", which Shoal cannot fill in.
+        Raises: ConfigError: some are still "auto", which Shoal cannot derive.
         """
         open_paths = [path for path in self._unresolved if path.startswith(f"{section}.")]
         if open_paths:
             raise ConfigError(
                 f'{", ".join(open_paths)}: "auto" cannot be derived here.',
                 where=self._name,
-                do="write the values, or let Accelerate or Transformers fill them in.",
+                do="write the values, or let Accelerate or Transformers replace them.",
                 code="config-auto",
             )
         part = self.optimizer if section == "optimizer" else self.scheduler
         return dict(part.params) if part is not None else {}
 
     def with_world_size(self, ranks: int, reason: str | None = None) -> Config:
-        """The same configuration with its batch sizes filled in for a number of data-parallel ranks.
+        """The same configuration with its batch sizes computed for a number of data-parallel ranks.
 
         Args:
             reason: how that number came about, for the message: "24 ranks / (tp 2 x pp 2)".
@@ -185,7 +185,7 @@ class Config(Schema):
 
 @dataclass
 class Examined:
-    """A configuration looked at without raising: what `shoal doctor` shows."""
+    """The result of checking a configuration without raising: what `shoal doctor` prints."""
 
     name: str
     found: Normalised
@@ -208,13 +208,13 @@ def load(
     Args:
         source: a dict, a path, JSON text, or urlsafe base64 of JSON text; None: ``args`` has it.
         args: an argparse namespace with ``deepspeed_config``.
-        world_size: data-parallel ranks, to fill in the batch sizes; None leaves them open.
+        world_size: data-parallel ranks, to compute the batch sizes; None: the sizes stay None.
         world_size_reason: how that number came about, for error messages.
         check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
-        replaced: of ``optimizer`` and ``scheduler``, those in whose place the caller has an object; their types are
-            not checked.
+        replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
+            checked.
 
-    Raises: ConfigError: everything that is wrong, at once.
+    Raises: ConfigError: all problems in one error.
     """
     seen = examine(
         source,
@@ -240,9 +240,9 @@ def examine(
     check_supported: bool = True,
     replaced: Collection[str] = (),
 ) -> Examined:
-    """Read and check, and give back what was found instead of raising.
+    """Read and check, and return the problems instead of raising.
 
-    Raises: ConfigError: there is nothing to look at: no such file, or not JSON.
+    Raises: ConfigError: there is nothing to check: no such file, or not JSON.
     """
     document, name = open_source(source, args)
     found = normalise(document.value, document.lines)
@@ -263,7 +263,7 @@ def examine(
             config = config.with_world_size(world_size, reason)
         except ConfigProblems as error:
             together += error.problems
-    # A wrong key has its default in ``config``: what follows from that is no problem of the file's.
+    # A wrong key has its default in ``config``: problems that follow from the default are not the file's.
     doubtful = {name for path in found.wrong for name in path.split(".")}
     problems += [
         replace(each, line=found.line(each.path))

@@ -1,4 +1,4 @@
-"""What is wrong with a schedule of difficulty: the keys that each kind needs, and values that make none."""
+"""Checks of a schedule of difficulty: the keys that each kind needs, and values that contradict each other."""
 
 from __future__ import annotations
 

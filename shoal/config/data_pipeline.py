@@ -12,7 +12,7 @@ class ScheduleConfig(Section):
     difficulty_step: int | None = key(None, "difficulty is a multiple of this")
     root_degree: int | None = key(None, "degree of the root, for fixed_root")
     difficulty: tuple[int, ...] | None = key(None, "difficulties, for fixed_discrete")
-    max_step: tuple[int, ...] | None = key(None, "the step until which each of them holds")
+    max_step: tuple[int, ...] | None = key(None, "the last step of each of them")
 
 
 class CurriculumLearning(Section):
@@ -30,5 +30,5 @@ class ProgressiveLayerDrop(Section):
     """Layers that are skipped at random, more of them as training goes on."""
 
     enabled: bool = key(False, "skip layers at random")
-    theta: float = key(1.0, "share of layers kept at the end", ge=0, le=1)
+    theta: float = key(1.0, "share of layers that run at the end", ge=0, le=1)
     gamma: float = key(0.001, "how fast that share is reached", ge=0)

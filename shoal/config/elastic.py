@@ -25,7 +25,7 @@ from shoal.config.tuning import Elasticity
 from shoal.errors import ConfigError
 
 VERSIONS = (0.1, 0.2)
-SCHEDULERS_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"  # a scheduler tells by it which section it has planned with
+SCHEDULERS_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"  # the section with which the job's scheduler has planned
 _REQUIRED = ("max_train_batch_size", "micro_batch_sizes")
 _COMPARED = (*_REQUIRED, "version")
 _HIGHLY_COMPOSITE = (
@@ -43,13 +43,13 @@ class ElasticityConfigError(ElasticityError):
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """The number of ranks is none that shares the batch."""
+    """The global batch cannot be divided among that number of ranks."""
 
     code = "elasticity-ranks"
 
 
 class ElasticProblems(ConfigProblems, ElasticityError):
-    """What is wrong with a configuration, ``elasticity`` among it."""
+    """The problems of a configuration, those of ``elasticity`` included."""
 
 
 def problems_error(problems: ConfigProblems) -> ConfigProblems:
@@ -60,7 +60,7 @@ def problems_error(problems: ConfigProblems) -> ConfigProblems:
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """What was chosen.
+    """The chosen global batch.
 
     Args:
         total: samples of one step, over all ranks.

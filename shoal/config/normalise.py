@@ -23,7 +23,7 @@ Origin = Literal["user", "default", "auto", "derived", "deprecated alias"]
 DROPPED = object()  # a value that leaves the key at its default
 
 # Keys that other programs leave in the file.
-FOREIGN = {
+OF_OTHER_PROGRAMS = {
     "msamp": "set by Accelerate for MS-AMP",
     "cuda_visible_devices": "the launcher chooses devices",
     "inference": "Transformers alone reads it, for tensor parallelism in inference",
@@ -55,7 +55,7 @@ class Given:
 
 @dataclass(frozen=True)
 class At:
-    """Where reading is: in the schema, in the file, and below which switches."""
+    """The position of the reader: in the schema, in the file, and below which switches."""
 
     path: str = ""
     schema_path: str = ""
@@ -64,12 +64,12 @@ class At:
     is_inside: bool = False
 
     def key(self, key: Key, spelling: str | int) -> At:
-        """The place of a key of the section here."""
+        """The position of a key of the section here."""
         path, schema_path = _join(self.path, key.name), _join(self.schema_path, key.name)
         return replace(self, path=path, schema_path=schema_path, place=(*self.place, spelling))
 
     def inside(self, key: Key, name: str | int | None = None) -> At:
-        """The section that a key holds; ``name`` where it holds several."""
+        """The position in the section of a key; ``name``: of one of its several sections."""
         assert key.model is not None
         at = replace(self, schema_path=below(self.schema_path, key))
         if name is not None:
@@ -84,12 +84,12 @@ class At:
 
 @dataclass
 class Normalised:
-    """What reading found.
+    """The result of reading.
 
     Args:
         values: what pydantic gets.
         origins: for each path that is not simply a default.
-        wrong: paths of keys whose value is none that they take; ``values`` is without them.
+        wrong: paths of keys with values that they do not accept; ``values`` is without them.
         given: each key that the file sets, by its path; a section only where it has a support of its own.
     """
 
@@ -125,7 +125,7 @@ def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]
 
 
 def _old_zero(top: dict[str, Any], found: Normalised) -> None:
-    """The forms that ``zero_optimization`` had long ago, rewritten in a copy."""
+    """Rewrites the oldest forms of ``zero_optimization``, in a copy."""
     zero = coerce(top.get("zero_optimization"), bool | dict)
     if isinstance(zero, bool):
         found.warnings.append(
@@ -235,7 +235,7 @@ def _takes_auto(key: Key) -> bool:
 
 
 def _takes_null(key: Key) -> bool:
-    """Does null say something? ``"none"`` is what a null among choices means."""
+    """Does null mean a choice? Among choices it means ``"none"``."""
     kinds = members(key.annotation)
     return key.kind == "leaf" and any(
         kind is Any or kind is type(None) or "none" in getattr(kind, "__args__", ()) for kind in kinds
@@ -249,8 +249,8 @@ def _join(path: str, name: str) -> str:
 def _unknown(given_name: object, value: Any, model: type[Section], at: At, found: Normalised) -> None:
     name = str(given_name)
     here = _join(at.path, name)
-    if not at.path and (name in FOREIGN or _is_flat(name)):
-        why = FOREIGN.get(name) or "a path written as one key, as TRL writes it"
+    if not at.path and (name in OF_OTHER_PROGRAMS or _is_flat(name)):
+        why = OF_OTHER_PROGRAMS.get(name) or "a path written as one key, as TRL writes it"
         found.warnings.append(f"{here} = {shown(value)} is ignored: {why}.")
         return
     what, do = "no such key" + (f" in {at.path}" if at.path else "") + ".", _suggestion(name, model, at.path)

@@ -62,7 +62,7 @@ class AdamParams(CommonParams):
     bias_correction: bool = key(True, "correct the running means for their start at zero")
     amsgrad: bool = key(False, "keep the maximum of the second moment")
     adam_w_mode: bool = key(True, "decoupled weight decay; true for DeepSpeed's Adam too, so Adam means AdamW")
-    torch_adam: bool = key(False, "take torch's own Adam")
+    torch_adam: bool = key(False, "use torch's own Adam")
     fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
     set_grad_none: bool = key(True, "drop gradients instead of filling them with zeros")
 
@@ -106,18 +106,18 @@ class LambParams(CommonParams):
 
 
 class MuonParams(CommonParams):
-    """Muon for matrices, Adam for the rest."""
+    """Muon for matrices, Adam for the other parameters."""
 
     momentum: float = key(0.95, "momentum of the matrices' update", ge=0)
     nesterov: bool = key(True, "Nesterov's momentum")
     muon_lr: float | None = key(None, "learning rate of the matrices; null is lr", ge=0)
-    adam_lr: float | None = key(None, "learning rate of the rest; null is lr", ge=0)
-    betas: Betas = key((0.9, 0.999), "Adam's, for the rest")
-    eps: float = key(1e-8, "Adam's, for the rest", ge=0)
+    adam_lr: float | None = key(None, "learning rate of the others; null is lr", ge=0)
+    betas: Betas = key((0.9, 0.999), "Adam's, for the others")
+    eps: float = key(1e-8, "Adam's, for the others", ge=0)
     ns_method: Literal["gram", "standard"] = key("gram", "how the Newton-Schulz iteration is computed")
     ns_steps: int = key(5, "iterations of Newton-Schulz", ge=1)
-    adam_w_mode: bool = key(True, "decoupled weight decay; always, for the rest")
-    torch_adam: bool = key(False, "take torch's own Adam for the rest")
+    adam_w_mode: bool = key(True, "decoupled weight decay; always, for the others")
+    torch_adam: bool = key(False, "use torch's own Adam for the others")
     fp32_optimizer_states: bool = key(True, "state in fp32 for the host's optimizer")
 
 
@@ -159,7 +159,7 @@ class WarmupLrParams(Section):
     warmup_max_lr: float | tuple[float, ...] | None = key(None, "learning rate after warm-up; null: the optimizer's")
     warmup_num_steps: int = key(1000, "steps of warm-up", ge=0)
     warmup_type: WarmupType = key("log", "how the rate grows")
-    last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
+    last_batch_iteration: int = key(-1, "the step to resume from; -1 is the start", ge=-1)
 
 
 class WarmupDecayLrParams(WarmupLrParams):
@@ -177,7 +177,7 @@ class WarmupCosineLrParams(Section):
     warmup_num_steps: int = key(1000, "steps of warm-up", ge=0)
     cos_min_ratio: float = key(1e-4, "share of the learning rate at the end", ge=0)
     warmup_type: WarmupType = key("log", "how the rate grows")
-    last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
+    last_batch_iteration: int = key(-1, "the step to resume from; -1 is the start", ge=-1)
 
 
 class LrRangeTestParams(Section):
@@ -187,7 +187,7 @@ class LrRangeTestParams(Section):
     lr_range_test_step_size: int = key(2000, "steps between two increases", ge=1)
     lr_range_test_step_rate: float = key(1.0, "growth in each interval", ge=0)
     lr_range_test_staircase: bool = key(False, "grow in stairs instead of steadily")
-    last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
+    last_batch_iteration: int = key(-1, "the step to resume from; -1 is the start", ge=-1)
 
 
 class OneCycleParams(Section):
@@ -205,7 +205,7 @@ class OneCycleParams(Section):
     cycle_min_mom: float = key(0.8, "lowest momentum")
     cycle_max_mom: float = key(0.9, "highest momentum")
     decay_mom_rate: float = key(0.0, "decay of the momentum after the cycle")
-    last_batch_iteration: int = key(-1, "the step to go on from; -1 is the start", ge=-1)
+    last_batch_iteration: int = key(-1, "the step to resume from; -1 is the start", ge=-1)
 
 
 OPTIMIZERS: dict[str, type[Section]] = {
@@ -241,7 +241,7 @@ AUTO_IS_DEFAULT = {"betas", "eps", "weight_decay", "momentum", "warmup_min_lr", 
 
 
 def canonical_type(name: str, known: Mapping[str, type[Section]]) -> str:
-    """The usual spelling of a type given in any case; the name itself when it is not one of ours.
+    """The canonical spelling of a type given in any case; the name itself where the schema does not have it.
 
     >>> canonical_type("onebitadam", OPTIMIZERS)
     'OneBitAdam'
@@ -251,7 +251,7 @@ def canonical_type(name: str, known: Mapping[str, type[Section]]) -> str:
 
 
 def argument_problems(kind: str, params: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The argument, what is wrong with it and what to do, for values of a type of the schema that its keys allow.
+    """The argument, its problem and the repair, for values that the keys of a type allow and the type does not.
 
     Args:
         params: without those that are "auto".

@@ -16,7 +16,7 @@ class Parallel(Section):
     """The mesh: how many ranks along each axis."""
 
     pp: Degree = key("auto", "pipeline stages")
-    dp_replicate: Degree = key("auto", "groups of ranks that hold whole copies of the shards")
+    dp_replicate: Degree = key("auto", "groups of ranks that each store all shards")
     dp_shard: Degree = key("auto", "ranks of one group, over which state is sharded")
     cp: Degree = key("auto", "context- or sequence-parallel ranks", alias=("sp",))
     tp: Degree = key("auto", "tensor-parallel ranks")
@@ -24,7 +24,7 @@ class Parallel(Section):
 
 
 class Units(Section):
-    """Modules that are gathered together, named by hand where they are not found by themselves."""
+    """Modules that are gathered together, by name where the automatic partition does not find them."""
 
     classes: tuple[str, ...] = key((), "class names of modules that are one unit each")
     names: tuple[str, ...] = key((), "full names of modules that are one unit each")
@@ -33,8 +33,8 @@ class Units(Section):
 class OffloadActivation(Section):
     """Saved activations on the host."""
 
-    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are kept")
-    bytes: int | None = key(None, "most bytes moved in a micro-batch; null: all", ge=0)
+    device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are stored")
+    bytes: int | None = key(None, "most bytes offloaded in a micro-batch; null: all", ge=0)
 
 
 @with_unsupported("debug")
@@ -42,12 +42,12 @@ class Debug(Section):
     """Checks that cost time."""
 
     disk_sums: bool = key(
-        False, "keep a sum of each block that is offloaded to a disk, and compare it whenever the block is read"
+        False, "compute a checksum of each block that is offloaded to a disk, and compare it whenever the block is read"
     )
 
 
 class Data(Section):
-    """The training data's place."""
+    """The position in the training data."""
 
-    stateful: bool = key(True, "the loader's place in the data is part of a checkpoint")
+    stateful: bool = key(True, "the loader's position in the data is part of a checkpoint")
     seed: int | None = key(None, "seed of the order of samples; null: the launcher's")

@@ -9,9 +9,9 @@ from shoal.config.unsupported import with_unsupported
 
 
 class Fp16(Section):
-    """Half precision with fp32 master weights and a loss scale."""
+    """Half precision with fp32 main parameters and a loss scale."""
 
-    enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 master weights, scaled loss")
+    enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 main parameters, scaled loss")
     auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
     loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0, allow_inf_nan=False)
     initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power", ge=0)
@@ -19,16 +19,16 @@ class Fp16(Section):
     hysteresis: int = key(2, "overflows tolerated before the scale is halved", ge=0)
     consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
     min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0, allow_inf_nan=False)
-    fp16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on fp16")
+    fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
 
 
 class Bf16(Section):
-    """bfloat16 with fp32 master weights."""
+    """bfloat16 with fp32 main parameters."""
 
-    enabled: bool = key(False, "bfloat16 weights and gradients, fp32 master weights")
-    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is there")
-    check_grad_overflow: bool = key(True, "look for infinite or NaN gradients before the step")
-    bf16_master_weights_and_grads: bool = key(False, "no fp32 master weights: the optimizer works on bfloat16")
+    enabled: bool = key(False, "bfloat16 weights and gradients, fp32 main parameters")
+    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
+    check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
+    bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
     bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
 
 
@@ -39,7 +39,7 @@ class TorchAutocast(Section):
     dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
     lower_precision_safe_modules: tuple[str, ...] | None = key(
         None,
-        "classes whose gradients are sent in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
+        "classes whose gradients are reduced in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
     )
 
 
@@ -48,10 +48,10 @@ class DataTypes(Section):
 
     grad_accum_dtype: Dtype | None = key(
         None,
-        "format in which gradients of several micro-batches are summed; null is fp32 where there are fp32 master"
-        " weights and more than one micro-batch, else that of the parameters (DeepSpeed: always that)",
+        "format in which gradients of several micro-batches are summed; null is fp32 where there are fp32 main"
+        " parameters and more than one micro-batch, else that of the parameters (DeepSpeed: always that)",
     )
-    param_dtype: Dtype | None = key(None, "format of the parameters; must agree with fp16 or bf16")
+    param_dtype: Dtype | None = key(None, "format of the parameters; must equal that of fp16 or bf16")
     buffer_dtype: Dtype | None = key(
         None, "format of floating-point buffers of the model; null: their own (a batch norm's: that of the parameters)"
     )
@@ -71,5 +71,5 @@ class Precision(Section):
     )
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
-        "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and go on; null: by precision",
+        "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and continue; null: by precision",
     )

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, gathered and then raised as one error."""
+"""The problems of a configuration, collected and then raised as one error."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
-HIDDEN = "***"  # shown in place of a secret
+HIDDEN = "***"  # printed in place of a secret
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One problem.
 
     Args:
         path: the key, from the top.
@@ -35,7 +35,7 @@ class Problem:
 
 
 class ConfigProblems(ConfigError):
-    """Everything that is wrong with a configuration; ``problems`` has each."""
+    """The error for all problems of a configuration; ``problems`` lists them."""
 
     def __init__(self, problems: Sequence[Problem], name: str) -> None:
         self.problems = tuple(problems)
@@ -49,7 +49,7 @@ class ConfigProblems(ConfigError):
 
 
 class ConfigWarning(UserWarning):
-    """Something in a configuration that is accepted and should be changed."""
+    """Warns about a key that is accepted and should be changed."""
 
 
 def warn(text: str) -> None:

@@ -73,7 +73,7 @@ def _sentence(text: str) -> str:
 
 
 def _types(key: Key) -> list[dict[str, Any]]:
-    """What a key takes as JSON Schema, with the loose forms that reading accepts."""
+    """The type of a key as JSON Schema, with the loose forms that reading accepts."""
     schema = TypeAdapter(key.annotation).json_schema()
     schema.pop("title", None)
     limits = {JSON_BOUNDS[bound]: limit for bound, limit in key.bounds.items()}
@@ -109,9 +109,9 @@ def reference() -> str:
         "Made from the schema by `shoal.config.reference()`; do not edit by hand.",
         "",
         "A configuration is DeepSpeed's JSON file: a path, a dict, JSON text, or base64 of it. Comments and trailing "
-        "commas pass. Every key of DeepSpeed's schema is known, so none is ignored in silence; an unknown key is an "
-        "error that names the nearest one. `shoal doctor FILE` prints what happens with each key of a file, and the "
-        "value that counts. For editors there is a [JSON Schema](config.schema.json).",
+        "commas are accepted. Every key of DeepSpeed's schema is known, none is ignored silently. An unknown key is an "
+        "error that names the nearest one. `shoal doctor FILE` prints what happens with each key of a file, and its "
+        "effective value. For editors there is a [JSON Schema](config.schema.json).",
         "",
         f"Of {total} keys, {counts.get('obeyed', 0)} are **obeyed**; {counts.get('no effect', 0)} have **no effect**, "
         f"for the reason given; {counts.get('not built', 0)} belong to parts that are **not built yet** and are an "

@@ -64,18 +64,18 @@ class _Reader:
         self.twice: list[str] = []
 
     def skip(self) -> bool:
-        """Go past space and comments. Returns: a line ended in them."""
+        """Skip space and comments. Returns: whether a line ended in them."""
         found = self.match(SPACE)
         return found is not None and "\n" in found.group()
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Go past what matches here."""
+        """Skip what matches here."""
         found = pattern.match(self.text, self.at)
         self.at = found.end() if found else self.at
         return found
 
     def takes(self, char: str) -> bool:
-        """Go past a character, if it is here."""
+        """Skip a character, if it is here."""
         is_here = self.text.startswith(char, self.at)
         self.at += is_here
         return is_here
@@ -131,7 +131,7 @@ class _Reader:
             is_separated = self.takes(",") or is_separated
 
     def key(self, path: Path, names: set[str | int]) -> str:
-        """Go past a key and its colon. ``names``: of the keys before it in its object."""
+        """Read a key and its colon. ``names``: of the keys before it in its object."""
         line = self.line()
         if self.text.startswith(("'", '"'), self.at):
             name = self.string()

@@ -1,4 +1,4 @@
-"""From values as the file has them to values that count: an older version's defaults, types by name, "auto"."""
+"""From the file's values to effective values: an older version's defaults, types by name, "auto"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OLD_DEFAULTS: dict[tuple[int, int], dict[str, Any]] = {(0, 18): {"gradient_clipp
 
 
 def put_old_defaults(found: Normalised) -> None:
-    """Put in the defaults of the DeepSpeed version that ``compat`` names."""
+    """Apply the defaults of the DeepSpeed version that ``compat`` names."""
     compat = found.values.get("compat")
     if compat is None:
         return
@@ -40,7 +40,7 @@ def put_old_defaults(found: Normalised) -> None:
 
 
 def resolve_types(found: Normalised) -> list[str]:
-    """Check the arguments of the optimizer and the schedule; give back the paths of those that stay "auto"."""
+    """Check the arguments of the optimizer and the schedule; return the paths of those that stay "auto"."""
     return [*_resolve("optimizer", OPTIMIZERS, found), *_resolve("scheduler", SCHEDULERS, found)]
 
 
@@ -48,7 +48,7 @@ def check_types(found: Normalised, replaced: Collection[str]) -> None:
     """Check that the optimizer and the schedule can be built: their types, and arguments that go together.
 
     Args:
-        replaced: of the two sections, those in whose place the caller has an object.
+        replaced: of the two sections, those for which the caller passes an object.
     """
     for kind in ("optimizer", "scheduler"):
         part = found.values.get(kind)
@@ -115,7 +115,7 @@ def _without_clipping(params: Mapping[str, Any], found: Normalised) -> dict[str,
 
 
 def _fill_in(kind: str, auto: list[str], found: Normalised) -> list[str]:
-    """Give "auto" arguments a value where one follows; the paths of those that stay open."""
+    """Derive values of "auto" arguments where possible; return the paths of those that stay "auto"."""
     params, unresolved = found.values[kind]["params"], []
     rate = ((found.values.get("optimizer") or {}).get("params") or {}).get("lr")
     for name in auto:

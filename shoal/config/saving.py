@@ -16,11 +16,11 @@ class Checkpoint(Section):
     load_universal: bool = key(
         False, "load_checkpoint without a tag loads what latest_universal names, if that file is there"
     )
-    async_save: bool = key(False, "write while training goes on (Shoal's own key)", alias=("async",))
+    async_save: bool = key(False, "write during training (Shoal's own key)", alias=("async",))
     keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
-    on_save_error: Literal["raise", "warn"] = key("raise", "what a save that fails does to training (Shoal's own key)")
-    verify: bool = key(True, "check sums when loading (Shoal's own key)")
+    on_save_error: Literal["raise", "warn"] = key("raise", "what training does after a failed save (Shoal's own key)")
+    verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
     module_in_model_file: bool = key(
         True,
         "under DeepSpeed's name, below stage 3: the weights in mp_rank_00_model_states.pt too, for scripts that read"
@@ -41,13 +41,13 @@ class Aio(Section):
 
 @with_unsupported("activation_checkpointing")
 class ActivationCheckpointing(Section):
-    """Which activations are computed again in the backward pass instead of being kept."""
+    """Which activations are recomputed in the backward pass instead of being saved."""
 
     partition_activations: bool = key(False, "split saved activations over tensor-parallel ranks")
-    cpu_checkpointing: bool = key(False, "keep saved activations in host memory")
-    contiguous_memory_optimization: bool = key(False, "keep saved activations in one buffer")
-    number_checkpoints: int | None = key(None, "checkpoints that this buffer holds")
+    cpu_checkpointing: bool = key(False, "store saved activations in host memory")
+    contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
+    number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
     profile: bool = key(False, "time each recomputed function")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
-    policy: Any = key(None, "what a recomputed module keeps: block, or single operations (Shoal's own key)")
+    policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")

@@ -32,23 +32,23 @@ class Schema(Section):
     )
     steps_per_print: int | float | None = key(None, "steps between two progress lines; null or Infinity: none")
     wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
-    memory_breakdown: bool = key(False, "print memory at each phase")
-    dump_state: bool = key(False, "print the engine's state at start-up")
+    memory_breakdown: bool = key(False, "log memory at each phase")
+    dump_state: bool = key(False, "log the engine's state at start")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")
     communication_data_type: Dtype | None = key(None, "format in which gradients are reduced; null: their own")
-    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how gradients of ranks are joined")
+    gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how the ranks' gradients are combined")
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
         1.0,
-        "divide gradients by this before the sum, and by the rest of the ranks after it; without prescale_gradients",
+        "divide gradients by this before the sum, and by ranks / this after it; without prescale_gradients",
         gt=0,
     )
     sparse_gradients: bool = key(False, "exchange only the rows of embeddings' gradients that are not zero")
     gradient_clipping: float = key(1.0, "largest global norm of the gradients; 0: no clipping", ge=0)
 
-    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and in which memory it is kept")
+    zero_optimization: ZeroOptimization = section(ZeroOptimization, "what is sharded, and in which memory it is stored")
     optimizer: Optimizer | None = key(None, "the optimizer to build, if none is passed to `initialize`")
     scheduler: Scheduler | None = key(None, "the learning-rate schedule to build, if none is passed to `initialize`")
     fp16: Fp16 = section(Fp16, "half precision with a loss scale")
@@ -57,7 +57,7 @@ class Schema(Section):
     data_types: DataTypes = section(DataTypes, "formats of single kinds of state")
     aio: Aio = section(Aio, "how the disk is read and written when state is offloaded to it")
     activation_checkpointing: ActivationCheckpointing = section(
-        ActivationCheckpointing, "activations that are computed again instead of being kept"
+        ActivationCheckpointing, "activations that are recomputed instead of being saved"
     )
     tensorboard: Tensorboard = section(Tensorboard, "TensorBoard's event files")
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
@@ -75,9 +75,10 @@ class Schema(Section):
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")
     offload: Literal["auto"] | None = key(
-        None, "'auto': the device is filled first, then host memory, then the disk of nvme_path, by what is free"
+        None,
+        "'auto': state goes to the device first, then to host memory, then to the disk of nvme_path, by free space",
     )
     offload_activation: OffloadActivation = section(OffloadActivation, "saved activations on the host")
     precision: Precision = section(Precision, "formats of communication and state, and numbers that are not finite")
     debug: Debug = section(Debug, "checks that cost time")
-    data: Data = section(Data, "the training data's place")
+    data: Data = section(Data, "the position in the training data")

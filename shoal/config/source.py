@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a dict, a file, a JSON text, base64, or the command line's arguments."""
+"""Reads a configuration from a dict, a file, a JSON text, base64, or the command line's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.text import did_you_mean
 
 
 def open_source(source: object, args: object = None) -> tuple[Document, str]:
-    """The text or dict behind ``source`` and the name to call it by in errors.
+    """The text or dict of ``source``, and its name for errors.
 
     Args:
         source: a dict, a path, JSON text, urlsafe base64 of such text; None: ``args`` has it.
@@ -68,7 +68,7 @@ def _from_text(text: str) -> tuple[Document, str]:
 def _is_file(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name that is too long, or holds a null
+    except (OSError, ValueError):  # a name that is too long, or contains a null character
         return False
 
 
@@ -102,7 +102,7 @@ def _document(document: Document, name: str) -> Document:
 
 
 def _plain(source: Mapping[Any, Any]) -> Document:
-    """A copy that later changes of the caller's dict do not reach."""
+    """A copy, so that later changes of the caller's dict have no effect."""
     try:
         return Document(copy.deepcopy(dict(source)))
     except Exception:  # a value (a process group, an mpu) that cannot be copied is shared instead

@@ -1,6 +1,6 @@
 """What this version does with each key.
 
-A key that is declared in a class is obeyed, but for those listed here; the keys of ``unsupported.txt`` are not.
+A key that is declared in a class is obeyed, except for those listed here; the keys of ``unsupported.txt`` are not.
 A path may end in ``**`` (everything below); the longest path that fits a key is the one that counts. A key that is
 *not built* or *refused* is an error only when the file asks for something with it: its default, false, null, "none"
 and 0 ask for nothing, and neither does a key below a section that is not switched on (``enabled``, ``device``).
@@ -29,7 +29,7 @@ class Support:
         reason: why it has no effect; the part that is missing; or what to use in a refused key's place.
         switch: the key that must be on before this one asks for anything; empty: ``enabled`` or ``device`` above it.
         harmless: more values that ask for nothing.
-        stands_alone: it asks even where the section it is in is switched off.
+        stands_alone: it counts even where its section is switched off.
     """
 
     kind: SupportKind
@@ -80,12 +80,12 @@ def _of_table() -> Iterator[tuple[str, Support]]:
 SUPPORT: dict[str, Support] = {
     **dict(_of_table()),
     # Keys that are declared in the classes because code reads them, or because they share a type with others there.
-    f"{OFFLOAD}.buffer_count": no_effect("three buckets' state is in memory: the last, this one, the next"),
+    f"{OFFLOAD}.buffer_count": no_effect("the state of three units is in memory: the last, this one, the next"),
     f"{OFFLOAD}.pipeline_read": no_effect("the next state is always read while this one is updated"),
     f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),
-    f"{OFFLOAD}.fast_init": no_effect("files are made by one call"),
+    f"{OFFLOAD}.fast_init": no_effect("one call creates the files"),
     "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
-    "bf16.bf16_optimizer_states": no_effect("optimizer state has the format of the master weights"),
+    "bf16.bf16_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
     "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
     "parallel.pp": not_built("pipeline", harmless=(1,)),
     "parallel.cp": not_built("sequence parallel", harmless=(1,)),
@@ -119,7 +119,7 @@ TYPES_NOT_BUILT: dict[str, str] = {
 # Parameters of the optimizers whose support is not "obeyed".
 PARAMS: dict[str, Support] = {
     "torch_adam": no_effect("the implementation is chosen by speed; all give the same numbers"),
-    "fp32_optimizer_states": no_effect("optimizer state has the format of the master weights"),
+    "fp32_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
     "set_grad_none": no_effect("gradients are always released after the step"),
     "comm_backend_name": no_effect("the mesh's own communicator is used"),
     "cuda_aware": no_effect("the mesh's own communicator is used"),
@@ -129,7 +129,7 @@ PARAMS: dict[str, Support] = {
 
 @cache
 def support_of(path: str) -> Support:
-    """What happens with a key, by its path in the schema: a key that no line speaks of is obeyed."""
+    """The support of a key, by its path in the schema: a key without a line is obeyed."""
     if path in SUPPORT:
         return SUPPORT[path]
     parts = path.replace("[]", "").split(".")

@@ -80,7 +80,7 @@ def _is_switch_off(switch: str, default: Any, found: Normalised) -> bool:
 def unsupported_problems(
     keys: list[KeySupport], found: Normalised, kinds: tuple[SupportKind, ...]
 ) -> Iterator[Problem]:
-    """What the file asks for and does not get."""
+    """Problems for the keys that ask for something that Shoal does not do."""
     for each in keys:
         if not each.asks or each.support.kind not in kinds:
             continue
@@ -92,7 +92,7 @@ def unsupported_problems(
 
 
 def _asks(path: str, given: Given, support: Support, all_given: Mapping[str, Given]) -> bool:
-    """Whether a key's value wants more than its default does, and nothing above it has said so already."""
+    """Whether a key's value differs from its default, and no key above it is reported already."""
     value, key = given.value, given.key
     if given.is_inside or any(value == same and type(value) is type(same) for same in support.harmless):
         return False
@@ -107,7 +107,7 @@ def _asks(path: str, given: Given, support: Support, all_given: Mapping[str, Giv
         if not _is_on(over.value if over is not None else default):
             return False
         if support_of(over.schema_path if over is not None else switch).kind == support.kind:
-            return False  # said at the switch
+            return False  # reported at the switch
     if key.name in SWITCHES:
         return _is_on(value)
     return _is_on(value) and bool(value != key.default)

@@ -1,4 +1,4 @@
-"""The schema as a tree of keys: what each is called, what it takes, and what it holds."""
+"""The schema as a tree of keys: their names, types and sections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than
 class Key:
     """One key of a section.
 
-    ``kind`` says what it holds: a ``leaf``; a ``section``, whose keys ``model`` lists; a ``list`` of such sections; or
+    ``kind``: a ``leaf``; a ``section``, whose keys ``model`` lists; a ``list`` of such sections; or
     a ``map``, an object of them under names that the user chooses.
     """
 
@@ -73,11 +73,11 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What the key takes, in words."""
+        """The type of the key, in words."""
         return _within(in_words(self.annotation), self.bounds)
 
     def accepts(self, value: object) -> bool:
-        """Is the value, of a leaf, one that the key takes?"""
+        """Does the key, a leaf, accept the value?"""
         try:
             self._adapter.validate_python(value)
         except ValidationError:
@@ -110,7 +110,7 @@ def _within(text: str, bounds: Mapping[str, float]) -> str:
 
 
 def members(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, nested unions and ``Annotated`` taken apart; else the annotation alone."""
+    """The members of a union, recursively, without ``Annotated``; else the annotation alone."""
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(inner for member in get_args(annotation) for inner in members(member))
     if hasattr(annotation, "__metadata__"):
@@ -119,7 +119,7 @@ def members(annotation: Any) -> tuple[Any, ...]:
 
 
 def in_words(annotation: Any) -> str:
-    """What an annotation takes, in words."""
+    """The type of an annotation, in words."""
     parts = []
     for member in members(annotation):
         if get_origin(member) is Literal:
@@ -171,7 +171,7 @@ def names_of(model: type[Section]) -> Mapping[str, Key]:
 
 
 def below(path: str, key: Key) -> str:
-    """The path of what a key holds: ``[]`` is any item of a list, ``<name>`` any name that the user chose."""
+    """The path below a key: ``[]`` is any item of a list, ``<name>`` any name that the user chose."""
     return path + {"list": "[]", "map": ".<name>"}.get(key.kind, "")
 
 

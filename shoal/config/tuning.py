@@ -1,4 +1,4 @@
-"""``autotuning`` and ``elasticity``: settings that are found, and batch sizes that many world sizes share."""
+"""``autotuning`` and ``elasticity``: settings found by measurement, and batch sizes that many world sizes share."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ class Elasticity(Section):
         0.2, "0.1 counts ranks; 0.2 whole nodes, and gives other numbers of ranks a batch of their own"
     )
     num_gpus_per_node: int = key(1, "ranks of a node", ge=1)
-    model_parallel_size: int = key(1, "ranks that hold one model", ge=1)
+    model_parallel_size: int = key(1, "model-parallel ranks of one model", ge=1)

@@ -19,12 +19,12 @@ Section = Literal["optimizer", "scheduler"]
 # Optimizers of torch that cannot run on shards, and what to do instead.
 NOT_ELEMENTWISE = {
     "LBFGS": "it searches along a direction made from all parameters, and runs the model again in its step",
-    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not keep",
+    "SparseAdam": "it takes sparse gradients only, which stages 1 to 3 do not pass to optimizers",
     "Adafactor": "it factors a matrix's second moment into rows and columns",
     "Muon": "it orthogonalises whole matrices",
 }
 INSTEAD = {
-    "SparseAdam": "pass it as optimizer= with stage 0, alone or in an optimizer that holds it and others.",
+    "SparseAdam": "pass it as optimizer= with stage 0, alone or in an optimizer that contains it and others.",
     "Muon": 'use Shoal\'s own: "optimizer": {"type": "Muon"} in the config, or shoal.optim.muon.Muon.',
 }
 # Schedules of torch whose arguments JSON cannot express.
@@ -60,7 +60,7 @@ def _classes(module: Any, base: type) -> dict[str, type]:
 
 
 def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
-    """What is wrong with a type that the schema does not have, or with its arguments.
+    """The problems of a type that the schema does not have, or of its arguments.
 
     Args:
         params: without those that are "auto".
@@ -98,7 +98,7 @@ def _argument_problems(section: Section, factory: type, params: Mapping[str, Any
         do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it takes {', '.join(names)}."
         yield f"{path}.{name}", f"no such key in {path}.", do
     if unknown or (section == "scheduler" and any(isinstance(value, list | tuple) for value in params.values())):
-        return  # a list has one value for each group: only the real optimizer can tell whether the number is right
+        return  # a list has one value for each group: only the real optimizer knows the number of groups
     missing = [each.name for each in accepted if each.default is each.empty and each.name in names]
     missing = [name for name in missing if name not in params]
     for name in missing:
@@ -108,7 +108,7 @@ def _argument_problems(section: Section, factory: type, params: Mapping[str, Any
 
 
 def _trial(section: Section, factory: Any, params: Mapping[str, Any]) -> str:
-    """What the constructor says against its arguments; empty: nothing."""
+    """The constructor's error for its arguments; empty: none."""
     import torch
 
     from shoal.compiler import make_optimizer
@@ -118,7 +118,7 @@ def _trial(section: Section, factory: Any, params: Mapping[str, Any]) -> str:
         warnings.simplefilter("ignore")
         try:
             if section == "optimizer":
-                # A CPU parameter cannot tell whether the real device has the fused implementation.
+                # A CPU parameter does not show whether the real device has the fused implementation.
                 given = {name: value for name, value in params.items() if name != "fused"}
                 make_optimizer(factory, parameters, **given)
             else:

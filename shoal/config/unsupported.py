@@ -39,7 +39,7 @@ class Row:
 
     Args:
         path: in the schema, with ``[]`` and ``<name>`` for items of lists and names that the user chooses.
-        takes: its type and bounds; or the kind of section it holds.
+        takes: its type and bounds; or its kind of section.
         default: as JSON.
         support: empty: that of the section it is in.
         conditions: of the support, separated by commas.

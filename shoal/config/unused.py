@@ -6,7 +6,7 @@ from shoal.config.schema import Schema
 
 
 def unused_reasons(config: Schema) -> dict[str, str]:
-    """For each key that may have no effect, why it has none in this configuration; empty where it has one.
+    """For each key that may have no effect, the reason in this configuration; empty where it has one.
 
     The keys are those of sections that are on, by their paths in the schema.
     """
@@ -70,7 +70,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
         (wire is None, f'communication_data_type = "{wire}" has priority', "precision.", "reduce_dtype"),
         (
             config.checkpoint.keep_last > 0,
-            "checkpoint.keep_last is 0, so every checkpoint is kept",
+            "checkpoint.keep_last is 0, so no checkpoint is removed",
             "checkpoint.",
             "keep_every",
         ),

@@ -40,8 +40,8 @@ class Comet(Section):
     workspace: str | None = key(None, "workspace")
     api_key: str | None = key(None, "the service's key; never printed, logged or saved", secret=True)
     experiment_name: str | None = key(None, "name of the run")
-    experiment_key: str | None = key(None, "a run to go on with")
-    online: bool | None = key(None, "send at once, or keep for later")
+    experiment_key: str | None = key(None, "a run to resume")
+    online: bool | None = key(None, "send immediately, or store locally")
     mode: str | None = key(None, "get, create, or get_or_create")
 
 

@@ -1,4 +1,4 @@
-"""``zero_optimization``: what is sharded over the data-parallel ranks, and in which memory it is kept."""
+"""``zero_optimization``: what is sharded over the data-parallel ranks, and in which memory it is stored."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class LeafModule(Section):
 
 
 class OffloadParam(Section):
-    """Where sharded parameters are kept between uses (stage 3)."""
+    """Where sharded parameters are stored between uses (stage 3)."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for parameters on a disk")
     buffer_count: int = key(5, "most shards (of a unit's parameters) in host memory, read ahead or being written", ge=1)
     buffer_size: int = key(100_000_000, "elements; buffer_count times as many are read ahead at most", ge=1)
     max_in_cpu: int = key(
-        1_000_000_000, "elements of a rank's parameters kept in host memory when the device is nvme", ge=0
+        1_000_000_000, "elements of a rank's parameters stored in host memory when the device is nvme", ge=0
     )
     pin_memory: bool = key(True, "page-lock the host memory, for faster copies")
 
 
 class OffloadOptimizer(Section):
-    """Where main parameters and optimizer state are kept, and so where the update is computed."""
+    """Where main parameters and optimizer state are stored, and so where the update is computed."""
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for optimizer state on a disk")
@@ -41,8 +41,10 @@ class OffloadOptimizer(Section):
     pin_memory: bool = key(True, "page-lock the host memory, for faster copies")
     pipeline_read: bool = key(False, "read the next tile while this one is updated")
     pipeline_write: bool = key(False, "write the last tile while this one is updated")
-    fast_init: bool = key(False, "make the files at start-up in a faster way")
-    ratio: float = key(1.0, "share of the state that is updated on the host; the rest stays on the device", ge=0, le=1)
+    fast_init: bool = key(False, "create the files at start in a faster way")
+    ratio: float = key(
+        1.0, "share of the state that is updated on the host; the remainder stays on the device", ge=0, le=1
+    )
     super_offload: bool = key(False, "begin updates on the host in the backward pass; host memory for the state twice")
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
@@ -56,7 +58,7 @@ class ZeroOptimization(Section):
     )
     reduce_bucket_size: int = key(500_000_000, "most elements reduced in one collective", ge=1)
     overlap_comm: bool | None = key(
-        None, "reduce gradients while the backward pass goes on; null is true at every stage (DeepSpeed: at stage 3)"
+        None, "reduce gradients during the backward pass; null is true at every stage (DeepSpeed: at stage 3)"
     )
     ignore_unused_parameters: bool = key(
         True, "accept parameters that got no gradient in a step; false makes them an error"
@@ -68,10 +70,10 @@ class ZeroOptimization(Section):
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
     )
     stage3_param_persistence_threshold: int = key(
-        100_000, "parameters with fewer elements stay whole on every rank", alias=("param_persistence_threshold",), ge=0
+        100_000, "parameters with fewer elements are replicated", alias=("param_persistence_threshold",), ge=0
     )
     stage3_model_persistence_threshold: int = key(
-        sys.maxsize, "most elements that stay whole in sum", alias=("model_persistence_threshold",), ge=0
+        sys.maxsize, "most elements that are replicated in sum", alias=("model_persistence_threshold",), ge=0
     )
     stage3_max_live_parameters: int = key(
         1_000_000_000, "most elements gathered at one time", alias=("max_live_parameters",), ge=0
@@ -84,17 +86,19 @@ class ZeroOptimization(Section):
         ge=0,
     )
     enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
-    zero_hpz_partition_size: int = key(1, "ranks among which a second sharding of the parameters is kept (hpZ)", ge=0)
+    zero_hpz_partition_size: int = key(
+        1, "ranks of one shard group of the second sharding of the parameters (hpZ)", ge=0
+    )
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
-    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are kept between uses")
-    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is kept")
+    offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are stored between uses")
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "where optimizer state is stored")
 
 
 def rewrite_old_keys(zero: dict[str, Any]) -> list[tuple[str, str]]:
-    """Replace ``cpu_offload`` and its relatives, in place, by the sections that took their place.
+    """Replace ``cpu_offload`` and related keys, in place, by the sections that have replaced them.
 
-    Returns: (old key, what it became) for each key found.
+    Returns: (old key, its replacement) for each key found.
     """
     found = []
     for old, target in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):

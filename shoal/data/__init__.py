@@ -1,4 +1,4 @@
-"""Data: text into tokens, tokens into samples, samples into batches that a resumed run neither repeats nor skips."""
+"""Data: text to tokens, tokens to samples, samples to batches. A resumed run neither repeats nor skips samples."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from shoal.errors import UsageError
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """A place in the stream of a data set of ``num_samples``, shuffled anew in each epoch from ``seed``."""
+    """A position in the stream of a data set of ``num_samples``, shuffled anew in each epoch from ``seed``."""
 
     num_samples: int
     seed: int
@@ -138,13 +138,13 @@ class Loader:
             place = self._num_loads
             for batch in self._iterate_stream() if self._is_stream else self._iterate_indices():
                 yield batch
-                if place != self._num_loads:  # another place was loaded: the epoch goes on from there
+                if place != self._num_loads:  # another position was loaded: the epoch continues there
                     break
             else:
                 return
 
     def state_dict(self) -> dict[str, int | bool]:
-        """What has been read, in numbers that do not depend on rank, world size or batch size."""
+        """The position, in numbers that do not depend on rank, world size or batch size."""
         position = self._position
         return {
             "num_samples": position.num_samples,
@@ -154,7 +154,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, int | bool]) -> None:
-        """Go on where another loader over the same data set stopped.
+        """Continue at the position of another loader over the same data set.
 
         Raises: UsageError: the data set has another number of samples.
         """
@@ -197,7 +197,7 @@ class Loader:
             yield together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size]
 
     def _iterate_stream(self) -> Iterator[Any]:
-        """Every rank reads the whole stream and keeps its part; a ragged end is left out, for ranks to stay in step."""
+        """Every rank reads the whole stream and yields its part; an incomplete last batch is left out on all ranks."""
         stream = iter(cast(Iterable[Any], self.dataset))
         skipped = sum(1 for _ in itertools.islice(stream, self._position.taken))
         if skipped < self._position.taken:

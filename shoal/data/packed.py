@@ -1,4 +1,4 @@
-"""A run of tokens cut into samples of one length, with the next token as each position's target.
+"""A sequence of tokens split into samples of one length, with the next token as each position's target.
 
 tokens   a b c d e f g h i        sequence_length 4
 sample 0 a b c d -> b c d e
@@ -17,7 +17,7 @@ class PackedTokens(Dataset[tuple[Tensor, Tensor]]):
     """Samples of ``sequence_length`` tokens, back to back; what is left at the end is not used.
 
     Args:
-        tokens: [num_tokens], any integer dtype; held as it is, not copied.
+        tokens: [num_tokens], any integer dtype; not copied.
 
     Raises: UsageError: fewer tokens than one sample and its last target need.
     """

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders and patterns, or what every CPython ships, so that nothing is downloaded."""
+"""Reads text from files, folders and patterns, or from what every CPython contains, so that nothing is downloaded."""
 
 from __future__ import annotations
 

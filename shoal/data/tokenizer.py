@@ -14,7 +14,7 @@ from shoal.errors import UsageError
 
 
 class Tokenizer(Protocol):
-    """What the data needs of a tokenizer."""
+    """The methods of a tokenizer that the data uses."""
 
     vocab_size: int
     end_of_text: int | None  # the token between two documents; None where there is none
@@ -81,13 +81,13 @@ def load_tokenizer(path: str | Path | None) -> Tokenizer:
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> torch.Tensor:
     """All texts as one run of tokens, [num_tokens], each text followed by the end-of-text token where there is one.
 
-    Returns: uint8, int32 or int64, whichever is the smallest that holds the vocabulary.
+    Returns: uint8, int32 or int64, the smallest that can represent the vocabulary.
     """
     dtype = np.uint8 if tokenizer.vocab_size <= 256 else np.int32 if tokenizer.vocab_size < 2**31 else np.int64
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
-    pieces: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     for text in texts:
         numbers = tokenizer.encode(text)
-        pieces.append(np.frombuffer(numbers, np.uint8) if isinstance(numbers, bytes) else np.array(numbers, dtype))
-        pieces.append(end)
-    return torch.from_numpy(np.concatenate(pieces).astype(dtype, copy=False)) if pieces else torch.empty(0)
+        parts.append(np.frombuffer(numbers, np.uint8) if isinstance(numbers, bytes) else np.array(numbers, dtype))
+        parts.append(end)
+    return torch.from_numpy(np.concatenate(parts).astype(dtype, copy=False)) if parts else torch.empty(0)

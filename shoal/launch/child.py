@@ -1,7 +1,7 @@
-"""The first breath of a rank: tie its life to the launcher's, set its environment, then become its program.
+"""The start of a rank: make it end with the launcher, set its environment, then execute its program.
 
 Run by path, ``python -I -S child.py LAUNCHER_PID NAME=VALUE... -- PROGRAM ARGS...``, so it imports next to nothing.
-The kernel then ends the rank when the launcher is gone, were it even by SIGKILL; the tie outlives ``exec``.
+The kernel then ends the rank when the launcher ends, even by SIGKILL; this stays in effect after ``exec``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> None:
-    cut = arguments.index("--")
+    separator = arguments.index("--")
     launcher = int(arguments[0])
     environment = dict(os.environ)
-    for assignment in arguments[1:cut]:
+    for assignment in arguments[1:separator]:
         name, _, value = assignment.partition("=")
         environment[name] = value
-    program = arguments[cut + 1 :]
+    program = arguments[separator + 1 :]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != launcher:  # it went before the tie was made

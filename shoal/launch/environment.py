@@ -1,11 +1,11 @@
-"""What the environment says to a process that may start ranks: who started it, its threads, devices and heap.
+"""The environment of a process that may start ranks: its launcher, threads, devices and heap settings.
 
-    launcher          who says so
+    launcher          its variables
     TorchElastic      RANK and WORLD_SIZE
     Open MPI          OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE
     MPICH, Intel MPI  PMI_RANK and PMI_SIZE
     Slurm (srun)      SLURM_PROCID, and a number in SLURM_STEP_ID
-    none              nobody
+    none              none of these
 
 The first row whose variables are there wins; Slurm comes last, since what srun has started may be TorchElastic or MPI.
 Which rank a process is, ``shoal.comm.environment`` reads.
@@ -31,7 +31,7 @@ _KEYS: dict[Launcher, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Environment:
-    """What was said about this process."""
+    """The settings of this process."""
 
     launcher: Launcher
     num_threads: int | None  # OMP_NUM_THREADS
@@ -55,7 +55,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
-    """Has somebody said already how glibc's heap is to keep what is freed?
+    """Is it set already how glibc's heap keeps freed memory?
 
     >>> heap_is_set({"MALLOC_TRIM_THRESHOLD_": "0"}), heap_is_set({"GLIBC_TUNABLES": "glibc.cpu.x86_ibt=on"})
     (True, False)
@@ -66,7 +66,7 @@ def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
 
 
 def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | None:
-    """The section ``elasticity`` that a job's scheduler has planned with, as JSON; None: nobody says."""
+    """The section ``elasticity`` that the job's scheduler has used, as JSON; None: the variable is not set."""
     # Here, since the command line reads the environment too, and would take twice as long with the config's schema.
     from shoal.config.elastic import SCHEDULERS_VARIABLE
 

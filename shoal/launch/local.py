@@ -28,11 +28,11 @@ from shoal.errors import UsageError
 from shoal.launch.environment import read_environment
 
 CHILD = Path(__file__).with_name("child.py")
-_SHUTDOWN_SECONDS = 5  # from the signal that asks a rank to end until the one that it cannot refuse
+_SHUTDOWN_SECONDS = 5  # from SIGTERM to SIGKILL
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 _TAIL_LINES = 60
-# A rank that only witnessed another's end says so in one of these ways; it is not the one that failed first.
+# Errors of a rank whose peer ended; it is not the rank that failed first.
 _WITNESS_MARKS = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
 
 
@@ -68,13 +68,13 @@ class Elastic:
 
 @dataclass(frozen=True)
 class LocalJob:
-    """What to run, how often, and who keeps the terminal.
+    """The program to run, the number of ranks, and the use of the terminal.
 
     Args:
         program: the command line of one rank, e.g. ``(sys.executable, "train.py", "--steps", "10")``.
         num_ranks: processes to start; at least 1.
         rank_0_keeps_terminal: rank 0's stdout is the terminal itself (a progress bar needs one), and of the other
-            ranks only a failure is shown.
+            ranks only a failure is printed.
         environment: variables for the ranks, beside those that this process has.
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def run_local(job: LocalJob) -> Outcome:
-    """Run the job to its end. No rank is left behind, whatever the end.
+    """Run the job to its end. No rank keeps running, however the job ends.
 
     Raises: UsageError: fewer than 1 rank, or more ranks than there are visible accelerators.
     """
@@ -134,7 +134,9 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        with _quiet_torchelastic() if job.elastic is None else nullcontext():  # it tells of failures that are no end
+        with (
+            _quiet_torchelastic() if job.elastic is None else nullcontext()
+        ):  # it logs failures after which ranks are restarted
             elastic_launch(config, sys.executable)(*arguments)
         return Outcome(0)
     except ChildFailedError as error:
@@ -191,7 +193,7 @@ def _rendezvous(place: Place | None, elastic: Elastic | None) -> dict[str, Any]:
 
 
 def _own_address(place: Place) -> str | None:
-    """This machine's address on the way to machine 0, by which others reach its ranks; None: there is no way yet."""
+    """This machine's address in the network of machine 0, by which others reach its ranks; None: no route yet."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((place.address, place.port))  # sends nothing
@@ -208,7 +210,7 @@ def _shutdown(config: type[Any]) -> dict[str, Any]:
 
 
 def _threads(num_ranks: int) -> dict[str, str]:
-    """The cores shared out among the ranks, unless the user has said how many threads a rank has."""
+    """The cores divided among the ranks, unless the user has set the number of threads of a rank."""
     if read_environment().num_threads is not None:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -226,7 +228,7 @@ def _check_devices(num_ranks: int) -> None:
 
 @contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Keep TorchElastic's own account of an end to itself: the ranks' words and one traceback say it better."""
+    """Suppress TorchElastic's own report of a failure: the ranks' output and one traceback are enough."""
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -237,7 +239,7 @@ def _quiet_torchelastic() -> Iterator[None]:
 
 
 def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
-    """The rank whose failure is the cause: neither a witness nor ended by the launcher, and the earliest to go.
+    """The rank that failed first: not because a peer ended, and not ended by the launcher.
 
     Args:
         codes: in the order in which the ranks were found to have ended.

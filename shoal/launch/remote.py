@@ -31,10 +31,10 @@ _LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """What to run on which machine.
+    """The commands of the machines.
 
     Args:
-        commands: of each machine, by the name that ssh has for it.
+        commands: of each machine, by its name for ssh.
         here: the machines that are this one: their commands need no ssh.
         folder: where each command begins; the same on all machines.
         environment: variables for the commands.
@@ -87,11 +87,11 @@ def run_remote(job: RemoteJob) -> Outcome:
 
 def _command_line(job: RemoteJob, host: str, command: Sequence[str], ssh: str) -> list[str]:
     variables = [f"{name}={value}" for name, value in job.environment.items()]
-    tied = [sys.executable, "-I", "-S", str(CHILD), str(os.getpid())]  # it ends with the launcher, were it by SIGKILL
+    tied = [sys.executable, "-I", "-S", str(CHILD), str(os.getpid())]  # it ends with the launcher, even by SIGKILL
     if host in job.here:
         return [*tied, *variables, "--", *command]
     there = f"cd {shlex.quote(job.folder)} && exec {shlex.join(['env', *variables, *command])}"
-    # A terminal, so that the command is hung up when the connection closes; no question that nobody would answer.
+    # A terminal, so that the command is hung up when the connection closes; no interactive questions.
     return [*tied, "--", ssh, "-tt", "-o", "BatchMode=yes", *job.ssh_options, host, there]
 
 

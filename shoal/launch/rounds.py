@@ -1,8 +1,8 @@
-"""Where the ranks of an elastic job meet, round after round: TorchElastic's c10d rendezvous, with two repairs.
+"""The rendezvous of an elastic job's ranks, round after round: TorchElastic's c10d rendezvous, with two fixes.
 
-TorchElastic keeps what it found out in the first round. A machine that comes later then waits forever for the address
-of rank 0, which nobody tells it in its round; and ranks would meet in a store that still has the last round's keys.
-Here rank 0's machine tells the address in each round, with a new port at which rank 0 listens itself.
+TorchElastic caches the address of rank 0 in the first round. A machine that joins later waits forever for the address,
+which no machine publishes in its round; and ranks would use a store that still has the last round's keys. Here rank 0's
+machine publishes the address in each round, with a new port at which rank 0 listens itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ NAME = "shoal"
 
 
 class Rounds(RendezvousHandler):
-    """TorchElastic's handler, and each round's own address of rank 0."""
+    """Wraps TorchElastic's handler and publishes rank 0's address in each round."""
 
-    def __init__(self, inner: RendezvousHandler, address: str | None) -> None:
-        self._inner = inner
+    def __init__(self, handler: RendezvousHandler, address: str | None) -> None:
+        self._inner = handler
         self._address = address
 
     def next_rendezvous(self) -> RendezvousInfo:

@@ -209,7 +209,7 @@ class GPT(nn.Module):
             raise UsageError(
                 f"{length} tokens in a sequence, but the model was built for {self.config.sequence_length}.",
                 where="GPT.forward",
-                do="cut the sequence, or build the model with a longer sequence_length.",
+                do="shorten the sequence, or build the model with a longer sequence_length.",
             )
         hidden = self.embedding(tokens)
         cos, sin = rotations(length, self.config.head_size, hidden.dtype, hidden.device)

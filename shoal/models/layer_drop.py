@@ -21,7 +21,7 @@ class ProgressiveLayerDrop:
     0.684
 
     Args:
-        theta: share of layers kept at the end, 0 to 1.
+        theta: share of layers that run at the end, 0 to 1.
         gamma: how fast that share is reached, by step.
 
     Source: Zhang and He 2020 (arXiv:2010.13369), section 4.

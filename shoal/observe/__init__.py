@@ -1,3 +1,3 @@
-"""Where bytes and time went: the ledger, the monitor, the report."""
+"""Measurements of memory and time: the ledger, the monitor, the report."""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class CollectiveLog:
     """The collectives of one rank, with their times.
 
     Args:
-        speaks: may it log each collective as a line? Rank 0 does.
+        speaks: log each collective as a line, if ``is_verbose``; on rank 0.
 
     Attributes:
         is_on: record collectives.
@@ -205,9 +205,9 @@ def trimmed_mean(values: Iterable[float], share: float = TRIMMED) -> float:
     ordered = sorted(values)
     if not ordered:
         return 0.0
-    cut = round(len(ordered) * share)
-    kept = ordered[cut : len(ordered) - cut] or ordered
-    return math.fsum(kept) / len(kept)
+    num_outliers = round(len(ordered) * share)
+    middle = ordered[num_outliers : len(ordered) - num_outliers] or ordered
+    return math.fsum(middle) / len(middle)
 
 
 class _Logs:

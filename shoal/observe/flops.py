@@ -181,7 +181,7 @@ class ModuleCounts:
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def stop(self) -> None:
-        """Take everything off. The counts stay. Idempotent."""
+        """Remove all hooks. The counts stay. Idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -193,7 +193,7 @@ class ModuleCounts:
             self._stance = None
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Reset all counts."""
         self._records.clear()
 
     def of(self, module: nn.Module) -> Counted:

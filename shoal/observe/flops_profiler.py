@@ -68,19 +68,19 @@ class FlopsProfiler:
         self._running().start(tuple(ignore_list or ()))
 
     def stop_profile(self) -> None:
-        """Count no longer; the figures stay. Idempotent."""
+        """Stop counting; the figures stay. Idempotent."""
         if self._counts is not None and self._counts.is_running:
             self._counts.stop()
             self._note_totals()
 
     def reset_profile(self) -> None:
-        """Back to zero. Counting goes on where it was going on."""
+        """Reset the figures to zero. Counting continues if it was active."""
         if self._counts is None:
             self._counts = ModuleCounts(self.model)
         self._counts.clear()
 
     def end_profile(self) -> None:
-        """Stop, and forget the figures by module; ``flops``, ``macs`` and ``params`` stay. Idempotent."""
+        """Stop, and delete the figures by module; ``flops``, ``macs`` and ``params`` stay. Idempotent."""
         self.stop_profile()
         self.started = False
         self._counts = None

@@ -41,7 +41,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What Shoal holds on this rank, in bytes.
+    """The memory that Shoal uses on this rank, in bytes.
 
     ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and everything else
     too).
@@ -53,7 +53,7 @@ class Ledger:
 
     @property
     def held(self) -> int:
-        """Bytes that Shoal holds on this rank."""
+        """Bytes that Shoal uses on this rank."""
         return sum(entry.nbytes for entry in self.entries)
 
     def by_kind(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class Ledger:
         )
 
     def advice(self, stage: int, num_ranks: int, micro_batch: int) -> str:
-        """The change of the config that would save most."""
+        """The change of the config that would save most memory."""
         kinds = self.by_kind()
         shardable = {
             1: kinds["master"] + kinds["optimizer state"],
@@ -118,22 +118,22 @@ class Ledger:
             if target > stage
         }
         model_bytes = self.held
-        rest = max(self.reading.peak - model_bytes, 0)
+        other = max(self.reading.peak - model_bytes, 0)
         best = max(savings.items(), key=lambda item: item[1], default=None)
         movable = self._on_accelerator("master", "optimizer state") if stage else 0
-        if movable > rest // 2 and movable > (best[1] if best is not None else 0):
+        if movable > other // 2 and movable > (best[1] if best is not None else 0):
             return (
                 f'set "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}: it would move'
                 f" {format_bytes(movable)} of this rank to host memory."
             )
-        if best is not None and best[1] > max(rest // 2, 0) and best[1] > 0:
+        if best is not None and best[1] > max(other // 2, 0) and best[1] > 0:
             return (
                 f'set "zero_optimization": {{"stage": {best[0]}}}: it would save {format_bytes(best[1])} on this rank.'
             )
         if micro_batch > 1:
             return (
                 f'halve "train_micro_batch_size_per_gpu" ({micro_batch}) and double "gradient_accumulation_steps":'
-                f" activations and what else is not in the ledger take {format_bytes(rest)}."
+                f" activations and what else is not in the ledger take {format_bytes(other)}."
             )
         if savings:
             assert best is not None
@@ -153,7 +153,7 @@ def account(
     """Read the ledger off the live engine. Communicates nothing.
 
     Args:
-        saved: bytes that recomputed segments hold now, by tier.
+        saved: bytes that recomputed segments save now, by tier.
         moved: kinds that left the device for host memory (``offload_states``).
     """
     entries = [entry for group in sharded.groups for entry in _group_entries(group, moved)]
@@ -178,7 +178,7 @@ def account(
 
 
 def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[LedgerEntry]:
-    """What one parameter group holds, beside what ``memory_model`` says."""
+    """The bytes of one parameter group, and those of ``memory_model``'s formula."""
     row, buffer = group.row, group.buffer
     gradient_dtype = group.gradient.dtype if group.is_trained else buffer.dtype
     main_dtype = group.main.dtype if group.is_trained else buffer.dtype

@@ -27,7 +27,7 @@ Series = Mapping[str, Sequence[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What is known of a run beside its series; kept as ``run.json`` in its folder.
+    """The description of a run without its series; stored as ``run.json`` in its folder.
 
     Args:
         title: what was trained.

@@ -1,4 +1,4 @@
-"""A communicator that times its collectives: it waits for each at once and records it in the log."""
+"""A communicator that times its collectives: it waits for each immediately and records it in the log."""
 
 from __future__ import annotations
 

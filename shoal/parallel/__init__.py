@@ -1,1 +1,1 @@
-"""What spreads one model's work over ranks and memories beside ZeRO: so far, activations that are recomputed."""
+"""Parallelism and memory of activations, beside ZeRO: so far, recomputation and offload of activations."""

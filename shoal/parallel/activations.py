@@ -29,7 +29,7 @@ LEAST_NBYTES = 4096  # a smaller tensor costs more to copy than it saves
 
 
 class _LimitedHostStore(HostStore):
-    """Leaves small tensors, and those beyond a number of bytes, where they are."""
+    """Does not offload small tensors, or tensors beyond a number of bytes."""
 
     def __init__(self, copies_of: CopiesOf, max_nbytes: int | None) -> None:
         super().__init__(copies_of)
@@ -79,7 +79,7 @@ class HostActivations:
 
     @property
     def peak_saved_bytes(self) -> int:
-        """The most that they have been."""
+        """The peak of ``saved_bytes``."""
         return self._saved.peak_nbytes
 
     def remove(self) -> None:

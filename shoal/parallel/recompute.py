@@ -52,7 +52,7 @@ logger = logging.getLogger("shoal")
 
 
 class _Registry:
-    """The configuration of each world, and the one of code that configured nothing."""
+    """The configuration of each world, and the default one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -202,7 +202,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Was ``configure`` called in this world, or an engine made that configures it?"""
+    """Was ``configure`` called in this world, or did an engine configure it?"""
     return current_recompute() is not _registry.unconfigured
 
 

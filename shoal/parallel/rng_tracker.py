@@ -19,7 +19,7 @@ from shoal.errors import UsageError
 from shoal.text import did_you_mean
 
 MODEL_PARALLEL = "model-parallel-rng"
-_OFFSET = 2718  # between the seeds of regions where model-parallel ranks agree and where they do not
+_OFFSET = 2718  # between the seeds of regions with equal and with different randomness on the model-parallel ranks
 
 
 class RngTracker:

@@ -24,7 +24,7 @@ from shoal.sharding.placement import Tier
 
 
 class SavedTensor(Protocol):
-    """A saved tensor. ``nbytes`` is what this rank holds of it, on ``tier``."""
+    """A saved tensor. ``nbytes`` are this rank's bytes of it, on ``tier``."""
 
     tier: Tier
     nbytes: int
@@ -148,7 +148,7 @@ class InPlaceTensor:
 
 
 class InPlaceStore:
-    """Leaves saved tensors where they are.
+    """Does not move saved tensors.
 
     Args:
         tier: what they are counted as.
@@ -191,7 +191,7 @@ class SavedTensors:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held for calls whose backward pass is still to come."""
+        """Bytes of calls whose backward pass has not run yet."""
         return sum(self._nbytes.values())
 
     def nbytes_by_tier(self) -> dict[Tier, int]:
@@ -258,7 +258,7 @@ def input_changed(tensor: torch.Tensor) -> UsageError:
     return UsageError(
         f"an input of a recomputed segment was changed in place after the segment ran ({tensor.dtype}, "
         f"shape {tuple(tensor.shape)}). The recomputation would not give what the forward pass gave.",
-        do="write x = x + y instead of x += y for an input of a recomputed segment, or hand x.clone() to it.",
+        do="write x = x + y instead of x += y for an input of a recomputed segment, or pass x.clone() to it.",
         code="recompute-input-changed",
     )
 

@@ -113,7 +113,7 @@ class Recompute:
 
     @property
     def peak_saved_bytes(self) -> int:
-        """The most that ``saved_bytes`` has been."""
+        """The peak of ``saved_bytes``."""
         return self._saved.peak_nbytes
 
     def saved_bytes_by_tier(self) -> dict[Tier, int]:

@@ -40,9 +40,9 @@ class SegmentTimes:
         self._lock = threading.Lock()
 
     def watched(self, name: str, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _TimedCall]:
-        """The same inputs, whose gradients say when the backward of the call that they are given to is done.
+        """The same inputs, with hooks on their gradients that time the backward of the call that gets them.
 
-        A segment none of whose inputs gets a gradient has no such moment: its backward counts as 0.
+        The backward of a segment without gradients of inputs counts as 0.
         """
         call = _TimedCall()
 

@@ -1,9 +1,9 @@
-"""What a recomputed segment keeps beside its inputs: the outputs of chosen operations, so that these are not run again.
+"""Saves the outputs of chosen operations of a recomputed segment, so that these operations do not run again.
 
-    policy                      kept                                        computed again
+    policy                      saved                                       recomputed
     "block"                     nothing                                     everything
     "matmul"                    outputs of matrix products and attention    norms, activations, dropout, additions
-    ["aten::addmm", ...]        outputs of these operations                 the rest
+    ["aten::addmm", ...]        outputs of these operations                 everything else
 
 Source: selective activation recomputation, section 5 of arXiv:2205.05198; torch's selective checkpoint contexts.
 """
@@ -39,7 +39,7 @@ _POLICIES: dict[str, tuple[str, ...]] = {"block": (), "matmul": _MATMUL}
 
 
 def operations_of(policy: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The operations whose outputs a policy keeps, by their names in torch.
+    """The operations whose outputs a policy saves, by their names in torch.
 
     Raises: ConfigError: torch has no such operation, or there is no such policy.
 
@@ -71,12 +71,12 @@ def operations_of(policy: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def contexts_keeping(operations: Iterable[str]) -> ContextFn:
     """Makes, for each segment, the contexts of its forward and of its recomputation."""
-    kept = frozenset(operations)
+    saved = frozenset(operations)
 
     def policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         schema = getattr(operation, "_schema", None)
-        is_kept = schema is not None and schema.name in kept
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = schema is not None and schema.name in saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> Contexts:
         forward, again = create_selective_checkpoint_contexts(policy)

@@ -1,4 +1,4 @@
-"""On a GPU, inputs that rest on the host come back with their bits, and the device holds those of two segments."""
+"""On a GPU, inputs offloaded to the host are fetched with their bits, and the device stores those of two segments."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gpu() -> torch.device:
 
 
 def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """Loss, gradients, and the bytes that the device held before backward beside what it held at the start."""
+    """Loss, gradients, and the device bytes before backward beyond those at the start."""
     model.zero_grad()
     torch.manual_seed(0)
     before = Device(x.device).memory().allocated

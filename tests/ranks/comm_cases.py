@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def data_of(rank: int, numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """What ``rank`` holds; any rank can make any rank's."""
+    """The tensor of ``rank``; any rank can compute any rank's."""
     return _data(rank, numel, dtype, seed).clone()
 
 

@@ -84,7 +84,7 @@ def _made() -> Net:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything rests, and on how many ranks.
+    """The tier of each kind of state, and the number of ranks.
 
     Args:
         hybrid: further keys of ``zero_optimization``.
@@ -168,7 +168,7 @@ class Played:
     """What one rank saw."""
 
     log: list[tuple[str, Any]] = field(default_factory=list)
-    saved: dict[str, Any] | None = None  # what the last checkpoint held
+    saved: dict[str, Any] | None = None  # the last checkpoint's values
     owners: list[weakref.ref[Any]] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""Counts the bytes of the storages that one thread made and that are alive, whoever holds them (autograd included)."""
+"""Counts the bytes of the storages that one thread made and that are alive, by any reference (autograd's included)."""
 
 from __future__ import annotations
 

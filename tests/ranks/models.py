@@ -367,7 +367,7 @@ class WithBuffers(Plain):
 
 
 class PenalisesGradient(Plain):
-    """The loss holds a gradient, so backward reads every weight twice. The blocks run once more after that gradient."""
+    """The loss contains a gradient, so backward reads every weight twice. The blocks run again after that gradient."""
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)

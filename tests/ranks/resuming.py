@@ -112,7 +112,7 @@ def micro_steps(engine: shoal.Engine, run: Run, first: int, count: int) -> list[
 
 
 def state_of(engine: shoal.Engine, losses: Sequence[float] = ()) -> State:
-    """What the engine holds. Every rank calls."""
+    """The state of the engine. Every rank calls."""
     held = {name: p for name, p in engine.module.named_parameters() if engine.access.knows(p)}
     step = engine.sharding.step
     mine: set[str] = set()
@@ -212,7 +212,7 @@ def resume(
 
 
 def together(states: Sequence[State]) -> dict[str, dict[str, Any]]:
-    """All ranks' scalars, as plain numbers. Ranks that share a parameter agree on them."""
+    """All ranks' scalars, as plain numbers. Ranks that share a parameter have equal ones."""
     found: dict[str, dict[str, Any]] = {}
     for state in states:
         for name, values in state.scalars.items():

@@ -128,7 +128,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 class Both(torch.optim.Optimizer):
-    """Tables to one optimizer, the rest to another; each steps by groups of its own."""
+    """Tables to one optimizer, other parameters to another; each steps by groups of its own."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], tables: Any = None, rest: Any = None) -> None:
         listed = list(parameters)

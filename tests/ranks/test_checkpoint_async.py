@@ -47,7 +47,7 @@ def test_whatever_changes_the_state_waits_until_an_asynchronous_save_has_copied_
     finish = Snapshot.finish
 
     def late(self: Snapshot) -> None:
-        time.sleep(0.1)  # long enough to be overtaken by whoever does not wait
+        time.sleep(0.1)  # long enough that a rank that does not wait is earlier
         finish(self)
 
     monkeypatch.setattr(Snapshot, "finish", late)

@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(place: Path) -> None:
-    """Leave no room."""
+    """Leave no free space."""
     with open(place / "filler", "ab", buffering=0) as file:
         for size in (1 << 16, 1 << 12, 1):
             with pytest.raises(OSError, match="No space left on device"):  # noqa: PT012
@@ -100,7 +100,7 @@ FULL_AT = {  # phase: is the checkpoint there all the same
     "shard_fsync": False,
     "exchange": False,
     "manifest": False,
-    "rename": True,  # needs no room; what follows does
+    "rename": True,  # needs no space; the next operations do
     "latest": True,
     "gc": True,
 }

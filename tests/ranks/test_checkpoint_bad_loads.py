@@ -1,4 +1,4 @@
-"""A load that cannot be: every rank is told the same, and the running state is what it was, to the bit."""
+"""A load that fails: every rank raises the same error, and the running state is unchanged, to the bit."""
 
 from __future__ import annotations
 

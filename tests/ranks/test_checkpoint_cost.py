@@ -72,7 +72,7 @@ def nbytes_of(folder: Path) -> list[int]:
     [(1, 0, {}), (3, 0, {}), (3, 1, {}), (4, 3, {}), (4, 3, {"mics_shard_size": 2}), (4, 1, {"mics_shard_size": 2})],
 )
 def test_no_rank_writes_more_than_its_share(world: int, stage: int, zero: dict[str, int], tmp_path: Path) -> None:
-    """Master weights and two moments of 4 bytes: 12 bytes a parameter in all, however many ranks hold them."""
+    """Main parameters and two moments of 4 bytes: 12 bytes a parameter in all, on any number of ranks."""
     run = Run(config(stage, bf16={"enabled": True}, zero_optimization=zero), world, Larger, adamw)
     stop(run, tmp_path, at=1)
     model = Larger()

@@ -26,7 +26,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    "bf16 without main_parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16 without main parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
 }
 HYBRIDS: dict[str, dict[str, int]] = {"": {}, "mics": {"mics_shard_size": 2}, "hpz": {"zero_hpz_partition_size": 2}}
 
@@ -57,7 +57,7 @@ class Layout:
 
 
 def two_groups(make: Any, **rest: Any) -> Any:
-    """Matrices decay, the rest does not."""
+    """Matrices decay, other parameters do not."""
 
     def optimizer(parameters: Iterable[Any]) -> torch.optim.Optimizer:
         every = list(parameters)
@@ -104,7 +104,7 @@ LAYOUTS = st.builds(
     Layout,
     world=st.integers(1, 4),
     stage=st.integers(0, 3),
-    precision=st.sampled_from(["fp32", "fp32", "bf16", "fp16", "autocast", "bf16 without main_parameters"]),
+    precision=st.sampled_from(["fp32", "fp32", "bf16", "fp16", "autocast", "bf16 without main parameters"]),
     hybrid=st.sampled_from(["", "", "mics", "hpz"]),
     units=st.sampled_from([("blocks.*",), ("blocks",), ("blocks.0", "embedding"), ()]),
     bucket=st.sampled_from([1, 40, 500_000_000]),
@@ -149,7 +149,7 @@ def transfer(saver: Layout, loader: Layout, model: str = "Plain", optimizer: str
 
 
 def largest_relative_difference(ours: State, theirs: State) -> float:
-    """Of any master weight, relative to the largest of its tensor (or 1)."""
+    """Of any main parameter, relative to the largest of its tensor (or 1)."""
     worst = 0.0
     for name, master in ours.main_parameters.items():
         if master.numel():
@@ -173,9 +173,9 @@ def largest_relative_difference(ours: State, theirs: State) -> float:
 @example(Layout(1, 0), Layout(4, 1, units=()), "Plain", "Muon")
 @example(Layout(3, 3), Layout(2, 2), "Late", "Muon")
 @example(Layout(2, 3), Layout(1, 1), "Late", "Lamb")
-@example(Layout(2, 3, "bf16 without main_parameters"), Layout(3, 1), "Plain", "AdamW")
+@example(Layout(2, 3, "bf16 without main parameters"), Layout(3, 1), "Plain", "AdamW")
 def test_any_layout_loads_what_any_other_saved(saver: Layout, loader: Layout, model: str, optimizer: str) -> None:
-    if loader.precision == "bf16 without main_parameters":  # would lose digits of fp32 master weights
+    if loader.precision == "bf16 without main parameters":  # would lose digits of fp32 main parameters
         saver = replace(saver, precision=loader.precision)
     if model == "Shared":
         # torch keeps one cache of autocast's casts for all threads. Where another rank empties it between two uses of

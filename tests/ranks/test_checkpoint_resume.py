@@ -41,7 +41,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"bf16": {"enabled": True}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2}},
-    "bf16 without main_parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "bf16 without main parameters": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {

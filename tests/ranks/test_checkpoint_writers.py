@@ -24,7 +24,7 @@ SLOW_SECONDS = 0.4
 
 
 class Slow:
-    """Holds the writers of ranks up, and knows when they are done."""
+    """Blocks the writers of ranks, and knows when they are done."""
 
     def __init__(self) -> None:
         self.events: list[tuple[int, str]] = []
@@ -198,7 +198,7 @@ def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_p
 
 
 def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
-    """Each job is a world of one rank; the first one's write is held up."""
+    """Each job is a world of one rank; the first one's write is blocked."""
     run = tiny(checkpoint={"async_save": True})
     first = engine_of(run)
     second = engine_of(run)

@@ -1,4 +1,4 @@
-"""Collectives under autograd: forward and backward against one process that holds every rank's tensors."""
+"""Collectives under autograd: forward and backward against one process with every rank's tensors."""
 
 from __future__ import annotations
 

@@ -73,13 +73,13 @@ def free_port() -> int:
     ("how", "said"),
     [
         ("raised", "ArithmeticError: on purpose"),
-        ("killed", "ended without a word"),
+        ("killed", "ended without a report"),
         ("left", "left the world"),
     ],
 )
 def test_a_rank_that_fails_stops_the_others(tmp_path: Path, shared_memory: bool, how: str, said: str) -> None:
     if not shared_memory and how != "raised":
-        said = "never done"  # the connection tells that a rank is gone, not why; the call is named
+        said = "never done"  # a closed connection shows that a rank is gone, not why; the call is named
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes: list[Any] = [

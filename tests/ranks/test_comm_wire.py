@@ -68,7 +68,7 @@ def check_int8(world: World) -> None:
     for rank, shard in enumerate(shards):
         error = (full - exact)[rank * numel : (rank + 1) * numel].abs().max()
         assert 0 < error <= shard.abs().max() / 127 * 0.51
-    # Every rank, the sender included, holds the same values.
+    # Every rank, the sender included, has the same values.
     everyone = comm.exchange(full, label="compare").wait()
     assert all(torch.equal(row, full) for row in everyone)
 

@@ -97,7 +97,7 @@ def test_updates_in_the_backward_pass_give_the_same_bits(
     stage: int, places: tuple[str, ...], precision: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = pair(stage, places, monkeypatch, precision=precision, accumulation=accumulation)
-    # fp32 with both on the host: the master weights are the parameters, which the backward pass may still need.
+    # fp32 with both on the host: the main parameters are the parameters, which the backward pass may still need.
     is_possible = precision != "fp32" or "param" not in places
     assert all((ahead > 0) is is_possible and undone == 0 for ahead, undone in counts)
 
@@ -215,7 +215,7 @@ def test_a_step_that_is_skipped_is_undone(stage: int, places: tuple[str, ...], m
 
 
 def saved(settings: dict[str, Any], folder: str) -> bool:
-    """A checkpoint between backward and step holds what the last step left."""
+    """A checkpoint between backward and step has the state after the last step."""
     engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
     tokens = torch.arange(10).view(2, 5)
     for _ in range(2):

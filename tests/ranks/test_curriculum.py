@@ -71,7 +71,7 @@ class Shortened(Plain):
 
 
 def alone(model: Shortened, world: int) -> list[float]:
-    """Plain PyTorch, told by hand. Returns: the mean loss of each step."""
+    """Plain PyTorch, with the curriculum written out. Returns: the mean loss of each step."""
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(STEPS):

@@ -51,7 +51,7 @@ STATE = {"epoch": 3, "best": (1, 2.5, None, True), "values": {"w": torch.arange(
 
 
 def saved(folder: Path, stage: int, **sections: Any) -> dict[str, torch.Tensor]:
-    """Train for a step on two ranks and save. Returns: the master weights."""
+    """Train for a step on two ranks and save. Returns: the main parameters."""
 
     def train() -> dict[str, torch.Tensor]:
         engine, *_ = initialize(

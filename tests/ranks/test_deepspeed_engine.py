@@ -339,7 +339,7 @@ def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
     engine.destroy()
 
 
-# What DeepSpeed asserts, where its name is lent
+# What DeepSpeed asserts, where `import deepspeed` is Shoal
 
 
 def lent(stage: int, **sections: Any) -> shoal.Engine:

@@ -1,4 +1,4 @@
-"""An optimizer that has state when it is handed in goes on with it, on shards as without an engine."""
+"""A client optimizer that has state continues with it, on shards as without an engine."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 def test_weights_set_in_place_are_what_training_goes_on_from(
     stage: int, kind: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Own master weights follow: what ``load_state_dict`` of the module put there is not undone by the next step."""
+    """Main parameters follow: the next step does not undo a ``load_state_dict`` of the module."""
     make_apart(monkeypatch)
     section = {"bf16": {"enabled": True}} if kind == "whole" else SECTIONS[kind]
     settings = config(stage, gradient_accumulation_steps=2, **section)
@@ -146,7 +146,7 @@ def test_weights_set_in_place_are_what_training_goes_on_from(
 
     for early, late in zip(run_ranks(2, job, False), run_ranks(2, job, True), strict=True):
         for name, value in early.items():
-            # Set as 16-bit numbers, they are the master weights' beginning.
+            # Set as 16-bit numbers, they are the first main parameters.
             tolerance = 0.0 if kind in ("host", "ahead") else 0.03
             assert torch.allclose(value, late[name], rtol=tolerance, atol=tolerance / 4), name
 

@@ -1,4 +1,4 @@
-"""``offload_activation``: what autograd keeps of a block rests in host memory, and the bits are the same."""
+"""``offload_activation``: the saved tensors of a block are in host memory, and the bits are the same."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_activations_on_the_host_give_the_same_bits(stage: int) -> None:
     hidden = 64 * 64 * 4
     assert everything > 4 * 12 * hidden  # a block keeps more than a dozen times its input
     assert 300_000 - 4 * hidden < limited <= 300_000
-    assert recomputed == 0  # inputs of recomputed blocks rest where activation_checkpointing says: on the device
+    assert recomputed == 0  # inputs of recomputed blocks are stored where activation_checkpointing says: on the device
 
 
 class Chain(nn.Module):

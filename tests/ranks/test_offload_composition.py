@@ -1,4 +1,4 @@
-"""Whatever rests on the host or on a disk, and whatever is done between micro-batches: the bits of the device alone."""
+"""Any state on the host or on a disk, and any action between micro-batches: the bits of training on the device."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_a_disk_that_fills_up_while_running_stops_all_ranks(small_disk: Path) ->
         if current_world().rank == 0:
             fill(small_disk)
         barrier.wait(10)
-        one_step(engine)  # makes the optimizer's state, which finds no room
+        one_step(engine)  # allocates the optimizer's state, for which there is no space
 
     barrier = threading.Barrier(2)
     codes = outcomes(small_disk, on_disk(small_disk, ("offload_optimizer",)), act)

@@ -1,4 +1,4 @@
-"""Parameters that rest on a disk: the same numbers, whatever else rests where; few of them in memory at a time."""
+"""Parameters on a disk: the same numbers with any other offload; few of them in memory at a time."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_main_parameters_and_shards_go_to_the_disk_unit_by_unit_in_initialize(
         peak = live.peak
     layer = 64 * 64 * 4
     assert len(peaks) == 16
-    # Whole state: 8 layers of parameters and main_parameters. One unit in the making, and three buffers of each shelf.
+    # Whole state: 8 layers of parameters and main parameters. One new unit, and three buffers of each disk store.
     assert max(peak, *peaks) <= 8 * layer
     assert engine.sharded.disks.host_nbytes <= 6 * layer
     engine.destroy()
@@ -324,7 +324,7 @@ def test_auto_beside_what_decides_too_is_an_error(zero: dict[str, Any]) -> None:
 
 
 def device_peak(num_layers: int, accumulation: int, places: dict[str, dict[str, Any]]) -> tuple[int, int]:
-    """Of a third step: most bytes alive at one time beside what rests on the host, and the ledger's on the device."""
+    """Of a third step: most bytes alive at one time beside those on the host, and the ledger's on the device."""
     settings = config(3, "bf16", "AdamW", (), accumulation)
     settings["zero_optimization"] |= {**places, "stage3_prefetch_bucket_size": LAYER}
     model = copy.deepcopy(MODELS[num_layers])
@@ -362,7 +362,7 @@ def test_device_memory_is_two_units_and_their_activations_whatever_the_number_of
     few = run_ranks(size, device_peak, 4, accumulation, places)[0]
     many = run_ranks(size, device_peak, 16, accumulation, places)[0]
     unit = 2 * LAYER
-    # Activations of a row of 256 elements, stand-ins and counts of steps: 12 layers have less than 32 KiB of them. Two
+    # Activations of a row of 256 elements, placeholders and counts of steps: 12 layers have less than 32 KiB. Two
     # shards that a slower peer still reads may be more; 12 layers' gradients would be 6 units.
     assert many[0] - few[0] <= (32 << 10) + (unit if size > 1 else 0)
     assert many[1] == few[1]

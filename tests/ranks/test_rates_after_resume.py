@@ -27,7 +27,7 @@ def rate(step: int) -> float:
 @pytest.mark.parametrize("device", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_clients_schedule_sets_the_rate_after_a_resume(tmp_path: Path, stage: int, device: str) -> None:
-    """As Accelerate does it: the schedule holds the client's optimizer, the engine an optimizer of the same groups."""
+    """As Accelerate does it: the schedule has the client's optimizer, the engine an optimizer of the same groups."""
 
     def run(*, loads: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
         rank = current_world().rank

@@ -172,7 +172,7 @@ def test_recomputation_gathers_no_unit_more_than_its_backward_does() -> None:
 
 
 def shares(size: int, *, is_on_host: bool) -> list[tuple[int, int, bool, list[tuple[str, int]]]]:
-    """On each rank: bytes held, bytes held before by the plain configuration, are gradients equal, collectives."""
+    """On each rank: saved bytes, those of the plain configuration before, are gradients equal, collectives."""
     lock = threading.Lock()
 
     def run() -> tuple[int, int, bool, list[tuple[str, int]]]:

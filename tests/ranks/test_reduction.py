@@ -166,7 +166,7 @@ def test_a_pass_that_gives_no_weight_gradient_reduces_nothing(stage: int) -> Non
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_weight_gradients_that_arrive_without_hooks_are_reduced_by_the_verb(stage: int) -> None:
-    """A schedule's separate weight pass: gradients are computed apart and set by hand."""
+    """A schedule's separate weight pass: gradients are computed separately and assigned."""
 
     def job(is_apart: bool) -> dict[str, torch.Tensor]:
         engine = start(models.Plain, config(stage, units=UNITS))

@@ -26,7 +26,7 @@ from tests.ranks.training import (
 def test_a_block_that_runs_by_the_data_trains_as_in_one_process(accumulation: int) -> None:
     alone = train_alone(models.Branching, world=3, accumulation=accumulation, steps=4)
     for stage in STAGES:
-        # Stage 3 gathers what runs, so all ranks must run the same units: one unit holds the branches.
+        # Stage 3 gathers what runs, so all ranks must run the same units: one unit has both branches.
         settings = config(stage, gradient_accumulation_steps=accumulation, units={"names": ["blocks"]})
         assert_like_alone(train_ranks(3, models.Branching, settings, steps=4), alone, atol=1e-5)
     for stage in (0, 1, 2):

@@ -1,4 +1,4 @@
-"""The engine's face: what people's scripts call around forward, backward and step."""
+"""The engine's API: what scripts call around forward, backward and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that raises, leaves early or runs out of memory: every rank's error says where, and what can go on goes on."""
+"""A rank that raises, returns early or runs out of memory: every rank's error says where; ranks recover if possible."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_an_out_of_memory_error_comes_with_the_ledger_and_the_change_that_saves_
         assert "DefaultCPUAllocator" in error.what
         assert "step 1" in error.where
         assert isinstance(error.__cause__, RuntimeError)
-        # On CPU everything in the process counts, so for a model this small the rest is what saves most.
+        # On CPU everything in the process counts, so for a model this small other memory saves most.
         assert 'halve "train_micro_batch_size_per_gpu" (2)' in error.do
 
 

@@ -1,4 +1,4 @@
-"""`GatheredParameters`: sharded parameters, whole inside a block, for whoever reads or changes them."""
+"""`GatheredParameters`: sharded parameters are gathered inside a block, to be read or changed."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ from tests.ranks.training import (
 
 
 class Initialised(WithBuffers):
-    """Touches parameters of its children again in its constructor, as models do."""
+    """Modifies parameters of its children again in its constructor, as models do."""
 
     def __init__(self) -> None:
         super().__init__()

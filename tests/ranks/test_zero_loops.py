@@ -239,7 +239,7 @@ def test_a_state_dict_is_loaded_inside_gathered_parameters(stage: int, sections:
 
     for found in run_ranks(2, job):
         for name, parameter in other.named_parameters():
-            # Where the 16-bit value is the old one, the old master weight stays, bits below it included.
+            # Where the 16-bit value is the old one, the old main parameter stays, bits below it included.
             dtype = torch.bfloat16 if sections else torch.float32
             assert torch.equal(found[name].to(dtype), parameter.detach().to(dtype))
 

@@ -1,4 +1,4 @@
-"""Bytes held by a rank: what the paper's formulas say, what the ledger says, and what is really alive are one number.
+"""Bytes of a rank: the paper's formulas, the ledger and the live tensors give the same number.
 
 Formulas: ZeRO (arXiv:1910.02054), section 3 and figure 1. Psi parameters, N ranks, K = 12 bytes of Adam state and fp32
 master weight.
@@ -53,7 +53,7 @@ def adam(parameters: Iterable[Any]) -> torch.optim.Optimizer:
 
 
 def formula(stage: int, num_ranks: int) -> float:
-    """Bytes of parameters, gradients, master weights and optimizer state."""
+    """Bytes of parameters, gradients, main parameters and optimizer state."""
     k = 12
     return {
         0: (2 + 2 + k) * PSI,
@@ -115,7 +115,7 @@ def test_the_ledger_equals_the_live_tensors_between_steps(stage: int) -> None:
         return found
 
     for alive, held in run_ranks(3, job):
-        # One element for each parameter's stand-in and for each piece's step count, a few views of offsets and orders.
+        # One element for each placeholder and for each range's step count, a few views of offsets and order.
         assert held <= alive <= held + 2048
 
 
@@ -177,7 +177,7 @@ def test_in_the_middle_of_backward_only_activations_and_one_units_gradients_are_
         else:
             assert gathered == {}
         activations = 10 * 2 * (2 * (480 + 4 * 256) + 16 * 8)  # rows x sequence x bytes x widths, generously
-        gradients = 2 * 2 * unit_numel  # autograd's of one unit, and the slab in which they are reduced
+        gradients = 2 * 2 * unit_numel  # autograd's of one unit, and the staging buffer in which they are reduced
         assert ledger.held <= alive <= ledger.held + activations + gradients
 
 

@@ -71,7 +71,7 @@ ZOO = [
 @pytest.mark.parametrize("model", ZOO, ids=lambda model: model.__name__)
 def test_every_stage_trains_the_model_as_one_process_does(model: type[nn.Module], world: int) -> None:
     alone = train_alone(model, world=world)
-    # Shoal keeps an fp32 master of a bf16 parameter, plain PyTorch does not: they differ by a bit or two of 8.
+    # Shoal has an fp32 main parameter of a bf16 parameter, plain PyTorch does not: they differ by a bit or two of 8.
     atol = 2e-3 if model is models.SeveralDtypes else 1e-5
     for stage in STAGES if world > 1 else (0, 3):  # on one rank the stages are one
         results = train_ranks(world, model, config(stage))

@@ -167,7 +167,7 @@ def test_any_model_ends_where_one_process_ends(
         alone = train_alone(factory, optimizer, **arguments)
         expected, atol = alone.parameters, 1e-5
     else:
-        # A master weight that differs in its last bit may round to another 16-bit parameter, and the gradients of the
+        # A main parameter that differs in its last bit may round to another 16-bit parameter, and the gradients of the
         # second step then differ by 1 part in 2^8 (bf16) or 2^11 (fp16); learning rates are below 0.05.
         dtype, scale, atol = (torch.bfloat16, 1.0, 2e-3) if precision == "bf16" else (torch.float16, 128.0, 2.5e-4)
         section = {precision: {"enabled": True} if precision == "bf16" else {"enabled": True, "loss_scale": scale}}

@@ -1,4 +1,4 @@
-"""Parameters that another module reads than the one that holds them."""
+"""Parameters that are read by another module than the one that owns them."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def named(engine: shoal.Engine) -> dict[str, nn.Parameter]:
 
 
 def main_parameters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
-    """The whole master weights of what is trained, by name; copies."""
+    """The whole main parameters, by name; copies."""
     named = engine.module.named_parameters()
     return {name: engine.access.full_parameter(p).clone() for name, p in named if engine.access.knows(p)}
 
@@ -87,7 +87,7 @@ def main_parameters(engine: shoal.Engine) -> dict[str, torch.Tensor]:
 class Trained:
     losses: list[float] = field(default_factory=list)  # one a step, the mean over micro-batches
     norms: list[float] = field(default_factory=list)
-    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as the model holds them, whole
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)  # as in the model, whole
     main_parameters: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -114,7 +114,7 @@ def run_steps(engine: shoal.Engine, steps: int, *, first: int = 0, style: str = 
 
 
 def finish(engine: shoal.Engine, losses: list[float]) -> Trained:
-    """Masters and parameters, then the engine's end."""
+    """Read main parameters and parameters, then destroy the engine."""
     model = engine.module
     trained = Trained(losses=losses)
     trained.main_parameters = main_parameters(engine)
@@ -194,7 +194,7 @@ def train_by_hand(
     scale: float = 1.0,
 ) -> Trained:
     """Mixed precision in plain PyTorch: each rank's gradients in ``dtype``, accumulated and then summed in rank order
-    in fp32, and an fp32 master copy that the optimizer updates."""
+    in fp32, and fp32 main parameters that the optimizer updates."""
     model = make(factory)
     parameters = [p for p in model.parameters() if p.requires_grad]
     main_parameters = [nn.Parameter(p.detach().clone()) for p in parameters]
@@ -263,7 +263,7 @@ def assert_ranks_agree(results: list[Trained]) -> None:
 
 
 def assert_like_alone(results: list[Trained], alone: Trained, *, atol: float) -> None:
-    """All ranks agree, and parameters, mean losses and norms are those of one process within ``atol``."""
+    """All ranks have equal results, and parameters, mean losses and norms are those of one process within ``atol``."""
     assert_ranks_agree(results)
     difference = largest_difference(results[0].parameters, alone.parameters)
     assert difference <= atol

@@ -32,7 +32,7 @@ class MemorySource:
 
 
 def trained() -> MemorySource:
-    """A small model with a tied weight and a buffer, computed in bf16 with fp32 master weights, and Adam's state."""
+    """A small model with a tied weight and a buffer, computed in bf16 with fp32 main parameters, and Adam's state."""
     generator = torch.Generator().manual_seed(3)
     model = {
         "embedding.weight": torch.randn(7, 4, generator=generator),

@@ -60,7 +60,7 @@ def step_whole(case: Case, make: Make) -> list[torch.Tensor]:
 
 
 def step_sharded(case: Case, make: Make, size: int, *, knows_layout: bool) -> list[torch.Tensor]:
-    """The same on ``size`` ranks; every rank holds one range of one bucket.
+    """The same on ``size`` ranks; every rank owns one range of one buffer.
 
     Args:
         knows_layout: the pieces say where parameters lie, else the optimizer has to ask.

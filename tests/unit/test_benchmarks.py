@@ -50,7 +50,7 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None
 
 def test_the_largest_model_fills_both_memories() -> None:
     plan = TrainingPlan("", device=4, state=12, host=16, config={})
-    assert plan.best(40e9, 1e15) == (10e9, 1.0)  # the device holds parameters and gradients alone
+    assert plan.best(40e9, 1e15) == (10e9, 1.0)  # the device stores parameters and gradients alone
     numel, ratio = plan.best(140e9, 120e9)
     assert numel * (4 + (1 - ratio) * 12) == pytest.approx(140e9)
     assert numel * ratio * 16 == pytest.approx(120e9)

@@ -181,7 +181,7 @@ def test_a_pickle_in_the_place_of_any_file_never_runs(root: Path, tmp_path: Path
 
 
 def test_no_source_can_turn_data_into_code() -> None:
-    """Beside what the rules of the house forbid: the other ways to run what a file says."""
+    """Besides the calls that test_house forbids: the other ways to execute the contents of a file."""
     forbidden = {
         "__import__", "compile", "importlib.import_module", "importlib.util.spec_from_file_location", "runpy.run_path",
         "runpy.run_module", "torch.jit.load", "torch.package.PackageImporter", "torch.hub.load", "joblib.load",
@@ -440,7 +440,7 @@ def test_a_file_that_becomes_a_link_after_it_was_looked_at_is_not_followed(root:
 
 
 def test_a_manifest_of_holes_allocates_no_memory(root: Path) -> None:
-    """Files with holes are long and take no room: their length must not be believed."""
+    """Files with holes are long and use no space: their length must not be trusted."""
     (root / "step2" / "extra.safetensors").touch()
     os.truncate(root / "step2" / "extra.safetensors", 1 << 42)
     os.truncate(root / "step2" / "manifest.json", 1 << 36)

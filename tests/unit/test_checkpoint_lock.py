@@ -1,4 +1,4 @@
-"""One job saves to a folder: a second one is told who; a lock whose owner is gone is broken, and no other."""
+"""One job saves to a folder: a second one gets an error that names it; only a lock of a dead process is broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shoal.errors import CheckpointError
 from shoal.process import FileOwner
 from tests.unit.checkpoint_maker import local, make
 
-SHORT_SECONDS = 0.2  # a foreign lock is watched for so long in these tests
+SHORT_SECONDS = 0.2  # a lock of another process is watched for so long in these tests
 LONG_SECONDS = 10.0  # longer than any of these tests may wait
 QUICK_SECONDS = 5.0  # asking the kernel takes less, on the slowest machine
 
@@ -41,7 +41,7 @@ time.sleep(60)
 
 @contextmanager
 def other_job(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the folder's lock."""
+    """Another process that has the folder's lock."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

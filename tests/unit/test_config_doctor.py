@@ -1,4 +1,4 @@
-"""``shoal doctor``: the verdict on each key, problems, notes and the effective values."""
+"""``shoal doctor``: the support of each key, problems, notes and the effective values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_good_file_passes_and_shows_support_values_and_notes(capsys: pytest.Ca
     code, out = run(capsys, RECIPES / "zero2_config_accelerate.json", 2)
     assert code == 0
     assert "no effect: gradients always lie in one flat bucket for each unit" in out
-    assert "a client has to fill it in" in out
+    assert "a client has to replace it" in out
     assert "Nothing is wrong." in out
     assert [line.split() for line in out.splitlines() if line.strip().startswith("train_batch_size")] == [
         ["train_batch_size", '"auto"', "resolved:", "see", "its", "value", "below"],

@@ -1,4 +1,4 @@
-"""Keys that are supported, set where they cannot have an effect: each is told of, with the reason."""
+"""Keys that are supported, set where they cannot have an effect: each is reported, with the reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ AWAY = "zero_optimization.offload_optimizer"
         ),
         (
             {"checkpoint": {"keep_every": 5}},
-            "checkpoint.keep_every = 5: no effect here: checkpoint.keep_last is 0, so every checkpoint is kept.",
+            "checkpoint.keep_every = 5: no effect here: checkpoint.keep_last is 0, so no checkpoint is removed.",
         ),
         (
             {"csv_monitor": {"job_name": "x"}},

@@ -94,7 +94,7 @@ def test_a_write_that_the_device_fails_cannot_be_read_until_it_was_written_again
         read.wait()
     assert lost.value.code == "tier-io"
     monkeypatch.undo()
-    tier.read(extent, aligned_empty(20_480)).wait()  # what was not touched is as it was
+    tier.read(extent, aligned_empty(20_480)).wait()  # ranges that were not written are unchanged
     tier.write(extent, values(4096), 20_480).wait()
     tier.read(extent, aligned_empty(40_960)).wait()
 
@@ -278,7 +278,7 @@ def test_a_full_disk_is_an_error_with_what_is_needed_and_available_and_leaves_no
         tier.allocate("more", 2 * 2**20)
     assert "2 MiB (2097152 bytes) are needed" in str(found.value)
     assert sorted(os.listdir(tier.path)) == ["extent-0000.bin", "owner.json"]
-    again = tier.allocate("more", 65_536)  # the failed one left its room
+    again = tier.allocate("more", 65_536)  # the failed one has freed its space
     tier.write(again, values(65_536)).wait()
     tier.close()
     assert os.listdir(small_disk) == []
@@ -291,7 +291,7 @@ def fill_up(path: Path) -> None:
 
 
 def test_a_disk_that_fills_up_while_running_is_an_error_of_the_write(small_disk: Path) -> None:
-    """The room that was taken is given away by a hole, as file systems do that copy on write."""
+    """A hole frees the allocated space, as file systems do that copy on write."""
     tier = DiskTier(small_disk, rank=0, num_threads=1, block_nbytes=BLOCK)
     extent = tier.allocate("a", 2**20)
     os.truncate(extent.path, 0)

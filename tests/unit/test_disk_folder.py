@@ -1,4 +1,4 @@
-"""A tier's folder is its own: dead processes' are cleared away, and nobody else's is touched."""
+"""A tier's folder is its own: folders of dead processes are removed, and no other folder is changed."""
 
 from __future__ import annotations
 

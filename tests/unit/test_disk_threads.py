@@ -13,7 +13,7 @@ from shoal.memory.io_threads import IoThreads, Piece
 
 
 class Step:
-    """An operation of ``num_pieces`` pieces that writes down what it does, and may wait for a gate."""
+    """An operation of ``num_chunks`` chunks that records what it does, and may wait for a gate."""
 
     def __init__(
         self,
@@ -24,18 +24,18 @@ class Step:
         *,
         is_write: bool,
         key: object = "file",
-        num_pieces: int = 1,
+        num_chunks: int = 1,
         gate: threading.Event | None = None,
         error: BaseException | None = None,
     ) -> None:
         self.key = key
         self.start, self.stop, self.is_write = start, stop, is_write
-        self.log, self.name, self.num_pieces, self.gate, self.error = log, name, num_pieces, gate, error
+        self.log, self.name, self.num_chunks, self.gate, self.error = log, name, num_chunks, gate, error
         self.ended_with: list[BaseException | None] = []
 
     def begin(self) -> Sequence[Piece]:
         self.log.append(f"{self.name} begins")
-        return [self._piece] * self.num_pieces
+        return [self._piece] * self.num_chunks
 
     def _piece(self, bounce: torch.Tensor) -> None:
         assert bounce.shape == (4096,)
@@ -89,7 +89,7 @@ def test_a_write_waits_for_earlier_reads_but_reads_do_not_wait_for_each_other(th
 
 def test_writes_of_the_same_bytes_keep_their_order(threads: IoThreads) -> None:
     log: list[str] = []
-    tickets = [threads.submit(Step(log, f"{i}", 0, 4, is_write=True, num_pieces=3)) for i in range(8)]
+    tickets = [threads.submit(Step(log, f"{i}", 0, 4, is_write=True, num_chunks=3)) for i in range(8)]
     for ticket in tickets:
         ticket.wait(20)
     assert [entry for entry in log if entry.endswith("ends")] == [f"{i} ends" for i in range(8)]
@@ -98,7 +98,7 @@ def test_writes_of_the_same_bytes_keep_their_order(threads: IoThreads) -> None:
 
 def test_a_failure_is_raised_by_its_own_ticket_every_time_and_skips_the_remaining_chunks(threads: IoThreads) -> None:
     log: list[str] = []
-    step = Step(log, "bad", 0, 4, is_write=True, num_pieces=50, error=OSError(5, "Input/output error"))
+    step = Step(log, "bad", 0, 4, is_write=True, num_chunks=50, error=OSError(5, "Input/output error"))
     bad = threads.submit(step)
     good = threads.submit(Step(log, "good", 0, 4, is_write=True))
     good.wait(20)
@@ -111,7 +111,7 @@ def test_a_failure_is_raised_by_its_own_ticket_every_time_and_skips_the_remainin
 
 def test_an_operation_without_chunks_is_done(threads: IoThreads) -> None:
     log: list[str] = []
-    threads.submit(Step(log, "empty", 0, 0, is_write=True, num_pieces=0)).wait(20)
+    threads.submit(Step(log, "empty", 0, 0, is_write=True, num_chunks=0)).wait(20)
     assert log == ["empty begins", "empty ends"]
 
 
@@ -178,7 +178,7 @@ def test_a_thread_that_a_device_blocks_does_not_block_closing_and_keeps_its_file
     log: list[str] = []
     gate = threading.Event()
     threads = IoThreads(1, name="test", bounce_nbytes=4096, max_pending=8)
-    stuck = Step(log, "stuck", 0, 1, is_write=True, gate=gate, num_pieces=2)
+    stuck = Step(log, "stuck", 0, 1, is_write=True, gate=gate, num_chunks=2)
     ticket = threads.submit(stuck)
     with pytest.raises(TierError, match=r"not done after 0\.1 seconds"):
         ticket.wait(0.1)

@@ -22,7 +22,7 @@ from tests.fixtures.deepspeed.make import CASES
 from tests.fixtures.deepspeed.model import build_model
 from tests.unit.deepspeed_made import DTYPES, MADE, MATRICES, VECTORS, everything, made
 
-# What the processes held
+# The values of the processes
 
 
 @pytest.mark.parametrize("case", CASES)

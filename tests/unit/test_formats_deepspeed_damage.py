@@ -198,7 +198,7 @@ def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: 
         before = file.read_bytes()
         state = open_file(file, verify=False)
         inner = state.get("optimizer_state_dict")
-        if inner is not None:  # the stand-ins cannot be saved
+        if inner is not None:  # the fakes cannot be saved
             plain = {"loss_scaler": None, "param_slice_mappings": None, "zero_stage": int(inner.get("zero_stage", 0))}
             state = {"optimizer_state_dict": inner | plain}
         spoiled = spoil(state, generator)

@@ -1,4 +1,4 @@
-"""What a step frees stays with the process for the next step, and goes back to the kernel where it piles up."""
+"""Memory that a step frees stays in the process for the next step, and returns to the kernel above a limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def faults_and_given_mib(mode: str) -> tuple[int, int]:
 
 def test_blocks_that_are_taken_again_are_not_cleared_again_and_go_back_when_asked() -> None:
     faults, given = faults_and_given_mib("keep")
-    assert faults < 200  # of the 52,000 pages that were touched
+    assert faults < 200  # of the 52,000 pages that were written
     assert given >= 45
     assert faults_and_given_mib("as it is")[0] > 10_000
 
@@ -112,7 +112,7 @@ def test_what_the_user_said_about_the_heap_stays(monkeypatch: pytest.MonkeyPatch
     assert heap() is None
 
 
-# Where a step's places lie is told by the map of the process.
+# The map of the process shows where a step's blocks lie.
 LASTS = """
 import sys, torch, shoal
 from shoal.host_heap import HostHeap

@@ -55,7 +55,7 @@ def gradients(numel: int, dtype: torch.dtype, number: int = 3) -> list[torch.Ten
 def by_the_optimizer(
     name: str, start: torch.Tensor, grads: list[torch.Tensor], parameter: torch.dtype | None, gradient_scale: float
 ) -> list[torch.Tensor]:
-    """What the step without offload does with one piece: cast, scale, ``step()``, round."""
+    """The step without offload for one part: cast, scale, ``step()``, round."""
     main = torch.nn.Parameter(start.clone())
     optimizer = optimizer_of(name, main)
     for grad in grads:
@@ -165,7 +165,7 @@ def test_the_threads_leave_torchs_own_number_of_threads_as_it_is() -> None:
 
 
 def test_a_range_split_as_in_the_step_without_offload_has_the_same_bits() -> None:
-    """An optimizer over pieces of 2048 elements against one update in blocks of 1024."""
+    """An optimizer over parts of 2048 elements against one update in blocks of 1024."""
     start, grads = torch.linspace(-1, 1, 8192 + 128), gradients(8192 + 128, BF16)
     pieces = [slice(low, low + 2048) for low in range(0, 8192 + 128, 2048)]
     expected = [by_the_optimizer("AdamW", start[p], [grad[p] for grad in grads], BF16, 0.5) for p in pieces]

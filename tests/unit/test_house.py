@@ -1,4 +1,4 @@
-"""The rules of the house, as tests: what no file may say, and what every page must keep."""
+"""The rules of this repository, as tests: what no file may contain, and what every page must have."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_only_device_and_comm_name_cuda() -> None:
 
 
 def test_only_comm_and_launch_name_torch_distributed() -> None:
-    # torch.distributed.checkpoint is a format: its own rooms read and write it, without a collective.
+    # torch.distributed.checkpoint is a format: its own modules read and write it, without a collective.
     # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names; a PartitionedTensor
     # and reduce_scatter_coalesced() are given one of torch's groups.
     given = ("shoal/compat/partitioned_tensor.py", "shoal/compat/coalesced.py")
@@ -155,7 +155,7 @@ def test_the_environment_is_read_in_one_kind_of_file_and_written_in_none() -> No
                 and not isinstance(node.ctx, ast.Load)
             ):
                 writes.append(f"{place}:{node.lineno}")
-        # child.py is a rank's first breath: it hands the environment on to the program that it becomes.
+        # child.py is the start of a rank: it passes the environment on to the program that it executes.
         if not place.endswith(("/environment.py", "shoal/launch/child.py")):
             reads += [f"{place}:{line}" for name in ("os.environ", "os.getenv") for line in uses(tree, name)]
     assert writes == []
@@ -163,7 +163,7 @@ def test_the_environment_is_read_in_one_kind_of_file_and_written_in_none() -> No
 
 
 def test_no_module_but_the_command_line_and_compat_imports_shoal() -> None:
-    """The face imports every floor, so a floor that imports the face imports upward."""
+    """``shoal/__init__.py`` imports every layer, so a layer that imports it imports upward."""
     found = [
         f"{place}:{line}"
         for place, tree in trees()
@@ -249,7 +249,7 @@ def test_circles_are_found() -> None:
 
 
 def test_no_modules_import_each_other_but_the_known_ones() -> None:
-    """Inside packages too, where the contract about floors says nothing."""
+    """Inside packages too, which the contract about layers does not check."""
     parsed = {place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree for place, tree in trees()}
     found = circles({module: imports_of(tree, set(parsed)) for module, tree in parsed.items()})
     known = [frozenset(circle.split()) for circle in KNOWN_CIRCLES]

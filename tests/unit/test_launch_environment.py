@@ -1,4 +1,4 @@
-"""What a process is told by its launcher."""
+"""The variables that a launcher sets for a process."""
 
 from __future__ import annotations
 

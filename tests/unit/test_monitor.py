@@ -77,7 +77,7 @@ def test_a_monitor_without_writers_reads_no_value() -> None:
 
 
 class Recorded:
-    """A stand-in for a service's package, an experiment or a run: it notes what is called."""
+    """A fake of a service's package, an experiment or a run: it records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

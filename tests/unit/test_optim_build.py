@@ -1,4 +1,4 @@
-"""Optimizers by name from a configuration: DeepSpeed's names, defaults and quirks, and all mistakes told at once."""
+"""Optimizers by name from a configuration: DeepSpeed's names, defaults and quirks, and all mistakes in one error."""
 
 from __future__ import annotations
 

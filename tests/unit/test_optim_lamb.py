@@ -1,4 +1,4 @@
-"""LAMB: the update by hand, and the same bits however many ranks share a parameter."""
+"""LAMB: the update written out, and the same bits however many ranks share a parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon: the iteration and the update by hand, who does which matrix, and shards against whole parameters."""
+"""Muon: the iteration and the update written out, the assignment of matrices, and shards against whole parameters."""
 
 from __future__ import annotations
 

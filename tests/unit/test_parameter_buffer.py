@@ -1,4 +1,4 @@
-"""A bucket's parameters are views of it while it is whole, and stand-ins of the same shape while it is not."""
+"""The parameters of a buffer are views of it while it is gathered, and placeholders of the same shape while sharded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal.sharding.parameter_buffer import ParameterBuffer, placeholder
 
 
 def on_two_ranks(job: Callable[[ParameterBuffer, list[nn.Parameter]], Any]) -> list[Any]:
-    """Run ``job`` on a sharded bucket of a 3 x 5 matrix of ones and a vector of twos, whole and adopted."""
+    """Run ``job`` on a sharded buffer of a 3 x 5 matrix of ones and a vector of twos, gathered, with views attached."""
 
     def run() -> Any:
         world = current_world()

@@ -1,4 +1,4 @@
-"""The states of a unit: which moves exist, and what each state holds."""
+"""The states of a unit: which transitions exist, and the memory of each state."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,34 @@ class StreamCopies:
         with self._stream:
             yield CopyDone(event, self._device)
             event.record(self._stream)
+
+
+class ComputeStream:
+    """The stream in which a model computes. A script may choose another (``with torch.cuda.stream(s)``) at any time.
+
+    Args:
+        device: for the CPU, which has no streams, every method does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def follow(self, in_use: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        """Where the current stream is another than at the last call, make it wait for that one.
+
+        Args:
+            in_use: gives the tensors whose memory may be freed while the new stream uses it.
+        """
+        if self._stream is None:
+            return
+        current = torch.accelerator.current_stream(self._device)
+        if current == self._stream:
+            return
+        current.wait_stream(self._stream)
+        self._stream = current
+        for tensor in in_use():
+            tensor.record_stream(current)
 
 
 def mark(device: torch.device) -> CopyDone:

@@ -58,3 +58,22 @@ def test_training_from_host_memory_is_training_on_the_device(places: tuple[str, 
         assert found == expected
     else:  # the update on the host rounds otherwise
         assert found == pytest.approx(expected, rel=2e-2)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_training_in_a_stream_of_the_script_and_evaluating_in_the_default_one_changes_no_bit(stage: int) -> None:
+    def run(stream: torch.cuda.Stream) -> list[float]:
+        engine = shoal.initialize(model=copy.deepcopy(MODEL), config=config(stage))[0]
+        losses = []
+        for index in range(6):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)
+                engine.backward(loss_of(engine, index))
+                engine.step()
+            with torch.no_grad():
+                losses.append(loss_of(engine, 100 + index))
+        found = [float(loss) for loss in losses]
+        engine.destroy()
+        return found
+
+    assert run(torch.cuda.Stream()) == run(torch.cuda.default_stream())

@@ -16,6 +16,7 @@ from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.layout import BufferLayout
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
+MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
 MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into
 
 
@@ -32,16 +33,16 @@ class StagingBuffers:
     """Staging buffers by layout and dtype.
 
     Args:
-        max_buffers: of one layout, before one that peers may still read is waited for.
+        max_buffers: of one layout, before one that peers may still read is waited for; None: by ``device``.
 
     Memory: until ``clear()``, of each layout as many buffers as were ever in use at once, and up to ``max_buffers``
     where as many groups lie alike.
     """
 
-    def __init__(self, comm: Communicator, device: torch.device, max_buffers: int = MAX_BUFFERS) -> None:
+    def __init__(self, comm: Communicator, device: torch.device, max_buffers: int | None = None) -> None:
         self._comm = comm
         self._device = device
-        self._max_buffers = max_buffers
+        self._max_buffers = max_buffers or (MAX_BUFFERS if device.type == "cpu" else MAX_BUFFERS_ON_ACCELERATOR)
         self._free: dict[object, list[StagingBuffer]] = defaultdict(list)
         self._all: list[StagingBuffer] = []
         self._num_made: Counter[object] = Counter()

@@ -346,7 +346,7 @@ class _Builder:
 def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
     """A copy of the owned range, in the main parameters' dtype, where they are stored.
 
-    On the host it is pageable memory: it is not copied to the device, and page-locked memory comes in powers of two.
+    On the host it is pageable memory: it is not copied to the device.
     """
     if not is_offloaded:
         return source.to(dtype, copy=True)

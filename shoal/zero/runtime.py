@@ -394,12 +394,8 @@ class ShardedModel:
             if self._pass.outermost is None:
                 self._pass.outermost = backward_pass()
             return self._pass
-<<<<<<< HEAD
-        self.reducer.at_step = self._on_backward()  # first, since it may refuse
-=======
         self._follow_stream()
-        self._on_backward()  # first, since it may refuse
->>>>>>> gpu
+        self.reducer.at_step = self._on_backward()  # first, since it may refuse
         for group in self.trained_groups:
             group.gradient.take_back()
         self._pass = _Pass(

@@ -10,6 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shoal
+from shoal.device import host_empty
 from shoal.models.gpt import GPT, GPTConfig
 
 pytestmark = pytest.mark.device
@@ -77,3 +78,18 @@ def test_training_in_a_stream_of_the_script_and_evaluating_in_the_default_one_ch
         return found
 
     assert run(torch.cuda.Stream()) == run(torch.cuda.default_stream())
+
+
+def test_pinned_memory_has_the_size_that_was_asked_for() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    numel = 5 * 1024 * 1024 + 1  # 20 MiB of fp32, where torch's allocator would lock 32
+    before = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    host = host_empty(numel, torch.float32, device)
+    assert host.is_pinned()
+    assert host[7:].is_pinned()
+    assert torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) == before
+    source = torch.randn(numel, device=device)
+    host.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(host, source.cpu())
+    assert torch.equal(host.to(device), source)

@@ -84,6 +84,16 @@ def test_below_four_buffers_a_rank_allocates_a_new_one_instead_of_waiting_for_a_
     assert [reader.num_drained for reader in readers] == [1, 1, 0, 0, 0, 0]
 
 
+def test_on_an_accelerator_where_only_the_device_waits_two_are_made() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), torch.device("meta"))
+    for name in "abcd":
+        staging.register(layout_of(name))
+    for name in "abcd":
+        buffer = staging.acquire(layout_of(name), torch.float32)
+        staging.release(layout_of(name), buffer, Reader())
+    assert staging.nbytes == 2 * 128 * 4
+
+
 def test_a_group_whose_layout_is_its_own_has_one_buffer() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     staging.register(layout_of("a"))

@@ -83,7 +83,7 @@ def page() -> str:
     parts += table(engine, ENGINE_ATTRIBUTES, ENGINE_INSIDE)
     parts += methods(engine)
     parts += ["### DeepSpeed's names\n", said(shoal.Engine), *methods(shoal.Engine, without=set(dir(engine)))]
-    optimizer = importlib.import_module("shoal.zero.optimizer").ShardedOptimizer
+    optimizer = importlib.import_module("shoal.compat.optimizer").DeepSpeedShardedOptimizer
     parts += ["## The optimizer\n", *entry("ShardedOptimizer", optimizer, 3, signature=False), *methods(optimizer)]
     parts += ["## shoal.zero\n"]
     for name in shoal.zero.__all__:

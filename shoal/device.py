@@ -25,16 +25,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def read_scalar(tensor: torch.Tensor, *, when_fake: float) -> float:
-    """The value of a one-element tensor, or ``when_fake`` in a dry run.
-
-    Order: blocks the host until the value is there.
-    """
-    if is_fake(tensor):
-        return when_fake
-    return float(tensor.item())
-
-
 def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
     """The values of a 1-D tensor, or ``when_fake`` for each in a dry run.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shoal.compat.absent import not_built
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.compat.optimizer import DeepSpeedShardedOptimizer as ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
 
 

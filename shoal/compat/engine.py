@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
 from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
+from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.sparse_exchange import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.data import Loader
@@ -34,6 +35,7 @@ from shoal.zero.optimizer import ShardedOptimizer
 class DeepSpeedEngine(Engine):
     """An engine with DeepSpeed's names. The methods that return a value of the config are in ``engine_names``."""
 
+    optimizer_class = DeepSpeedShardedOptimizer
     follows_deepspeed = False  # as after deepspeed.initialize
     _is_averaging = True
 

@@ -1,7 +1,7 @@
 """The modules of DeepSpeed that only give its names to objects of Shoal and torch, as one table.
 
     name below ``deepspeed``      where an object is defined     its name; ``theirs=ours`` where the two differ
-    runtime.base_optimizer        shoal.zero.optimizer           DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
+    runtime.base_optimizer        shoal.compat.optimizer         DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer
 
 ``shoal.compat.table_finder`` makes a module when it is imported. A source that begins with a dot lies below
 ``shoal.compat.deepspeed``. An empty entry is a package that only contains other modules.
@@ -100,7 +100,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
         "shoal.parallel.rng_tracker": "CudaRNGStatesTracker=RngTracker",
     },
-    "runtime.base_optimizer": {"shoal.zero.optimizer": "DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer"},
+    "runtime.base_optimizer": {"shoal.compat.optimizer": "DeepSpeedOptimizer ZeROOptimizer=ShardedOptimizer"},
     "runtime.bf16_optimizer": {"shoal.compat.by_stage": "BF16_Optimizer"},
     "runtime.comm": {},
     "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},

@@ -10,7 +10,6 @@ Without fp16 the loss scale is 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.device import read_scalar
 from shoal.errors import AssertedUsageError, ConfigError, UsageError
 from shoal.optim.loss_scale import LossScale
 
@@ -168,17 +166,11 @@ class Accumulation:
             return 1.0 / self.num_micro if self.is_managed else 1.0
         return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
 
-    def are_losses_finite(self) -> bool:
-        """Set ``mean_loss``. Returns: is it finite?
-
-        Order: on an accelerator the host waits for the losses; right after this it waits for the gradients anyway.
-        """
+    def compute_mean_loss(self) -> torch.Tensor | None:
+        """The mean of the losses, where they are. Shape: [], fp32. The host does not wait for it."""
         if not self.losses:
-            self.mean_loss = None
-            return True
-        mean = torch.stack([loss.reshape(()).float() for loss in self.losses]).mean()
-        self.mean_loss = read_scalar(mean, when_fake=0.0)
-        return math.isfinite(self.mean_loss)
+            return None
+        return torch.stack([loss.reshape(()).float() for loss in self.losses]).mean()
 
     def refuse_mixed(self, num_plain_passes: int) -> None:
         """Raises: UsageError: ``engine.backward(loss)`` and ``loss.backward()`` were both used in one step.

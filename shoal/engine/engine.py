@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.compiler import refuse_cuda_graphs
 from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
@@ -25,7 +26,7 @@ from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
-from shoal.errors import NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
+from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
@@ -49,6 +50,8 @@ class Engine(nn.Module):
         run_state        schedule, data loader, curriculum                      what a checkpoint saves beside tensors
         checkpointing, weights, offloaded                                       what moves the state elsewhere
     """
+
+    optimizer_class: type[ShardedOptimizer] = ShardedOptimizer  # of what ``initialize`` returns
 
     def __init__(
         self,
@@ -80,7 +83,7 @@ class Engine(nn.Module):
         self.client_optimizer: Any = None if sharding.step is None else sharding.step.optimizer
         self.sharded_optimizer: ShardedOptimizer | None = None
         if sharding.step is not None:
-            self.sharded_optimizer = ShardedOptimizer(
+            self.sharded_optimizer = self.optimizer_class(
                 sharding.step,
                 self._step_now,
                 self.zero_grad,
@@ -231,7 +234,8 @@ class Engine(nn.Module):
             )
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
         sharding.reduce_all()
-        status = sharding.synchronize_status(is_loss_finite=accumulation.are_losses_finite())
+        status = sharding.synchronize_status(accumulation.compute_mean_loss())
+        accumulation.mean_loss = status.mean_loss
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
         self._was_step_applied = False
@@ -295,7 +299,7 @@ class Engine(nn.Module):
         Args:
             compile_kwargs: passed to ``torch.compile``.
 
-        Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd.
+        Raises: NotBuiltError: a schedule of DeepCompile's, or compiled autograd. ModelError: CUDA graphs at stage 3.
         """
         self._check_alive()
         if schedule is not None or compiled_autograd_enabled:
@@ -304,6 +308,11 @@ class Engine(nn.Module):
                 do="leave schedule and compiled_autograd_enabled out.",
             )
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        try:
+            refuse_cuda_graphs(self.module, self.properties.stage, self.device)
+        except ModelError:
+            self.module._compiled_call_impl = None
+            raise
 
     @property
     def is_compiled(self) -> bool:

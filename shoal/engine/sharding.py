@@ -77,13 +77,13 @@ class Sharding:
         self.check.follow()  # before the update overwrites what the script has changed
         self.model.reducer.complete_step()
 
-    def synchronize_status(self, *, is_loss_finite: bool) -> GlobalStatus:
-        """Exchange norm, overflow and missing gradients.
+    def synchronize_status(self, mean_loss: torch.Tensor | None) -> GlobalStatus:
+        """Exchange norm, loss, overflow and missing gradients.
 
         Communicates: one exchange of 4 numbers per rank; two more of a few bytes where a gradient is missing or late.
         """
         device = self._device.torch_device
-        return synchronize_status(self.groups, self.model.reducer, self._axes, device, is_loss_finite=is_loss_finite)
+        return synchronize_status(self.groups, self.model.reducer, self._axes, device, mean_loss)
 
     def refuse_unused(self, status: GlobalStatus, step: int) -> None:
         """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""

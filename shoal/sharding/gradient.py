@@ -68,6 +68,20 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
     return norm * norm
 
 
+def sums_of_squares(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``sum_of_squares`` of each; on an accelerator in one kernel for all of a dtype. Shape of each: []."""
+    if not flats or flats[0].device.type == "cpu":
+        return [sum_of_squares(flat) for flat in flats]
+    found = [torch.zeros((), dtype=torch.float32, device=flat.device) if not flat.numel() else flat for flat in flats]
+    for dtype in {flat.dtype for flat in flats if flat.numel()}:
+        places = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        norms = torch._foreach_norm([flats[index] for index in places], 2, dtype=wide)
+        for index, square in zip(places, torch._foreach_mul(norms, norms), strict=True):
+            found[index] = square
+    return found
+
+
 def coalesced(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A sparse gradient with one entry a row, entries of a row added up in ``dtype`` (fp32 at least), as ``dtype``."""
     wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.to(torch.float32)
@@ -131,7 +145,7 @@ class GradientBuffer:
         self.is_offloaded = False  # a sharded accumulator moves to the host whenever it has been reduced into
         self._fetch: Callable[[], torch.Tensor] | None = None  # returns the accumulator that was offloaded
         self._offloaded_version = 0
-        self._offloaded_norm: torch.Tensor | None = None
+        self.offloaded_norm_squared: torch.Tensor | None = None  # of an accumulator that is on the host
 
     # memory
 
@@ -143,7 +157,7 @@ class GradientBuffer:
             is_for_step: the step will ask for the norm, so it is computed now.
         """
         owned = self.owned()
-        self._offloaded_norm = sum_of_squares(owned) if is_for_step else None
+        self.offloaded_norm_squared = sums_of_squares([owned])[0] if is_for_step else None
         self._offloaded_version = owned._version
         self._fetch, self._accumulator = fetch, None
 
@@ -154,7 +168,7 @@ class GradientBuffer:
 
     def _fetch_back(self) -> None:
         if self._fetch is not None:
-            fetch, self._fetch = self._fetch, None
+            fetch, self._fetch, self.offloaded_norm_squared = self._fetch, None, None
             self._accumulator = fetch().to(self.buffer.full.device, copy=True)
             self.num_reductions += 1  # the caller may change them from now on
 
@@ -388,16 +402,14 @@ class GradientBuffer:
         shard.redistribute(self.row.gradient_at_step).wait()
         self.state = GradientState.REDUCED
 
-    def norm_squared(self) -> torch.Tensor:
-        """Sum of squares of this rank's range, also where the whole is on every rank. Shape: [], fp32."""
-        if self._fetch is not None and self._offloaded_norm is not None:
-            return self._offloaded_norm
+    def norm_part(self) -> torch.Tensor:
+        """What this rank adds to the global norm: its range, also where the whole is on every rank. 1-D."""
         owned = self.owned()
         comm = self.buffer.comm
         if self._is_whole_at_step and comm.size > 1:
             begin, end = self.layout.owned(comm.rank)
             owned = owned[begin:end]
-        return sum_of_squares(owned)
+        return owned
 
     def write(self, slot: int, segment: Segment, values: torch.Tensor) -> None:
         """Set this rank's part of one parameter's reduced gradient. ``values``: 1-D."""
@@ -411,7 +423,7 @@ class GradientBuffer:
             self._shown = []
             for parameter in self.parameters:
                 parameter.grad = None
-        self._fetch = self._offloaded_norm = None
+        self._fetch = self.offloaded_norm_squared = None
         if self.is_offloaded or self.is_view:
             self._accumulator, self._views, self._reader = None, [], None
         self.state = GradientState.NONE

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shoal.sharding.gradient import GradientBuffer, GradientState, coalesced, sum_of_squares
+from shoal.sharding.gradient import GradientBuffer, GradientState, coalesced
 from shoal.sharding.layout import Segment
 from shoal.sharding.sparse_sum import exchange_counts, sum_rows
 
@@ -143,13 +143,13 @@ class SparseGradient(GradientBuffer):
         self._total = values.to(self._sum_dtype).view(self._spec.shape).to_sparse(1)
         self._show()
 
-    def norm_squared(self) -> torch.Tensor:
+    def norm_part(self) -> torch.Tensor:
         total, rank, size = self._total, self._comm.rank, self._comm.size
         if total is None:
-            return torch.zeros((), dtype=torch.float32, device=self.buffer.full.device)
+            return torch.empty(0, dtype=self._sum_dtype, device=self.buffer.full.device)
         values = total.values() if total.is_sparse else total
         begin, end = (len(values) * number // size for number in (rank, rank + 1))
-        return sum_of_squares(values[begin:end].reshape(-1))
+        return values[begin:end].reshape(-1)
 
     def owned(self) -> torch.Tensor:
         """The gradient in one flat tensor, for the accessors; a copy."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.errors import OptimizerError, UsageError
-from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.optim.loss_scale import LossScale
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.step import ShardedStep
@@ -19,7 +19,7 @@ from shoal.zero.step import ShardedStep
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     """Optimizer state keyed by the model's parameters, read from the pieces.
 
-    The pieces of master weights that ``single_partition_of_fp32_groups`` lists are keys too; iterating leaves them out.
+    The 1-D ranges of main parameters that the optimizer steps are keys too; iterating leaves them out.
 
     A value that has one element per element of the parameter is given as this rank's part of it: in the parameter's
     shape where this rank owns all of it, else 1-D. Other values (``step``) are given as they are.
@@ -35,21 +35,21 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
 
     def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
         if id(parameter) not in self._home:
-            return self._of_piece(parameter)
+            return self._of_range(parameter)
         group, slot, _ = self._home[id(parameter)]
         with group.resident():
             return self._read(group, slot)
 
-    def _of_piece(self, master: torch.Tensor) -> dict[str, Any]:
-        """The state of one of the 1-D pieces that ``single_partition_of_fp32_groups`` lists."""
+    def _of_range(self, main: torch.Tensor) -> dict[str, Any]:
+        """The state of one of the ranges that the optimizer steps."""
         for group in self._step.groups:
-            for piece in group.ranges:
-                if piece.param is master:
+            for part in group.ranges:
+                if part.param is main:
                     with group.resident():
-                        held = self._step.optimizer.state.get(master, {})
+                        held = self._step.optimizer.state.get(main, {})
                         is_copied = group.disk is not None
                         return {k: v.clone() if is_copied and torch.is_tensor(v) else v for k, v in held.items()}
-        raise KeyError(master)
+        raise KeyError(main)
 
     def _read(self, group: ParameterGroup, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -82,11 +82,7 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
             return False
 
 
-class DeepSpeedOptimizer:
-    """The base of every optimizer that ``initialize`` returns, under DeepSpeed's name: clients ask ``isinstance``."""
-
-
-class StepStatus:
+class LastStep:
     """What the last step did. One object, so that whoever copies the optimizer's attributes sees the same."""
 
     def __init__(self, scaler: LossScale | None) -> None:
@@ -96,47 +92,7 @@ class StepStatus:
         self.scaler = scaler  # fp16's
 
 
-class LossScaler:
-    """A loss scale under the names of DeepSpeed's ``LossScaler``."""
-
-    def __init__(self, status: StepStatus) -> None:
-        self._status = status
-
-    @property
-    def cur_scale(self) -> float:
-        return self._status.loss_scale
-
-    @property
-    def loss_scale(self) -> float:
-        return self._status.loss_scale
-
-    @property
-    def dynamic(self) -> bool:
-        return self._status.is_dynamic
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        return self._status.is_dynamic
-
-    @property
-    def cur_iter(self) -> int:
-        return self._status.scaler.iteration if self._status.scaler is not None else 0
-
-    @property
-    def scale_window(self) -> int | None:
-        return self._dynamic.loss_scale_window if self._dynamic else None
-
-    @property
-    def min_loss_scale(self) -> float | None:
-        return self._dynamic.min_loss_scale if self._dynamic else None
-
-    @property
-    def _dynamic(self) -> LossScaleSettings | None:
-        scaler = self._status.scaler
-        return scaler.settings if scaler is not None and self._status.is_dynamic else None
-
-
-class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer):
     """What ``initialize`` returns as the optimizer.
 
     ``param_groups`` are the very dicts of the wrapped optimizer (a schedule that holds either sees the other's changes)
@@ -166,7 +122,7 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._engine_step = engine_step
         self._zero_grad = zero_grad
         self._state = StateByParameter(step)
-        self._status = StepStatus(loss_scale)
+        self._status = LastStep(loss_scale)
         self._local_gradient = local_gradient
         if offload is not None:
             self.parameter_offload = offload  # clients ask hasattr: DeepSpeed has it at stage 3 alone
@@ -216,71 +172,10 @@ class ShardedOptimizer(DeepSpeedOptimizer, torch.optim.Optimizer):
         self._status.loss_scale = value
 
     @property
-    def cur_scale(self) -> float:
-        """DeepSpeed's name for ``loss_scale``."""
-        return self.loss_scale
-
-    def needs_scaler(self) -> bool:
-        """Is the loss to be scaled before it goes back? (``engine.backward`` and ``engine.scale`` do so.)"""
-        return self._status.scaler is not None
-
-    @property
-    def loss_scaler(self) -> LossScaler:
-        """DeepSpeed's view of the loss scale, to read."""
-        return LossScaler(self._status)
-
-    @property
-    def loss_scale_config(self) -> LossScaler:
-        """As ``loss_scaler``: DeepSpeed's name of it at stage 0."""
-        return self.loss_scaler
-
-    @property
     def low_precision_dtype(self) -> torch.dtype | None:
         """The 16-bit format of the parameters; None: they have none."""
         dtypes = {group.buffer.dtype for group in self.sharded_step.groups}
         return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), None)
-
-    @property
-    def dynamic_loss_scale(self) -> bool:
-        """Does the loss scale adapt itself?"""
-        return self._status.is_dynamic
-
-    @property
-    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
-        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
-        return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
-
-    @property
-    def fp32_groups_flat(self) -> list[torch.Tensor]:
-        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 0."""
-        return self.single_partition_of_fp32_groups
-
-    @property
-    def fp32_groups(self) -> list[list[torch.Tensor]]:
-        """This rank's fp32 main parameters by group, 1-D, one per parameter: DeepSpeed's name of it at stage 0."""
-        ranges = [part for group in self.sharded_step.groups for part in group.ranges]
-        return [
-            [part.param[s.start : s.stop] for part in ranges if part.group == index for s in part.segments]
-            for index in range(len(self.param_groups))
-        ]
-
-    @property
-    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 3."""
-        return self.single_partition_of_fp32_groups
-
-    @property
-    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """This rank's parts of the reduced gradients, 1-D, fp32, in the order of each group's parameters.
-
-        DeepSpeed's name. A part has no elements where this rank owns none; parameters without a gradient are left out.
-        """
-        found: dict[int, list[torch.Tensor]] = {}
-        for index, group in enumerate(self.param_groups):
-            parts = [self._local_gradient(parameter) for parameter in group["params"]]
-            found[index] = [part for part in parts if part is not None]
-        return found
 
     # Attributes of the base class, which here are the wrapped optimizer's own; and a step that takes no closure.
 

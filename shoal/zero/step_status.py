@@ -11,6 +11,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import ModelError
+from shoal.sharding.gradient import sums_of_squares
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes
@@ -26,12 +27,14 @@ class GlobalStatus:
         has_grad: by parameter group, one byte per parameter: did a gradient arrive on some rank?
         bad_loss_ranks: ranks whose loss is not finite.
         bad_gradient_ranks: ranks whose range of the gradient is not finite.
+        mean_loss: this rank's; None: the engine saw no loss.
     """
 
     norm: float
     has_grad: HasGrad
     bad_loss_ranks: tuple[int, ...]
     bad_gradient_ranks: tuple[int, ...]
+    mean_loss: float | None
 
     @property
     def is_finite(self) -> bool:
@@ -40,44 +43,61 @@ class GlobalStatus:
 
 
 def synchronize_status(
-    groups: Sequence[ParameterGroup], reducer: Reducer, axes: Axes, device: torch.device, *, is_loss_finite: bool
+    groups: Sequence[ParameterGroup], reducer: Reducer, axes: Axes, device: torch.device, mean_loss: torch.Tensor | None
 ) -> GlobalStatus:
     """Exchange the status of the step.
 
+    Args:
+        mean_loss: of this rank's micro-batches, where it was computed. Shape: []; None: the engine saw no loss.
+
     Communicates: one exchange of 4 numbers over all ranks; two more of a few bytes when some parameter has no
     gradient, or when one arrived late.
-    Order: blocks the host until the gradients are reduced.
+    Order: blocks the host until the gradients are reduced, once; nothing before that does.
     """
     is_late = [any(gradient.has_unreduced() for gradient in unit.gradients) for unit in reducer.units]
     is_missing = any(is_late) or not all(all(group.gradient.has_grad) for group in groups)
-    flags = [float(is_missing), float(any(is_late)), float(not is_loss_finite)]
+    flags = [float(is_missing), float(any(is_late)), 0.0 if mean_loss is None else mean_loss]
     rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *flags], device)
+    own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
         late = _exchange(axes.world, [float(flag) for flag in is_late], device)
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
-        rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *rows[axes.world.rank][1:]], device)
+        rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *own], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
-    if any(row[1] for row in rows):
+    if any(row[1] for row in rows) and axes.world.size > 1:
         has_grad = _union(groups, axes.world, device)
     total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
     return GlobalStatus(
         norm=math.sqrt(total) if math.isfinite(total) else math.nan,
         has_grad=has_grad,
-        bad_loss_ranks=tuple(index for index, row in enumerate(rows) if row[3]),
+        bad_loss_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[3])),
         bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
+        mean_loss=None if mean_loss is None else own[2],
     )
 
 
 def _sum_of_squares(groups: Sequence[ParameterGroup], axes: Axes, device: torch.device) -> torch.Tensor:
     """Of the ranges that this rank owns: it has coordinate 0 on every axis over which a range is replicated."""
-    zero = torch.zeros((), dtype=torch.float64, device=device)
     if axes.replicate is not None and axes.replicate.rank:
         groups = [group for group in groups if not group.row.state.is_sharded]
-    return torch.stack([group.gradient.norm_squared().to(torch.float64) for group in groups] or [zero]).sum()
+    gradients = [group.gradient for group in groups]
+    computed = iter(sums_of_squares([g.norm_part() for g in gradients if g.offloaded_norm_squared is None]))
+    squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g in gradients]
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack(squares).to(torch.float64).sum()
 
 
 def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device: torch.device) -> list[list[float]]:
-    vector = torch.stack([torch.as_tensor(value, dtype=torch.float64).to(device) for value in values])
+    # A number becomes the argument of a kernel that fills: copying it from host memory would block the host.
+    vector = torch.stack(
+        [
+            value.to(device, torch.float64)
+            if isinstance(value, torch.Tensor)
+            else torch.full((), value, dtype=torch.float64, device=device)
+            for value in values
+        ]
+    )
     numbers = read_vector(comm.exchange(vector, label="step").wait().reshape(-1), when_fake=0.0)
     width = len(values)
     return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]

@@ -142,6 +142,28 @@ def test_the_snippet_of_a_page_prints_what_the_page_says(page: str, printed: str
     assert done.stdout == printed
 
 
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        ("axes.md", ["{script}"]),
+        ("the-life-of-a-parameter.md", ["-m", "shoal", "run", "--ranks", "2", "{script}"]),
+    ],
+)
+def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, command: list[str], tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "concepts" / page).read_text(encoding="utf-8")
+    (program,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (printed,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    script = tmp_path / "script.py"
+    script.write_text(program, encoding="utf-8")
+    arguments = [part.format(script=script) for part in command]
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
+    assert [line for line in lines if line in printed.splitlines()] == printed.splitlines()
+
+
 def test_the_snippets_of_the_page_on_profiles_run() -> None:
     program = "\n".join(snippets("profile.md"))
     done = subprocess.run(

@@ -264,7 +264,6 @@ SHARED_CLASS_NAMES = {
     "Call",  # comm: a collective of a memory group; zero: a forward call of a unit
     "Extent",  # memory: a file's range; mesh: degree and stride of an axis
     "FlopsProfiler",  # config: the section; observe: the profiler
-    "LossScaler",  # checkpoint: DeepSpeed's, as pickled; zero: what the wrapped optimizer shows of it
     "Plan",
     "Precision",
     "ProgressiveLayerDrop",  # config: the section; models: the schedule

@@ -32,12 +32,12 @@ from shoal.compat.deepspeed.runtime.entry import (
 from shoal.compat.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from shoal.compat.deepspeed.utils import OnDevice, log_dist, logger
 from shoal.compat.distribution import alias_version
+from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.finder import install, is_installed, uninstall
+from shoal.compat.optimizer import DeepSpeedOptimizer
 from shoal.compat.small_functions import is_compile_supported
 from shoal.compat.table_finder import register, submodules_of
 from shoal.config import add_config_arguments
-from shoal.engine.engine import Engine as DeepSpeedEngine
-from shoal.zero.optimizer import DeepSpeedOptimizer
 
 register()
 

@@ -27,6 +27,7 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
 )
 from shoal.compat.engine import DeepSpeedEngine as Engine
 from shoal.compat.initialize import initialize as shoal_initialize
+from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
@@ -112,7 +113,7 @@ def initialize(
     if made is not None and optimizer is None:
         mark(made, engine.properties.config)
     is_wrapped = engine.zero_optimization_stage() > 0 or engine.fp16_enabled() or engine.bfloat16_enabled()
-    if made is not None and not is_wrapped:
+    if isinstance(made, DeepSpeedShardedOptimizer) and not is_wrapped:
         take_class(made)
     engine.checkpointing.beside = partial(prepare, cast(Engine, weakref.proxy(engine)))
     engine.checkpointing.allows_missing = True

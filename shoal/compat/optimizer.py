@@ -1,0 +1,117 @@
+"""DeepSpeed's names on the optimizer that ``initialize`` returns."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.optim.loss_scale import LossScaleSettings
+from shoal.zero.optimizer import LastStep, ShardedOptimizer
+
+
+class DeepSpeedOptimizer:
+    """The base of every optimizer that ``initialize`` returns, under DeepSpeed's name: clients ask ``isinstance``."""
+
+
+class LossScaler:
+    """A loss scale under the names of DeepSpeed's ``LossScaler``."""
+
+    def __init__(self, status: LastStep) -> None:
+        self._status = status
+
+    @property
+    def cur_scale(self) -> float:
+        return self._status.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self._status.loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        return self._status.is_dynamic
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self._status.is_dynamic
+
+    @property
+    def cur_iter(self) -> int:
+        return self._status.scaler.iteration if self._status.scaler is not None else 0
+
+    @property
+    def scale_window(self) -> int | None:
+        return self._dynamic.loss_scale_window if self._dynamic else None
+
+    @property
+    def min_loss_scale(self) -> float | None:
+        return self._dynamic.min_loss_scale if self._dynamic else None
+
+    @property
+    def _dynamic(self) -> LossScaleSettings | None:
+        scaler = self._status.scaler
+        return scaler.settings if scaler is not None and self._status.is_dynamic else None
+
+
+class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
+    """The sharded optimizer with DeepSpeed's names."""
+
+    @property
+    def cur_scale(self) -> float:
+        """DeepSpeed's name for ``loss_scale``."""
+        return self.loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Is the loss to be scaled before it goes back? (``engine.backward`` and ``engine.scale`` do so.)"""
+        return self._status.scaler is not None
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        """DeepSpeed's view of the loss scale, to read."""
+        return LossScaler(self._status)
+
+    @property
+    def loss_scale_config(self) -> LossScaler:
+        """As ``loss_scaler``: DeepSpeed's name of it at stage 0."""
+        return self.loss_scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Does the loss scale adapt itself?"""
+        return self._status.is_dynamic
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
+        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
+        return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 0."""
+        return self.single_partition_of_fp32_groups
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """This rank's fp32 main parameters by group, 1-D, one per parameter: DeepSpeed's name of it at stage 0."""
+        ranges = [part for group in self.sharded_step.groups for part in group.ranges]
+        return [
+            [part.param[s.start : s.stop] for part in ranges if part.group == index for s in part.segments]
+            for index in range(len(self.param_groups))
+        ]
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """As ``single_partition_of_fp32_groups``: DeepSpeed's name of it at stage 3."""
+        return self.single_partition_of_fp32_groups
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """This rank's parts of the reduced gradients, 1-D, fp32, in the order of each group's parameters.
+
+        DeepSpeed's name. A part has no elements where this rank owns none; parameters without a gradient are left out.
+        """
+        found: dict[int, list[torch.Tensor]] = {}
+        for index, group in enumerate(self.param_groups):
+            parts = [self._local_gradient(parameter) for parameter in group["params"]]
+            found[index] = [part for part in parts if part is not None]
+        return found

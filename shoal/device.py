@@ -6,9 +6,11 @@ streams, memory counters, scalar reads. Nothing above this floor names ``torch.c
 from __future__ import annotations
 
 import logging
+import mmap
+import os
 import resource
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 
@@ -117,11 +119,49 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinne
     """
     if not is_pinned or device.type != "cuda":
         return torch.empty(numel, dtype=dtype)
+    nbytes = numel * dtype.itemsize
     try:
+        # torch's allocator rounds up to a power of two, and keeps what is freed for later.
+        if nbytes >= _MIN_LOCKED and nbytes & (nbytes - 1):
+            return _LockedMemory.allocate(nbytes, device).view(dtype)
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-    except RuntimeError as error:
-        _warn_unpinned(str(error).strip().splitlines()[0])
+    except (RuntimeError, OSError) as error:
+        _warn_unpinned((str(error).strip() or type(error).__name__).splitlines()[0])
         return torch.empty(numel, dtype=dtype)
+
+
+_MIN_LOCKED = 1024 * 1024  # bytes: below, what rounding up costs is not worth a call of the driver
+
+
+class _LockedMemory(mmap.mmap):
+    """Pages of the process that are locked for an accelerator until the last tensor of them is gone."""
+
+    address = 0  # 0: not locked
+    device: torch.device
+    pid: int
+
+    @classmethod
+    def allocate(cls, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Shape: [nbytes], uint8. Raises: RuntimeError, OSError: the system refuses."""
+        memory = cls(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A fork would make the next write here go to a copy of the page, which the accelerator does not know.
+        memory.madvise(mmap.MADV_DONTFORK)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.cuda.device(device):
+            code = int(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), nbytes, 1))
+        if code:
+            with suppress(Exception):
+                torch.zeros(1, device=device)  # the next kernel reports the error again, and clears it
+            raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with error {code}")
+        memory.address, memory.device, memory.pid = flat.data_ptr(), device, os.getpid()
+        return flat
+
+    def __del__(self) -> None:
+        if not self.address or self.pid != os.getpid():
+            return
+        with suppress(Exception), torch.cuda.device(self.device):  # at the end of the process the driver is gone
+            torch.cuda.synchronize()  # copies may still be under way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 @cache

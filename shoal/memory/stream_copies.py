@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 from shoal.memory.aligned import aligned_empty
@@ -15,7 +18,7 @@ class CopyDone:
         self._device = device
 
     def wait(self) -> None:
-        """What is told to the device from now on comes after it. Does not block the host."""
+        """Make the current stream wait for this copy. Does not block the host."""
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
 
@@ -52,12 +55,50 @@ class StreamCopies:
         """
         if is_source_freed:
             source.record_stream(self._stream)
+        with self.queued() as done:
+            target.copy_(source, non_blocking=True)
+        return done
+
+    @contextmanager
+    def queued(self) -> Iterator[CopyDone]:
+        """Queue what the block does on the copy stream, which first waits for what is queued on the current stream.
+
+        Order: the current stream does not wait for the block, unless ``wait()`` of the end of the block is called
+        after it.
+        """
+        event = torch.Event(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         with self._stream:
-            target.copy_(source, non_blocking=True)
-            event = torch.Event(self._device)
+            yield CopyDone(event, self._device)
             event.record(self._stream)
-        return CopyDone(event, self._device)
+
+
+class ComputeStream:
+    """The stream in which a model computes. A script may choose another (``with torch.cuda.stream(s)``) at any time.
+
+    Args:
+        device: for the CPU, which has no streams, every method does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+    def follow(self, in_use: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+        """Where the current stream is another than at the last call, make it wait for that one.
+
+        Args:
+            in_use: gives the tensors whose memory may be freed while the new stream uses it.
+        """
+        if self._stream is None:
+            return
+        current = torch.accelerator.current_stream(self._device)
+        if current == self._stream:
+            return
+        current.wait_stream(self._stream)
+        self._stream = current
+        for tensor in in_use():
+            tensor.record_stream(current)
 
 
 def mark(device: torch.device) -> CopyDone:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Work
+from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.parameter_buffer import ParameterBuffer
@@ -98,9 +99,9 @@ class GradientBuffer:
             drop it (``gradient_as_bucket_view``). Needs the whole sum on this rank, in the parameter's dtype.
 
     Memory: an accumulator of the whole buffer where the gradient between micro-batches is Partial, else of this rank's
-    range; from the first backward pass on (``is_view``: until the step). While a group whose accumulator is a shard is
-    reduced, a staging buffer holds the whole. In ``no_sync`` also a whole tensor of the sum's dtype, until the next
-    reduction.
+    range; from the first backward pass on (``is_view``: until the step; offloaded: until it has been copied to the
+    host, in a buffer that groups share). While a group whose accumulator is a shard is reduced, a staging buffer holds
+    the whole. In ``no_sync`` also a whole tensor of the sum's dtype, until the next reduction.
     """
 
     is_sparse = False  # does it hold the rows that were looked up, not the table?
@@ -149,17 +150,19 @@ class GradientBuffer:
 
     # memory
 
-    def offload(self, fetch: Callable[[], torch.Tensor], *, is_for_step: bool) -> None:
-        """Free the device copy of the accumulator. The next access fetches it from the host.
+    def offload(self, fetch: Callable[[], torch.Tensor], copied: CopyDone, *, is_for_step: bool) -> None:
+        """Release the device copy of the accumulator. The next access fetches it from the host.
 
         Args:
             fetch: returns the values; may block the host.
+            copied: the copy to the host; the memory is reused after it.
             is_for_step: the step will ask for the norm, so it is computed now.
         """
         owned = self.owned()
         self.offloaded_norm_squared = sums_of_squares([owned])[0] if is_for_step else None
         self._offloaded_version = owned._version
         self._fetch, self._accumulator = fetch, None
+        self._staging.shards.release(owned, copied)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -169,7 +172,8 @@ class GradientBuffer:
     def _fetch_back(self) -> None:
         if self._fetch is not None:
             fetch, self._fetch, self.offloaded_norm_squared = self._fetch, None, None
-            self._accumulator = fetch().to(self.buffer.full.device, copy=True)
+            host = fetch()
+            self._accumulator = self._staging.shards.acquire(host.numel(), host.dtype).copy_(host)
             self.num_reductions += 1  # the caller may change them from now on
 
     def accumulator(self) -> torch.Tensor:
@@ -181,10 +185,19 @@ class GradientBuffer:
                 flat = self.buffer.comm.empty(self.layout.numel, self.dtype, device)
                 self._views = self._views_of(flat)
             else:
-                flat = torch.empty(self.buffer.end - self.buffer.begin, dtype=self.dtype, device=device)
+                numel = self.buffer.end - self.buffer.begin
+                if self.is_offloaded:
+                    flat = self._staging.shards.acquire(numel, self.dtype)
+                else:
+                    flat = torch.empty(numel, dtype=self.dtype, device=device)
             flat.zero_()
             self._accumulator = flat
         return self._accumulator
+
+    def _drop_accumulator(self) -> None:
+        if self._accumulator is not None and self.is_offloaded:
+            self._staging.shards.discard(self._accumulator)
+        self._accumulator, self._views = None, []
 
     def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
@@ -216,7 +229,8 @@ class GradientBuffer:
         if self._reader is not None:
             self._reader.drain()
             self._reader = None
-        narrow, self._accumulator, self._views = self._accumulator, None, []
+        narrow = self._accumulator
+        self._drop_accumulator()
         if narrow is not None and self.state is not GradientState.NONE:
             self.accumulator().copy_(narrow)
 
@@ -425,7 +439,8 @@ class GradientBuffer:
                 parameter.grad = None
         self._fetch = self.offloaded_norm_squared = None
         if self.is_offloaded or self.is_view:
-            self._accumulator, self._views, self._reader = None, [], None
+            self._drop_accumulator()
+            self._reader = None
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))
         self._work, self._after = None, None
@@ -566,7 +581,7 @@ class GradientBuffer:
         """Free all memory."""
         self.reset()
         self._reader = None
-        self._accumulator, self._views = None, []
+        self._drop_accumulator()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

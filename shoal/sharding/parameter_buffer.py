@@ -9,14 +9,16 @@ expanded to the true shape (4 bytes, reads as NaN, refuses writes).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
+from shoal.device import is_fake
 from shoal.memory.disk_store import DiskBuffer, DiskStore
-from shoal.sharding.buffer import FlatBuffer
+from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import BufferLayout, Segment
 from shoal.sharding.placement import SHARD, Move, Placement
 
@@ -27,6 +29,22 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     """The data of a sharded parameter: its true shape and dtype, one element of memory."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+class _GatherAfterCopy:
+    """An all-gather whose source is copied to the device first, both beside the current stream."""
+
+    def __init__(self, work: Work, copied: CopyDone) -> None:
+        self._work = work
+        self._copied = copied
+
+    def wait(self) -> torch.Tensor:
+        self._copied.wait()
+        return self._work.wait()
+
+    def drain(self) -> None:
+        self.wait()
+        self._work.drain()
 
 
 class ParameterBuffer(FlatBuffer):
@@ -43,6 +61,7 @@ class ParameterBuffer(FlatBuffer):
         host: allocates the shard where it is stored in memory apart from the device's; None: on the device.
         disk: where the shard is stored on a disk; ``shard`` is then a placeholder, except inside ``resident_shard()``
             and, until ``unpin_shard()`` is called for the first time, after construction.
+        copies: copies a shard in host memory to the device, beside its work; None: the current stream does.
     """
 
     def __init__(
@@ -61,6 +80,7 @@ class ParameterBuffer(FlatBuffer):
         hpz: Communicator | None = None,
         host: Callable[[int, torch.dtype], torch.Tensor] | None = None,
         disk: DiskStore | None = None,
+        copies: StreamCopies | None = None,
     ) -> None:
         full = (
             torch.empty(layout.numel, dtype=dtype, device=device)
@@ -85,6 +105,7 @@ class ParameterBuffer(FlatBuffer):
         self.placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.specs] if is_sharded else []
         self._hpz_comm = hpz
         self._hpz = FlatBuffer(label, {"hpz": hpz}, Placement(), full) if hpz is not None else None
+        self._copies = None if is_fake(full) else copies
         self._disk = disk if is_sharded else None
         self._disk_buffer: DiskBuffer | None = None  # the shard's, on the disk
         self._is_changed = False  # since it was fetched from the disk
@@ -160,21 +181,23 @@ class ParameterBuffer(FlatBuffer):
         return self.redistribute(Placement())
 
     def issue(self, move: Move, *, scale: float = 1.0, accumulate: bool = False) -> Work:
-        if move.collective == "all_gather":
-            source = self._shard_on_device() if self.is_sharded else None
-            return self.axes[move.axis].all_gather(self.full, source, label=self.label)
-        return super().issue(move, scale=scale, accumulate=accumulate)
+        if move.collective != "all_gather":
+            return super().issue(move, scale=scale, accumulate=accumulate)
+        axis = self.axes[move.axis]
+        if self.is_sharded and self.is_shard_offloaded:
+            return self._gather_offloaded(axis)
+        return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=self.label)
 
-    def _shard_on_device(self) -> torch.Tensor | None:
-        """The shard where it can be sent from; None: in the full buffer itself."""
-        if not self.is_shard_offloaded:
-            return self.shard
-        is_alone = self.comm.size == 1
+    def _gather_offloaded(self, axis: Axis) -> Work:
+        """Copy the shard to the device and gather it. The current stream waits for neither before ``Work.wait()``."""
         # A tensor of its own: peers may read it after the full buffer was released.
-        staged = self.full if is_alone else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
-        with self.resident_shard(is_read_only=True):
-            staged.copy_(self.shard, non_blocking=True)
-        return None if is_alone else staged
+        staged = None if axis.size == 1 else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+        # The all-gather is issued where the copy is queued: it starts after the copy, not after the device's work.
+        with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
+            with self.resident_shard(is_read_only=True):
+                (self.full if staged is None else staged).copy_(self.shard, non_blocking=True)
+            work = axis.all_gather(self.full, staged, label=self.label)
+        return _GatherAfterCopy(work, copied)
 
     def attach_views(self) -> None:
         """Make the parameters views of ``full``."""

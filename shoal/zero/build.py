@@ -16,6 +16,7 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
+from shoal.memory.stream_copies import StreamCopies, copies_of
 from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.layout import BufferLayout, lay_out
@@ -223,7 +224,9 @@ def build(
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
     materializer = Materializer(model, device, axes.batch, is_sharded=is_sharded)
-    builder = _Builder(plan, device, StagingBuffers(axes.shard, device), materializer, disks, sparse is not None)
+    copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
+    staging = StagingBuffers(axes.shard, device)
+    builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
     try:
@@ -271,6 +274,7 @@ class _Builder:
     staging: StagingBuffers
     materializer: Materializer
     disks: Disks
+    copies: StreamCopies | None  # of offloaded parameters, to the device
     has_direct_step: bool  # the optimizer steps the model's own parameters
 
     def group(self, planned: _GroupPlan) -> ParameterGroup:
@@ -295,6 +299,7 @@ class _Builder:
             if is_shard_offloaded and not is_on_disk
             else None,
             disk=self.disks.parameters if is_on_disk else None,
+            copies=self.copies,
         )
         values = _fill(buffer, self.materializer)
         if not planned.is_trained:
@@ -341,7 +346,7 @@ class _Builder:
 def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
     """A copy of the owned range, in the main parameters' dtype, where they are stored.
 
-    On the host it is pageable memory: it is not copied to the device, and page-locked memory comes in powers of two.
+    On the host it is pageable memory: it is not copied to the device.
     """
     if not is_offloaded:
         return source.to(dtype, copy=True)

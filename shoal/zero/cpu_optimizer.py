@@ -140,7 +140,9 @@ class CpuOptimizer:
             group.wait_for_readers()
             self._start_ahead(group)
         if gradient.is_offloaded:
-            gradient.offload(partial(self.gradient, group), is_for_step=at_step)
+            arrival = self._transfer(group).arrival
+            assert arrival is not None
+            gradient.offload(partial(self.gradient, group), arrival, is_for_step=at_step)
 
     def send(self, group: ParameterGroup) -> None:
         """Start to copy a group's reduced gradient to the host, unless it is there. Does not block the host."""

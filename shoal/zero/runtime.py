@@ -20,6 +20,7 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
+from shoal.memory.stream_copies import ComputeStream
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
@@ -130,6 +131,7 @@ class ShardedModel:
         self.order = order
         self.comm = comm
         self._device = device
+        self._compute = ComputeStream(device)
         self.sparse_names = sparse_names
         self.sharded_at_init = sharded_at_init
         self.sharded = [unit for unit in self.units if unit.is_sharded]
@@ -185,6 +187,18 @@ class ShardedModel:
         """Is a backward pass under way?"""
         return self._pass is not None
 
+    def _follow_stream(self) -> None:
+        """Order what comes now after what the engine has queued in another stream, if the current one has changed.
+
+        Called at every way in. Autograd runs hooks of gradients in a stream of its own choice.
+        """
+        self._compute.follow(self._gathered_buffers)
+
+    def _gathered_buffers(self) -> Iterator[torch.Tensor]:
+        for unit in self.sharded:
+            if unit.state in (UnitState.GATHERING, UnitState.FULL):
+                yield from (group.buffer.full for group in unit.groups if group.buffer.is_sharded)
+
     # forward
 
     def searching(self) -> AbstractContextManager[object]:
@@ -229,6 +243,7 @@ class ShardedModel:
         return "training" if torch.is_grad_enabled() else "evaluation"
 
     def before_model(self) -> None:
+        self._follow_stream()
         if not in_backward():
             self._num_forwards += 1
             self._running.clear()
@@ -251,6 +266,7 @@ class ShardedModel:
         self.begin_backward(is_in_graph=True)
 
     def before_forward(self, unit: Unit) -> None:
+        self._follow_stream()
         self._containers.update(running.name for running in self._running if running is not unit)
         self._running.append(unit)
         for other in unit.shared:
@@ -341,6 +357,7 @@ class ShardedModel:
             tensor.register_hook(arrived)
 
     def _before_backward(self, unit: Unit, call: _Call) -> None:
+        self._follow_stream()
         current = self.begin_backward(is_in_graph=True)
         if not call.is_started:
             call.is_started = True
@@ -377,6 +394,7 @@ class ShardedModel:
             if self._pass.outermost is None:
                 self._pass.outermost = backward_pass()
             return self._pass
+        self._follow_stream()
         self.reducer.at_step = self._on_backward()  # first, since it may refuse
         for group in self.trained_groups:
             group.gradient.take_back()
@@ -393,6 +411,7 @@ class ShardedModel:
         return self._pass
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
+        self._follow_stream()
         current = self._pass
         if current is None or current.outermost is None:
             current = self.begin_backward(is_in_graph=in_backward())
@@ -431,6 +450,7 @@ class ShardedModel:
         A pass in a graph that gave no weight gradient (``autograd.grad`` on inputs) reduces nothing. After one with
         ``create_graph`` (a gradient penalty) units stay gathered until the pass through that graph ends.
         """
+        self._follow_stream()
         current, self._pass = self._pass, None
         if current is None:
             return
@@ -481,6 +501,7 @@ class ShardedModel:
             keep_user_views: what the block has made of the parameters without a copy stays valid after it. Not within
                 a pass, where autograd holds such views too.
         """
+        self._follow_stream()
         for unit in units:
             unit.pin_count += 1
         try:

@@ -301,3 +301,42 @@ def test_an_update_that_fails_is_raised_by_who_waits_for_it(
     make_apart(monkeypatch)
     with pytest.raises((MemoryError, shoal.ShoalError), match="no room for the scratch"):
         run_ranks(1, breaks, config(stage, places))
+
+
+def device_gradients(settings: dict[str, Any]) -> tuple[set[int], int, int, int]:
+    """Addresses of the device memory that gradients are reduced into, its bytes, a block's, and the ledger's."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(6)))
+    engine, *_ = shoal.initialize(model=model, config=settings)
+    seen: set[int] = set()
+    cpu = engine.optimizer.sharded_step.cpu_optimizer
+    plain = cpu.send_gradient
+
+    def send(group: Any, *, at_step: bool) -> None:
+        seen.add(group.gradient.owned().data_ptr())
+        plain(group, at_step=at_step)
+
+    cpu.send_gradient = send
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+    owned = engine.sharded.units[1].trained[0].owned_numel * 4
+    nbytes = engine.sharded.staging.shards.nbytes
+    ledger = engine.memory_report().by_kind()["buffers in flight"]
+    engine.destroy()
+    return seen, nbytes, owned, ledger
+
+
+def test_gradients_on_their_way_to_the_host_use_two_buffers_which_the_ledger_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_apart(monkeypatch)
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "units": {"classes": ["Linear"]},
+    }
+    for seen, nbytes, owned, ledger in run_ranks(2, device_gradients, settings):
+        assert len(seen) == 2
+        assert nbytes == 2 * owned
+        assert ledger >= nbytes

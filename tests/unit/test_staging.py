@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shoal.comm.single import SingleCommunicator
 from shoal.sharding.layout import lay_out
-from shoal.sharding.staging import StagingBuffers
+from shoal.sharding.staging import ShardBuffers, StagingBuffers
 
 CPU = torch.device("cpu")
 
@@ -82,6 +84,16 @@ def test_below_four_buffers_a_rank_allocates_a_new_one_instead_of_waiting_for_a_
     assert [reader.num_drained for reader in readers] == [1, 1, 0, 0, 0, 0]
 
 
+def test_on_an_accelerator_where_only_the_device_waits_two_are_made() -> None:
+    staging = StagingBuffers(SingleCommunicator("dp"), torch.device("meta"))
+    for name in "abcd":
+        staging.register(layout_of(name))
+    for name in "abcd":
+        buffer = staging.acquire(layout_of(name), torch.float32)
+        staging.release(layout_of(name), buffer, Reader())
+    assert staging.nbytes == 2 * 128 * 4
+
+
 def test_a_group_whose_layout_is_its_own_has_one_buffer() -> None:
     staging = StagingBuffers(SingleCommunicator("dp"), CPU)
     staging.register(layout_of("a"))
@@ -97,3 +109,38 @@ def test_clear_frees_everything() -> None:
     staging.clear()
     assert staging.nbytes == 0
     assert staging.acquire(layout_of("a"), torch.float32) is not buffer
+
+
+class Copied:
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def test_two_shards_of_one_size_are_under_way_and_reuse_waits_for_the_copy_of_the_older() -> None:
+    shards = ShardBuffers(CPU)
+    done: list[Any] = [Copied() for _ in range(5)]
+    seen = []
+    for copied in done:
+        seen.append(shards.acquire(100, torch.float32))
+        shards.release(seen[-1], copied)
+    assert seen[0] is not seen[1]
+    assert [flat is seen[index % 2] for index, flat in enumerate(seen)] == [True] * 5
+    assert [copied.num_waits for copied in done] == [1, 1, 1, 0, 0]
+    assert shards.nbytes == 2 * 400
+    shards.clear()
+    assert shards.nbytes == 0
+
+
+def test_shards_in_use_are_never_handed_out_twice_and_other_sizes_have_their_own() -> None:
+    shards = ShardBuffers(CPU)
+    held = [shards.acquire(100, torch.float32) for _ in range(3)]
+    assert len({flat.data_ptr() for flat in held}) == 3
+    assert shards.acquire(100, torch.bfloat16).dtype == torch.bfloat16
+    assert shards.acquire(50, torch.float32).numel() == 50
+    shards.release(held[0], Copied())  # type: ignore[arg-type]
+    assert shards.acquire(100, torch.float32) is held[0]
+    shards.discard(held[1])
+    assert shards.nbytes == 2 * 400 + 200 + 200

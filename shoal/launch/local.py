@@ -33,7 +33,7 @@ _MEETING_SECONDS = 900  # until all machines of a job are there
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 _TAIL_LINES = 60
 # Errors of a rank whose peer ended; it is not the rank that failed first.
-_WITNESS_MARKS = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
+_MARKS_OF_A_LOST_PEER = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
         log = _stderr_of(rank, log_dir)
         text = log.read_text(errors="replace") if log is not None else ""
         ended_by_launcher = codes[rank] == -signal.SIGTERM and "Traceback" not in text
-        is_witness = any(mark in text for mark in _WITNESS_MARKS)
+        is_witness = any(mark in text for mark in _MARKS_OF_A_LOST_PEER)
         last_word = log.stat().st_mtime if log is not None and not ended_by_launcher else float("inf")
         return ended_by_launcher, is_witness, last_word, order.index(rank)
 

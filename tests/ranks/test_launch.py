@@ -78,7 +78,7 @@ raise RuntimeError('Connection closed by peer')
     assert err.rstrip().endswith("ValueError: the cause")
 
 
-def test_a_rank_that_only_witnesses_is_not_blamed_though_it_went_first(tmp_path: Path) -> None:
+def test_a_rank_that_lost_its_peer_is_not_named_though_it_ended_first(tmp_path: Path) -> None:
     text = """
 if rank == 0:
     raise RuntimeError('Connection closed by peer')

@@ -13,8 +13,8 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
+from shoal.compat.optimizer import DeepSpeedOptimizer
 from shoal.errors import NotBuiltError, UsageError
-from shoal.zero.optimizer import DeepSpeedOptimizer
 from tests.ranks.models import Plain
 from tests.ranks.training import STAGES, adamw, batch, config, make, run_steps, sgd, start, start_with
 

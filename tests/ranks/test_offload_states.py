@@ -132,7 +132,9 @@ def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
     tensors = [b.shard if b.is_sharded else b.full for b in buffers]
     assert engine.optimizer is not None
     for state in engine.trained_groups:
-        tensors += [state.main, state.gradient.accumulator()]
+        tensors.append(state.main)
+        if not state.gradient.is_offloaded:  # an offloaded one takes a staging buffer when it is asked
+            tensors.append(state.gradient.accumulator())
         tensors += [
             value
             for piece in state.ranges

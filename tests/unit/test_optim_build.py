@@ -66,7 +66,8 @@ def test_parameters_without_effect_are_noted() -> None:
     _, notes = build("AdamW", {"torch_adam": True, "fp32_optimizer_states": True, "bias_correction": True}, params())
     assert notes == [
         "optimizer.params.torch_adam = True has no effect: torch's kernels are used in either case.",
-        "optimizer.params.fp32_optimizer_states = True has no effect: the states have the dtype of the master weights.",
+        "optimizer.params.fp32_optimizer_states = True has no effect: "
+        "the states have the dtype of the main parameters.",
     ]
 
 

@@ -155,5 +155,5 @@ def test_a_part_of_a_parameter_on_a_single_rank_is_refused() -> None:
     optimizer = Lamb([torch.nn.Parameter(torch.ones(2, 4))])
     shape = torch.Size((2, 4))
     piece = OwnedRange(param, optimizer.param_groups[0], (ParameterPart(0, shape, 0, 4, 0),), (shape,), ("w",))
-    with pytest.raises(OptimizerError, match=r"parameter 'w' has 8 elements, but one rank.* holds 4"):
+    with pytest.raises(OptimizerError, match=r"parameter 'w' has 8 elements, but one rank.* owns 4"):
         optimizer.step_unit([piece], SingleCommunicator("dp_shard"))

@@ -362,10 +362,10 @@ class EngineStep:
     def host_seconds(self) -> dict[str, float]:
         """Since it was made, where Shoal updates on the host: seconds of updates, and seconds waited for them."""
         sharding = getattr(self.engine, "sharding", None)
-        lane = getattr(getattr(sharding, "step", None), "cpu_optimizer", None)
-        if lane is None:
+        cpu_optimizer = getattr(getattr(sharding, "step", None), "cpu_optimizer", None)
+        if cpu_optimizer is None:
             return {}
-        return {"updates": lane.update_seconds, "waited": lane.waited_seconds}
+        return {"updates": cpu_optimizer.update_seconds, "waited": cpu_optimizer.waited_seconds}
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,8 @@ class LocalShards:
     def leave(self) -> None:
         """What was fetched from a disk goes back."""
         self._leave_bucket()
-        for shelf in {id(group.disk): group.disk for group in self.states if group.disk is not None}.values():
-            shelf.leave()
+        for disk in {id(group.disk): group.disk for group in self.states if group.disk is not None}.values():
+            disk.leave()
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Optimizer state that is one value for a whole parameter, as far as this rank has a part of it.

@@ -21,7 +21,7 @@ Ranks call them in the same order. The backward's collectives have the label ``"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return result
 
 
+def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's decorator, which has no types in some versions of torch."""
+    decorated: Callable[..., Any] = once_differentiable(backward)  # type: ignore[no-untyped-call,unused-ignore]
+    return decorated
+
+
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
@@ -92,7 +98,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _sum(gradient, ctx.comm, f"{ctx.label} backward"), None, None
 
@@ -103,7 +109,7 @@ class _AllReduce(torch.autograd.Function):
         return _sum(tensor, comm, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient, None, None
 
@@ -115,7 +121,7 @@ class _Split(torch.autograd.Function):
         return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -127,7 +133,7 @@ class _Gather(torch.autograd.Function):
         return _gather(tensor, comm, dim, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own = _parts(gradient, ctx.comm.size, ctx.dim, ctx.label)[ctx.comm.rank]
         return own.contiguous(), None, None, None
@@ -140,7 +146,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(tensor, comm, dim, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _sum_part(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -152,7 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _sum_part(tensor, comm, dim, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -166,7 +172,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange_parts(tensor, comm, split_dim, concat_dim, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split_dim, concat_dim = ctx.dims
         back = _exchange_parts(gradient, ctx.comm, concat_dim, split_dim, f"{ctx.label} backward")
@@ -182,7 +188,7 @@ class _AllToAllUneven(torch.autograd.Function):
         return _exchange_rows(tensor, comm, out_splits, source_splits, label)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator,unused-ignore]
+    @_once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out_splits, source_splits = ctx.splits
         back = _exchange_rows(gradient, ctx.comm, source_splits, out_splits, f"{ctx.label} backward")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from shoal.errors import NotBuiltError
 
-_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
-_KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
+SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
+KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
 _SPARSE = "use torch.nn.attention.flex_attention in the model."
 _COMPRESSION = "use torchao for quantization and pruning, before or after training."
 _PLANNING = "choose the stage by memory: all stages give the same numbers; shoal doctor shows what a config means."
@@ -44,45 +44,45 @@ _CHECKPOINTS = "load it as it is: engine.load_checkpoint() and `shoal convert` r
 # Name below ``deepspeed``: what to do instead, and the names in it. Capitals begin classes.
 ABSENT: dict[str, tuple[str, str]] = {
     "inference": (
-        _SERVING,
+        SERVING,
         "InferenceEngine InferenceEngineV2 RaggedInferenceEngineConfig DeepSpeedTPConfig build_hf_engine",
     ),
     "inference.config": (
-        _SERVING,
+        SERVING,
         "DeepSpeedInferenceConfig DeepSpeedTPConfig DeepSpeedMoEConfig QuantizationConfig DtypeEnum",
     ),
-    "inference.engine": (_SERVING, "InferenceEngine"),
+    "inference.engine": (SERVING, "InferenceEngine"),
     "inference.v2": (
-        _SERVING,
+        SERVING,
         "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint",
     ),
-    "inference.v2.engine_v2": (_SERVING, "InferenceEngineV2"),
-    "inference.v2.engine_factory": (_SERVING, "build_hf_engine build_engine_from_ds_checkpoint"),
-    "inference.v2.config_v2": (_SERVING, "RaggedInferenceEngineConfig"),
-    "inference.quantization": (_SERVING, ""),
+    "inference.v2.engine_v2": (SERVING, "InferenceEngineV2"),
+    "inference.v2.engine_factory": (SERVING, "build_hf_engine build_engine_from_ds_checkpoint"),
+    "inference.v2.config_v2": (SERVING, "RaggedInferenceEngineConfig"),
+    "inference.quantization": (SERVING, ""),
     "module_inject": (
-        _KERNELS,
+        KERNELS,
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer generic_injection"
         " LinearAllreduce LinearLayer EmbeddingLayer Normalize HFBertLayerPolicy DSPolicy",
     ),
     "module_inject.layers": (_TENSOR, "LinearAllreduce LinearLayer EmbeddingLayer Normalize"),
     "module_inject.auto_tp": (_TENSOR, "AutoTP ReplaceWithTensorSlicing"),
-    "module_inject.replace_module": (_KERNELS, "replace_transformer_layer revert_transformer_layer"),
-    "module_inject.replace_policy": (_KERNELS, "HFBertLayerPolicy DSPolicy"),
-    "module_inject.inject": (_KERNELS, "module_inject"),
-    "model_implementations": (_SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "module_inject.replace_module": (KERNELS, "replace_transformer_layer revert_transformer_layer"),
+    "module_inject.replace_policy": (KERNELS, "HFBertLayerPolicy DSPolicy"),
+    "module_inject.inject": (KERNELS, "module_inject"),
+    "model_implementations": (SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
     "ops.transformer": (
-        _KERNELS,
+        KERNELS,
         "DeepSpeedTransformerLayer DeepSpeedTransformerConfig DeepSpeedTransformerInference DeepSpeedInferenceConfig",
     ),
-    "ops.transformer.transformer": (_KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
-    "ops.transformer.inference": (_SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "ops.transformer.transformer": (KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+    "ops.transformer.inference": (SERVING, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
     "ops.sparse_attention": (
         _SPARSE,
         "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils SparsityConfig DenseSparsityConfig"
         " FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig BSLongformerSparsityConfig",
     ),
-    "ops.deepspeed4science": (_KERNELS, "DS4Sci_EvoformerAttention"),
+    "ops.deepspeed4science": (KERNELS, "DS4Sci_EvoformerAttention"),
     "ops.quantizer": (_COMPRESSION, "ds_quantizer"),
     "ops.fp_quantizer": (_COMPRESSION, "FP_Quantize Quantizer matmul_fp8"),
     "ops.random_ltd": (_DATA, "gpt_sample_tokens bert_sample_tokens GatherTokens ScatterTokens"),
@@ -131,7 +131,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),
     "runtime.superoffload": (_OFFLOAD, ""),
     "runtime.zenflow": (_OFFLOAD, ""),
-    "runtime.rollout": (_SERVING, ""),
+    "runtime.rollout": (SERVING, ""),
     "io": (_DISK, ""),
     "nvme": (_DISK, ""),
     "compile": ("use engine.compile(), torch's own compiler.", ""),
@@ -232,7 +232,7 @@ NAMED: dict[str, str] = {
         " checkpoint.autoep_zero3_metadata"
     ),
     "use tensorboard, wandb, comet or csv_monitor in the config.": "monitor.utils",
-    _KERNELS: "ops.compile ops.triton_ops ops.adam.multi_tensor_apply ops.lion.multi_tensor_apply",
+    KERNELS: "ops.compile ops.triton_ops ops.adam.multi_tensor_apply ops.lion.multi_tensor_apply",
     "call get_accelerator().pin_memory(tensor).": "ops.pin_memory utils.pin_memory utils.pin_memory_tracker",
     "call get_accelerator(): it answers for the device there is.": (
         "accelerator.cpu_accelerator accelerator.cuda_accelerator accelerator.hpu_accelerator"
@@ -252,7 +252,7 @@ NAMED: dict[str, str] = {
     "leave it to the engine, which gathers and prefetches by itself.": (
         "runtime.zero.contiguous_memory_allocator runtime.zero.partitioned_param_profiler utils.mixed_precision_linkage"
     ),
-    _SERVING: "runtime.hybrid_engine_graph utils.static_cache",
+    SERVING: "runtime.hybrid_engine_graph utils.static_cache",
     _SEQUENCE: "sequence.autosp_detector sequence.autosp_fusion sequence.autosp_vit",
 }
 _NAMED = {name: do for do, names in NAMED.items() for name in names.split()}

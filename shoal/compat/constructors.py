@@ -28,6 +28,19 @@ def fused_where_possible(params: Any) -> tuple[Any, bool | None]:
     return entries, True if can and plain else None
 
 
+def adam_arguments(
+    name: str, params: Any, *, bias_correction: bool, betas: Any, is_adamw: bool, **others: Any
+) -> dict[str, Any]:
+    """The arguments of ``torch.optim.Adam`` for DeepSpeed's class ``name``: fused where possible.
+
+    Raises: OptimizerError: ``bias_correction`` is False.
+    """
+    only_true(name, "bias_correction", bias_correction)
+    params, is_fused = fused_where_possible(params)
+    betas = tuple(betas)  # JSON gives a list
+    return {"params": params, "betas": betas, "fused": is_fused, "decoupled_weight_decay": is_adamw, **others}
+
+
 def only_true(name: str, option: str, value: bool) -> None:
     """Raises: OptimizerError: the option is false, which torch's kernels do not have."""
     if not value:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
-from shoal.compat.constructors import fused_where_possible, only_false, only_true
+from shoal.compat.constructors import adam_arguments, only_false
 from shoal.optim.fp32_states import FP32States
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
@@ -40,18 +40,18 @@ class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers)
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        only_true("DeepSpeedCPUAdam", "bias_correction", bias_correction)
-        params, is_fused = fused_where_possible(model_params)
-        super().__init__(
-            params,
+        arguments = adam_arguments(
+            "DeepSpeedCPUAdam",
+            model_params,
+            bias_correction=bias_correction,
+            betas=betas,
+            is_adamw=adamw_mode,
             lr=lr,
-            betas=tuple(betas),  # type: ignore[arg-type]  # JSON gives a list; mypy forgets how many
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            fused=is_fused,
-            decoupled_weight_decay=adamw_mode,
         )
+        super().__init__(**arguments)
         self.adam_w_mode = adamw_mode
         self.fp32_optimizer_states = fp32_optimizer_states
 
@@ -78,18 +78,18 @@ class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        only_true("FusedAdam", "bias_correction", bias_correction)
-        params, is_fused = fused_where_possible(params)
-        super().__init__(
+        arguments = adam_arguments(
+            "FusedAdam",
             params,
+            bias_correction=bias_correction,
+            betas=betas,
+            is_adamw=adam_w_mode,
             lr=lr,
-            betas=tuple(betas),  # type: ignore[arg-type]  # JSON gives a list; mypy forgets how many
             eps=eps,
             weight_decay=weight_decay,
             amsgrad=amsgrad,
-            fused=is_fused,
-            decoupled_weight_decay=adam_w_mode,
         )
+        super().__init__(**arguments)
         self.adam_w_mode = int(adam_w_mode)
 
 

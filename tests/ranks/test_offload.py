@@ -131,8 +131,8 @@ def test_an_optimizer_that_is_not_fused_is_updated_by_the_cpu_optimizer_with_its
             engine.backward(engine(tokens % VOCABULARY).float().square().mean())
             engine.step()
         values = engine.module_state_dict()
-        lane = engine.sharding.step.cpu_optimizer
-        seconds = 0.0 if lane is None else lane.update_seconds
+        cpu_optimizer = engine.sharding.step.cpu_optimizer
+        seconds = 0.0 if cpu_optimizer is None else cpu_optimizer.update_seconds
         engine.destroy()
         return values, seconds
 

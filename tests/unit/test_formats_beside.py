@@ -84,7 +84,7 @@ def test_the_same_where_a_tag_or_its_folder_is_named(tmp_path: Path, format: str
     done = shell(tmp_path / "in", tmp_path / "out", "--to", "fp32", "--tag", tag)
     assert done.exit_code == 0, done.output
     weights = everything(open_source(tmp_path / "in", tag))[MODEL]
-    written = torch.load(tmp_path / "out")
+    written = torch.load(tmp_path / "out", weights_only=True)
     assert all(torch.equal(written[name], value) for name, value in weights.items())
 
 
@@ -113,7 +113,7 @@ def test_weights_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "reads huggingface" in done.stderr
     assert "latest names" not in done.stderr
-    assert "layer.weight" in torch.load(tmp_path / "out")
+    assert "layer.weight" in torch.load(tmp_path / "out", weights_only=True)
 
 
 def test_weights_are_read_where_latest_names_a_checkpoint_that_is_gone(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import Any
 
 from shoal.compat.absent import absent_class, absent_function
+from shoal.compat.absent_modules import KERNELS as _KERNELS
+from shoal.compat.absent_modules import SERVING as _SERVING
 from shoal.compat.deepspeed import comm, utils
 from shoal.compat.deepspeed import comm as dist
 from shoal.compat.deepspeed.accelerator import get_accelerator
@@ -49,8 +51,6 @@ __version_major__, __version_minor__, __version_patch__ = (
 )
 __git_hash__ = git_hash = __git_branch__ = git_branch = "shoal"
 
-_KERNELS = "use torch.nn's layers, with torch.compile() or torch.nn.attention; no kernels are injected."
-_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
 DeepSpeedTransformerLayer = absent_class("deepspeed.DeepSpeedTransformerLayer", _KERNELS)
 DeepSpeedTransformerConfig = absent_class("deepspeed.DeepSpeedTransformerConfig", _KERNELS)
 replace_transformer_layer = absent_function("deepspeed.replace_transformer_layer", _KERNELS)

@@ -15,6 +15,7 @@ from torch import nn
 from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
 from shoal.compat.absent import absent_function, not_built
+from shoal.compat.absent_modules import SERVING as _SERVING
 from shoal.compat.assertions import be_assertion
 from shoal.compat.by_stage import take_class
 from shoal.compat.checkpoint_files import prepare
@@ -45,8 +46,6 @@ class AssertedConfigError(ConfigError, AssertionError):
 class RefusedFormatsError(ConfigError, NotImplementedError):
     """A ConfigError where DeepSpeed raises NotImplementedError."""
 
-
-_SERVING = "use a server of models such as vLLM; or shoal.load_hf and generate() of transformers."
 
 init_inference = absent_function("deepspeed.init_inference", _SERVING)
 default_inference_config = absent_function("deepspeed.default_inference_config", _SERVING)

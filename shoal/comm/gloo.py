@@ -267,7 +267,9 @@ class GlooCommunicator:
 
         work.check_headers_by(check)
         # The tag has the number of elements too: parts of different sizes must not meet.
-        receives = [self._receive_tagged(parts[peer], peer, _tag_with_numel(work, parts[peer])) for peer in self._peers]
+        receives = [
+            self._receive_tagged(work, parts[peer], peer, _tag_with_numel(work, parts[peer])) for peer in self._peers
+        ]
         for peer in self._peers:
             self._send_tagged(work, sources[peer], peer, _tag_with_numel(work, sources[peer]))
         work.finally_do(receives, lambda: _copy(sources[self.rank], parts[self.rank]))
@@ -354,11 +356,7 @@ class GlooCommunicator:
                 if request is not None:
                     request.wait()
         except RuntimeError as error:
-            found = self._failures.explain(
-                error, f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,"
-            )
-            self.first_error.keep(found)
-            raise found from error
+            raise self._explained(error, work) from error
 
     def _issue(
         self,
@@ -439,7 +437,7 @@ class GlooCommunicator:
         self._send_tagged(work, tensor, peer, _tag(work, part))
 
     def _receive(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> Any:
-        return self._receive_tagged(tensor, peer, _tag(work, part))
+        return self._receive_tagged(work, tensor, peer, _tag(work, part))
 
     def _send_tagged(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> None:
         if tensor.numel() and self._group is not None:
@@ -447,15 +445,20 @@ class GlooCommunicator:
             try:
                 work.sends.append((self._group.send([tensor], peer, tag), tensor))
             except RuntimeError as error:
-                raise self._failures.explain(error, work.what) from error
+                raise self._explained(error, work) from error
 
-    def _receive_tagged(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def _receive_tagged(self, work: GlooWork, tensor: torch.Tensor, peer: int, tag: int) -> Any:
         if tensor.numel() == 0 or self._group is None:
             return None
         try:
             return self._group.recv([tensor.detach()], peer, tag)
         except RuntimeError as error:
-            raise self._failures.explain(error, f"a receive from rank {peer} on axis {self.axis!r}") from error
+            raise self._explained(error, work) from error
+
+    def _explained(self, error: RuntimeError, work: GlooWork) -> CommError:
+        found = self._failures.explain(error, f"{work.what} on axis {self.axis!r} with {self.size} ranks, over Gloo,")
+        self.first_error.keep(found)
+        return found
 
 
 def _tag(work: GlooWork, part: int) -> int:

@@ -40,7 +40,7 @@ def run_rank(rank: int, folder: str, port: int, shared_memory: bool, how: str) -
         (out / f"rank-{rank}").write_text(str(time.time()))
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if how == "left":
+        if how.startswith("left"):
             world.close()
             return
         try:
@@ -49,6 +49,8 @@ def run_rank(rank: int, folder: str, port: int, shared_memory: bool, how: str) -
             world.report_failure(error)
         time.sleep(LIMIT_SECONDS)  # the process itself lives on
         os._exit(1)
+    if how == "left before":
+        time.sleep(1.5)  # the connection is closed before this rank issues the call
     try:
         comm.all_reduce(full, label="never done").wait()
         answer = "no error"
@@ -75,6 +77,7 @@ def free_port() -> int:
         ("raised", "ArithmeticError: on purpose"),
         ("killed", "ended without a report"),
         ("left", "left the world"),
+        ("left before", "left the world"),
     ],
 )
 def test_a_rank_that_fails_stops_the_others(tmp_path: Path, shared_memory: bool, how: str, said: str) -> None:

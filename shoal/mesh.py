@@ -4,28 +4,30 @@
     pp            hold different layers
     dp_replicate  hold the same shards and see other samples
     dp_shard      hold different shards of parameters, gradients and optimizer state, and see other samples
-    sp            see other parts of one sequence
+    cp            see other parts of one sequence, and exchange keys and values (context parallel)
+    sp            see other parts of one sequence, and exchange attention heads (Ulysses)
     tp            hold different parts of one layer's weights
 
 ``tp`` varies fastest and ``pp`` slowest, so the ranks that talk most are neighbours. The derived axes are products or
 parts of these:
 
     axis          made of                         the ranks along it
-    fsdp          dp_shard x sp                   shard one dense parameter
+    fsdp          dp_shard x cp x sp              shard one dense parameter
     dp, batch     dp_replicate x dp_shard         see other samples
-    loss          dp_replicate x dp_shard x sp    average the loss
+    loss          dp_replicate x fsdp             average the loss: they hold the same part of the model
+    sequence      cp x sp                         see other parts of the same samples
     ep            runs of ep neighbours of fsdp   hold different experts
     expert_dp     every ep-th rank of fsdp        shard one expert: fsdp = expert_dp x ep
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
-    world         all five                        all
+    world         all six                         all
 
 A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
 
     >>> mesh = Mesh.of(8, pp=2, tp=2)
     >>> mesh
-    Mesh(pp=2, dp_replicate=1, dp_shard=2, sp=1, tp=2, ep=1)
+    Mesh(pp=2, dp_replicate=1, dp_shard=2, cp=1, sp=1, tp=2, ep=1)
     >>> mesh.coordinate(5)
-    Coordinate(pp=1, dp_replicate=0, dp_shard=0, sp=0, tp=1)
+    Coordinate(pp=1, dp_replicate=0, dp_shard=0, cp=0, sp=0, tp=1)
     >>> mesh.ranks_along("batch", 5)
     (5, 7)
     >>> mesh.groups("tp")
@@ -45,18 +47,22 @@ from typing import Literal, NamedTuple, get_args
 
 from shoal.errors import ConfigError, NotBuiltError
 
-Axis = Literal["pp", "dp_replicate", "dp_shard", "sp", "tp", "ep", "fsdp", "dp", "batch", "loss", "expert_dp", "world"]
+Axis = Literal[
+    "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
+    "fsdp", "dp", "batch", "loss", "sequence", "expert_dp", "world",
+]  # fmt: skip
 
-_SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+_SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _PRODUCTS = {
-    "fsdp": ("dp_shard", "sp"),
+    "fsdp": ("dp_shard", "cp", "sp"),
     "dp": ("dp_replicate", "dp_shard"),
     "batch": ("dp_replicate", "dp_shard"),
-    "loss": ("dp_replicate", "dp_shard", "sp"),
+    "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
+    "sequence": ("cp", "sp"),
     "world": _SLOWEST_FIRST,
 }
 _TIED = "tied:"
-_NOT_BUILT = {"pp": "pipeline parallel", "sp": "sequence parallel", "tp": "tensor parallel", "ep": "expert parallel"}
+_NOT_BUILT = {"pp": "pipeline parallel", "ep": "expert parallel"}
 
 
 class _Extent(NamedTuple):
@@ -81,6 +87,7 @@ class Coordinate(NamedTuple):
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     sp: int
     tp: int
 
@@ -89,12 +96,13 @@ class Coordinate(NamedTuple):
 class Mesh:
     """The degree of each axis; see the module.
 
-    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide ``dp_shard x sp``.
+    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide ``dp_shard x cp x sp``.
     """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     sp: int = 1
     tp: int = 1
     ep: int = 1
@@ -108,11 +116,12 @@ class Mesh:
                     do=f"give {axis!r} a degree of 1 or more.",
                     code="mesh-degree",
                 )
-        if (self.dp_shard * self.sp) % self.ep:
+        if self.fsdp % self.ep:
             raise ConfigError(
-                f"ep={self.ep} does not divide dp_shard x sp = {self.dp_shard} x {self.sp} = {self.dp_shard * self.sp}",
+                f"ep={self.ep} does not divide dp_shard x cp x sp ="
+                f" {self.dp_shard} x {self.cp} x {self.sp} = {self.fsdp}",
                 where=repr(self),
-                do=f"use an ep of {_nearest_divisors(self.ep, self.dp_shard * self.sp)}.",
+                do=f"use an ep of {_nearest_divisors(self.ep, self.fsdp)}.",
                 code="mesh-size",
             )
 
@@ -124,6 +133,7 @@ class Mesh:
         pp: int = 1,
         dp_replicate: int = 1,
         dp_shard: int | None = None,
+        cp: int = 1,
         sp: int = 1,
         tp: int = 1,
         ep: int = 1,
@@ -132,7 +142,7 @@ class Mesh:
 
         Raises: ConfigError: the degrees do not multiply up to ``world_size``; it names the nearest sizes that do.
         """
-        given = {"pp": pp, "dp_replicate": dp_replicate, "sp": sp, "tp": tp}
+        given = {"pp": pp, "dp_replicate": dp_replicate, "cp": cp, "sp": sp, "tp": tp}
         if dp_shard is not None:
             given["dp_shard"] = dp_shard
         if world_size < 1 or any(degree < 1 for degree in given.values()):
@@ -168,15 +178,19 @@ class Mesh:
                 code="mesh-size",
             )
         rest = world_size // product if dp_shard is None else dp_shard
-        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, sp=sp, tp=tp, ep=ep)
+        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, cp=cp, sp=sp, tp=tp, ep=ep)
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp_replicate * self.dp_shard * self.sp * self.tp
+        return self.pp * self.dp_replicate * self.fsdp * self.tp
 
     @property
     def dp(self) -> int:
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def fsdp(self) -> int:
+        return self.dp_shard * self.cp * self.sp
 
     def size(self, axis: Axis | str) -> int:
         """How many ranks lie along ``axis``. Of a tied axis: the ranks of the stages that it names."""
@@ -191,7 +205,7 @@ class Mesh:
             values.append(value)
         return Coordinate(*reversed(values))
 
-    def rank(self, coordinate: Coordinate | tuple[int, int, int, int, int]) -> int:
+    def rank(self, coordinate: Coordinate | tuple[int, int, int, int, int, int]) -> int:
         """Which rank is at ``coordinate``: the inverse of :meth:`coordinate`."""
         rank = 0
         for axis, value in zip(_SLOWEST_FIRST, coordinate, strict=True):
@@ -262,6 +276,8 @@ class Mesh:
                 return self.dp_replicate
             case "dp_shard":
                 return self.dp_shard
+            case "cp":
+                return self.cp
             case "sp":
                 return self.sp
             case "tp":
@@ -279,11 +295,11 @@ class Mesh:
         return prod(self._degree(name) for name in _SLOWEST_FIRST[_SLOWEST_FIRST.index(axis) + 1 :])
 
     def _extents(self, axis: str) -> tuple[_Extent, ...]:
-        """The axis as nested runs of ranks, the slowest first. ``dp_shard`` and ``sp`` are neighbours: fsdp is one."""
+        """The axis as nested runs of ranks, the slowest first. ``dp_shard``, ``cp`` and ``sp`` are neighbours."""
         if axis == "ep":
             return (_Extent(self.tp, self.ep),)
         if axis == "expert_dp":
-            return (_Extent(self.tp * self.ep, self.dp_shard * self.sp // self.ep),)
+            return (_Extent(self.tp * self.ep, self.fsdp // self.ep),)
         names = _PRODUCTS.get(axis, (axis,))
         return tuple(_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names)
 

@@ -3,7 +3,7 @@
 A local shard is a contiguous range of one flattened parameter, or of its optimizer state, in one or more pieces of
 memory. The parameter may itself be a rectangle of a larger, global tensor (a tensor-parallel rank's columns):
 
-    global [4, 6], local ((0, 4), (2, 4))        . . # # . .        elements 1..6 of the flattened local part are
+    global [4, 6], columns 2 to 4                . . # # . .        elements 1..6 of the flattened local part are
                                                  . . # # . .        the rectangles  rows 0..1, columns 3..4
                                                  . . # # . .                        rows 1..3, columns 2..4
                                                  . . # # . .
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
-from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.zero.runtime import ShardedModel
@@ -38,10 +39,34 @@ def local_rectangles(spec: ParameterSpec, begin: int, end: int) -> Iterator[tupl
 
     Yields: where each begins in the flattened local part, and the rectangle, in order.
     """
-    for inner in rectangles(tuple(stop - start for start, stop in spec.local), begin, end):
-        start = tuple(low + first for (low, _), first in zip(spec.local, inner.start, strict=True))
-        yield begin, Rectangle(start, inner.shape)
-        begin += inner.numel
+    for inner in rectangles(spec.shape, begin, end):
+        for part in _within_ranges(spec.local, inner):
+            yield begin, part
+            begin += part.numel
+
+
+def _within_ranges(local: Sequence[Ranges], inner: Rectangle) -> Iterator[Rectangle]:
+    """A rectangle of the local part as rectangles of the global tensor, in the order of its elements.
+
+    Where the dim that has several ranges is not the first, there is one for each range and row.
+    """
+    first = [ranges[0][0] + low for ranges, low in zip(local, inner.start, strict=True)]  # in the global tensor
+    dim = next((dim for dim, ranges in enumerate(local) if len(ranges) > 1), None)
+    if dim is None:
+        yield Rectangle(tuple(first), inner.shape)
+        return
+    cuts, at = [], 0
+    for start, stop in local[dim]:
+        low, high = max(at, inner.start[dim]), min(at + stop - start, inner.start[dim] + inner.shape[dim])
+        if low < high:
+            cuts.append((start + low - at, high - low))
+        at += stop - start
+    if len(cuts) == 1:
+        yield Rectangle((*first[:dim], cuts[0][0], *first[dim + 1 :]), inner.shape)
+        return
+    for row in product(*(range(low, low + size) for low, size in zip(first[:dim], inner.shape[:dim], strict=True))):
+        for start, size in cuts:
+            yield Rectangle((*row, start, *first[dim + 1 :]), (*[1] * dim, size, *inner.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -132,21 +157,22 @@ class LocalShards:
         slots = (slot for bucket, _ in self.buckets() for slot in bucket.layout.specs)
         return {slot.name: slot.global_shape for slot in slots}
 
-    def _copies(self, bucket: ParameterBuffer) -> tuple[int, int]:
-        """How many ranks hold this rank's range of a bucket, and which of them this rank is."""
-        everyone = self.axes.world
-        if bucket.end - bucket.begin == bucket.layout.numel:
-            return everyone.size, everyone.rank
-        outer = self.axes.replicate
-        return (outer.size, outer.rank) if outer is not None and bucket.comm.size < everyone.size else (1, 0)
+    def _copies(self, group: ParameterGroup) -> tuple[int, int]:
+        """How many ranks hold this rank's range of a group's parameters, and which of them this rank is."""
+        copy, num_copies = group.replica
+        buffer = group.buffer
+        if buffer.end - buffer.begin == buffer.layout.numel:
+            return num_copies * buffer.comm.size, copy * buffer.comm.size + buffer.comm.rank
+        return num_copies, copy
 
     def model(self, *, exclude_frozen: bool = False) -> Iterator[LocalShard]:
         """Values of parameters: master weights where there are any."""
-        for bucket, group in self.buckets():
+        for owner in self.sharded.groups:
+            bucket, group = owner.buffer, owner if owner.is_trained else None
             if group is None and exclude_frozen:
                 continue
             flat = group.main if group is not None else owned_range(bucket)
-            num_copies, copy = self._copies(bucket)
+            num_copies, copy = self._copies(owner)
             for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
                 slot = bucket.layout.specs[segment.slot]
                 piece = flat[segment.start : segment.stop]
@@ -164,7 +190,7 @@ class LocalShards:
         if self.step is None:
             return
         for group in self.states:
-            num_copies, copy = self._copies(group.buffer)
+            num_copies, copy = self._copies(group)
             for index, slot in enumerate(group.buffer.layout.specs):
                 segments = [segment for _, segment in group.ranges_of(index)]
                 for key, pieces in self._state_parts(group, index).items():

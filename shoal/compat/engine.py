@@ -43,11 +43,8 @@ class DeepSpeedEngine(Engine):
     mpu = None
     mesh_device = None
     has_moe_layers = False
-    mp_world_size = 1
-    sequence_parallel_size = 1
     pipeline_parallelism = False
     loaded_checkpoint_mp_world_size = None
-    seq_parallel_group = None
     use_ds_comm = False
 
     def __getattr__(self, name: str) -> Any:
@@ -168,33 +165,51 @@ class DeepSpeedEngine(Engine):
 
     def get_data_parallel_rank(self) -> int:
         """This rank's number among the data-parallel ones."""
-        return self.axes.world.rank
+        return self.axes.batch.rank
 
     def get_model_parallel_rank(self) -> int:
-        """0: there is no model parallelism."""
-        return 0
+        """This rank's number among those that hold other parts of the layers."""
+        return self.axes.mesh.index("tp", self.axes.world.rank)
 
-    def get_tensor_parallel_rank(self) -> int:
-        """0: there is no tensor parallelism."""
-        return 0
+    get_tensor_parallel_rank = get_model_parallel_rank
 
-    def get_sequence_parallel_group(self) -> None:
-        """None: there is no sequence parallelism."""
+    @property
+    def mp_world_size(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.axes.mesh.tp
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Ranks that see other parts of the same sequences."""
+        return self.axes.mesh.size("sequence")
 
     @property
     def seq_dp_world_size(self) -> int:
         """Data-parallel times sequence-parallel ranks."""
-        return self.axes.world.size
+        return self.axes.data.size
+
+    def _group_along(self, axis: str) -> Any:
+        """Torch's process group; None without torch.distributed. The first time, every rank calls in the same order."""
+        return None if process_group() is None else self.world.process_group(axis, self.axes.mesh)
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Torch's process group of the ranks that see other parts of the same sequences; None where there is one."""
+        return self._group_along("sequence") if self.sequence_parallel_size > 1 else None
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """As ``get_sequence_parallel_group``."""
+        return self.get_sequence_parallel_group()
 
     @property
     def data_parallel_group(self) -> Any:
         """Torch's process group of all data-parallel ranks; None without one."""
-        return process_group()
+        return self._group_along("dp")
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        """As ``data_parallel_group``."""
-        return self.data_parallel_group
+        """Torch's process group of the ranks that hold the same part of the model; None without one."""
+        return self._group_along("loss")
 
     @property
     def dist_backend(self) -> str:
@@ -263,8 +278,8 @@ class DeepSpeedEngine(Engine):
         return Loader(
             dataset,
             batch_size,
-            rank=self.axes.world.rank,
-            world_size=self.axes.world.size,
+            rank=self.axes.batch.rank,
+            world_size=self.axes.batch.size,
             seed=self._config.data.seed or 0,
             shuffle=route == "train",
             **common,
@@ -312,7 +327,7 @@ class DeepSpeedEngine(Engine):
         Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
         """
         lengths = [1] * self._size_of(dp_group)
-        return [part[0] for part in gather_parts(self.axes.world, value.unsqueeze(0), lengths)]
+        return [part[0] for part in gather_parts(self.axes.batch, value.unsqueeze(0), lengths)]
 
     def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
         """Every rank's tensor, whose first dimension may differ from rank to rank. Every rank calls.
@@ -321,7 +336,7 @@ class DeepSpeedEngine(Engine):
         Communicates: 8 bytes for the lengths, and one all_gather of the longest.
         """
         self._size_of(dp_group)
-        return gather_parts(self.axes.world, value, gather_lengths(self.axes.world, value))
+        return gather_parts(self.axes.batch, value, gather_lengths(self.axes.batch, value))
 
     def sparse_allreduce(
         self, sparse: SparseRows, dp_group: Any = None, dp_world_size: float | None = None
@@ -355,7 +370,7 @@ class DeepSpeedEngine(Engine):
                 f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
                 do="leave dp_group out, or pass engine.data_parallel_group.",
             )
-        return self.axes.world.size
+        return self.axes.batch.size
 
     # weights
 

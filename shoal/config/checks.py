@@ -101,31 +101,3 @@ def engine_problems(config: Schema) -> Iterator[Problem]:
         what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank stores all optimizer state."
         do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."
         yield Problem("zero_optimization.offload_optimizer.device", what, do, code="offload-stage")
-
-
-def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
-    """Sizes of shard groups that do not fit the number of data-parallel ranks, or each other."""
-    hpz = config.zero_optimization.zero_hpz_partition_size or 1
-    mics, asked = config.zero_optimization.mics_shard_size, config.parallel
-    sizes = {
-        "zero_optimization.mics_shard_size": mics if mics > 0 else "auto",
-        "parallel.dp_shard": asked.dp_shard,
-        "parallel.dp_replicate": asked.dp_replicate if asked.dp_replicate != 1 else "auto",
-        "zero_optimization.zero_hpz_partition_size": hpz,
-    }
-    divisors = ", ".join(str(number) for number in range(1, num_ranks + 1) if num_ranks % number == 0)
-    groups: dict[str, int] = {}  # the ranks of a shard group, by the key that asks for it
-    for path, size in sizes.items():
-        if size == "auto":
-            continue
-        if num_ranks % size:
-            what = f"{size} does not divide {num_ranks} data-parallel ranks."
-            yield Problem(path, what, f"write one of {divisors}.", code="mesh")
-        elif path != "zero_optimization.zero_hpz_partition_size":
-            groups[path] = num_ranks // size if path.endswith("dp_replicate") else size
-    if len(set(groups.values())) > 1:
-        what = f"the keys ask for different shard groups: {', '.join(f'{p} for {n} ranks' for p, n in groups.items())}."
-        yield Problem(next(iter(groups)), what, "set one of them.", code="mesh")
-    if groups and hpz > 1:
-        what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
-        yield Problem("zero_optimization.zero_hpz_partition_size", what, "set one of them.", code="mesh")

@@ -11,10 +11,11 @@ from pydantic import PrivateAttr
 
 from shoal.config.base import Section
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
-from shoal.config.checks import check_together, engine_problems, rank_problems
+from shoal.config.checks import check_together, engine_problems
 from shoal.config.elastic import ElasticBatch, ElasticityError, problems_error, shared_batch
 from shoal.config.normalise import Normalised, Origin, normalise
 from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
+from shoal.config.ranks import batch_ranks, rank_problems
 from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
@@ -208,7 +209,7 @@ def load(
     Args:
         source: a dict, a path, JSON text, or urlsafe base64 of JSON text; None: ``args`` has it.
         args: an argparse namespace with ``deepspeed_config``.
-        world_size: data-parallel ranks, to compute the batch sizes; None: the sizes stay None.
+        world_size: all ranks, to compute the batch sizes; None: the sizes stay None.
         world_size_reason: how that number came about, for error messages.
         check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
@@ -258,9 +259,11 @@ def examine(
     config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
     together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
     if world_size is not None:
-        together += rank_problems(config, world_size) if check_supported else ()
+        mismatches = [*rank_problems(config, world_size)] if check_supported else []
+        together += mismatches
         try:
-            config = config.with_world_size(world_size, reason)
+            ranks, because = batch_ranks(config, world_size)
+            config = config if mismatches else config.with_world_size(ranks, reason or because)
         except ConfigProblems as error:
             together += error.problems
     # A wrong key has its default in ``config``: problems that follow from the default are not the file's.

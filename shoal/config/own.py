@@ -1,26 +1,11 @@
-"""Keys that DeepSpeed does not have: the mesh, units, memory, debugging, data. A file without them means the same."""
+"""Keys that DeepSpeed does not have: units, memory, debugging, data. A file without them means the same."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from shoal.config.base import Auto, Section, key
+from shoal.config.base import Section, key
 from shoal.config.unsupported import with_unsupported
-
-Degree = Annotated[int, Field(ge=1)] | Auto
-
-
-class Parallel(Section):
-    """The mesh: how many ranks along each axis."""
-
-    pp: Degree = key("auto", "pipeline stages")
-    dp_replicate: Degree = key("auto", "groups of ranks that each store all shards")
-    dp_shard: Degree = key("auto", "ranks of one group, over which state is sharded")
-    cp: Degree = key("auto", "context- or sequence-parallel ranks", alias=("sp",))
-    tp: Degree = key("auto", "tensor-parallel ranks")
-    ep: Degree = key("auto", "expert-parallel ranks")
 
 
 class Units(Section):

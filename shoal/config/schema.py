@@ -7,7 +7,8 @@ from typing import Literal
 from shoal.config.base import Dtype, Section, key, section
 from shoal.config.data_pipeline import CurriculumLearning, ProgressiveLayerDrop
 from shoal.config.optimizer import Optimizer, Scheduler
-from shoal.config.own import Data, Debug, OffloadActivation, Parallel, Units
+from shoal.config.own import Data, Debug, OffloadActivation, Units
+from shoal.config.parallel import Parallel, TensorParallel
 from shoal.config.precision import Bf16, DataTypes, Fp16, Precision, TorchAutocast
 from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint
 from shoal.config.tuning import Elasticity
@@ -72,6 +73,9 @@ class Schema(Section):
 
     compat: str | None = key(None, "a DeepSpeed version (`ds-0.18`) whose defaults apply; null: the newest")
     strict: bool | Literal["warn"] = key(True, "an unknown key is an error (true), or a warning ('warn')")
+    tensor_parallel: TensorParallel = section(TensorParallel, "layers split over ranks")
+    sequence_parallel_size: int | None = key(None, "sequence-parallel ranks; null: parallel.sp", ge=1)
+    data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")
     offload: Literal["auto"] | None = key(

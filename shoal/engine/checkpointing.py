@@ -199,7 +199,12 @@ class Checkpointing:
             step=self._accumulation.counters.global_steps,
             parameters=self._parameters(shards),
             versions=versions(),
-            world={"size": axes.world.size, "dp_shard": axes.shard.size, "stage": self._properties.stage},
+            world={
+                "size": axes.world.size,
+                "dp_shard": axes.shard.size,
+                "stage": self._properties.stage,
+                **{axis: comm.size for axis, comm in (("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp)) if comm},
+            },
             table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),
             groups=groups,

@@ -343,8 +343,8 @@ class Engine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks."""
-        return self.axes.world.size
+        """Data-parallel ranks: those that see other samples."""
+        return self.axes.batch.size
 
     @property
     def device(self) -> torch.device:

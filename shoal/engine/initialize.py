@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
+from shoal.config.ranks import batch_ranks
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.client_optimizer import MadeOptimizer, make_optimizer, make_schedule, schedule_notes
@@ -26,6 +26,7 @@ from shoal.engine.curriculum import Curriculum
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
+from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.profiling import ProfilingTimers
@@ -84,6 +85,7 @@ def initialize(
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
+    parts = parts_of(model, axes, world.device)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
@@ -98,7 +100,7 @@ def initialize(
     accumulation = Accumulation(
         micro_batch=settings.train_micro_batch_size_per_gpu,
         num_micro=settings.gradient_accumulation_steps,
-        num_ranks=axes.batch.size,
+        num_ranks=batch_ranks(settings, world.size)[0],
         loss_scale=loss_scale_of(settings) if made.optimizer is not None else None,
         is_managed=settings.managed_gradient_accumulation,
     )
@@ -116,6 +118,7 @@ def initialize(
             decide=offload.decide,
             open_disks=offload.open_disks,
             sparse=sparse,
+            parts=parts,
         )
         try:
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
@@ -184,18 +187,13 @@ def check_model(model: Any) -> None:
 
 def _make_axes(world: World, plan: Plan) -> Axes:
     """The communicators that a plan needs."""
-    mesh = Mesh.of(
-        world.size, dp_shard=plan.shard_size or world.size, dp_replicate=world.size // (plan.shard_size or world.size)
-    )
+    mesh = plan.mesh
     mesh.refuse_unbuilt()
-    everyone = world.communicator("dp", mesh)
-    secondary = None
+    hpz = None
     if plan.secondary_size is not None:
-        inner_mesh = Mesh.of(world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size)
-        secondary = world.communicator("dp_shard", inner_mesh)
-    if plan.shard_size is None:
-        return Axes(everyone, everyone, None, secondary)
-    return Axes(everyone, world.communicator("dp_shard", mesh), world.communicator("dp_replicate", mesh))
+        inner = Mesh.of(world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size)
+        hpz = world.communicator("dp_shard", inner)
+    return Axes.of(mesh, partial(world.communicator, mesh=mesh), hpz=hpz)
 
 
 def _timed(axes: Axes, world: World, settings: Config) -> Axes:
@@ -206,20 +204,8 @@ def _timed(axes: Axes, world: World, settings: Config) -> Axes:
         log.is_verbose, log.names_callers = bool(section.verbose), bool(section.debug)
     if not log.is_on:
         return axes
-    made: dict[int, TimedCommunicator] = {}
-
-    def timed(comm: Communicator) -> Communicator:
-        if comm.size == 1:
-            return comm  # nothing is sent
-        return made.setdefault(id(comm), TimedCommunicator(comm, log, Device(world.device)))
-
-    outer, secondary = axes.replicate, axes.hpz
-    return Axes(
-        timed(axes.world),
-        timed(axes.shard),
-        timed(outer) if outer is not None else None,
-        timed(secondary) if secondary is not None else None,
-    )
+    device = Device(world.device)
+    return axes.map(lambda comm: comm if comm.size == 1 else TimedCommunicator(comm, log, device))
 
 
 def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> None:
@@ -234,11 +220,13 @@ def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> No
     digests = comm.gather_objects(
         {key: hashlib.sha256(text.encode()).hexdigest() for key, text in mine.items()}, label="start-up check"
     )
-    for key, error in (("config", ConfigError), ("model", ModelError)):
-        values = [digest[key] for digest in digests]
-        if len(set(values)) > 1:
-            common = max(set(values), key=values.count)
-            odd = [rank for rank, value in enumerate(values) if value != common]
+    # Tensor-parallel ranks may have been given other parts of a model.
+    same_part = axes.mesh.ranks_along("loss", comm.rank)
+    for key, error, ranks in (("config", ConfigError, range(comm.size)), ("model", ModelError, same_part)):
+        values = {rank: digests[rank][key] for rank in ranks}
+        if len(set(values.values())) > 1:
+            common = max(set(values.values()), key=list(values.values()).count)
+            odd = [rank for rank, value in values.items() if value != common]
             raise error(
                 f"rank {', '.join(map(str, odd))} has another {key} than the others.",
                 where=f"{comm.size} data-parallel ranks",
@@ -299,12 +287,19 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
     return max(1, int(share * cores / num_ranks_here))
 
 
+def _ranks_text(mesh: Mesh) -> str:
+    """The mesh in words: "8 ranks: 4 data-parallel x 2 tp"."""
+    others = {"cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
+    named = "".join(f" x {degree} {axis}" for axis, degree in others.items() if degree > 1)
+    return f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}" if named else f"{mesh.dp} data-parallel ranks"
+
+
 def _report(engine: Engine, notes: list[str]) -> None:
     rank, settings = engine.global_rank, engine.properties.config
     make_audible(settings.log_level)
     if settings.dump_state:
         say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
-    say_on_rank_0(rank, f"placement of {engine.dp_world_size} data-parallel ranks\n{engine.sharded.table}")
+    say_on_rank_0(rank, f"placement on {_ranks_text(engine.axes.mesh)}\n{engine.sharded.table}")
     say_on_rank_0(rank, f"memory of rank 0\n{engine.memory_report()}")
     for note in (*settings.notes(), *notes):
         say_on_rank_0(rank, note)

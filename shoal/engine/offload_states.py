@@ -118,9 +118,7 @@ class OffloadStates:
         needed = sum(tensor.nbytes for name in new for tensor in self._on_device(name))
         if needed > host_available_nbytes():
             raise host_too_small(needed)
-        for comm in (self._axes.world, self._axes.shard, self._axes.replicate):
-            if comm is not None:
-                comm.drain()  # peers may still be reading this memory
+        self._axes.drain()  # peers may still be reading this memory
         done: set[str] = set()
         try:
             for name in new:

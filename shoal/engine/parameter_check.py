@@ -138,7 +138,7 @@ class ParameterCheck:
     def after_forward(self) -> None:
         """Warn once where the model's own forward changes parameters, since no rank sees another rank's change."""
         before, self._before = self._before, None
-        if before is None or self._sharded.comm.size == 1:
+        if before is None or self._sharded.axes.data.size == 1:
             return
         changed = [p for (_, _, p), version in zip(self._members, before, strict=True) if p._version != version]
         if not changed:
@@ -150,7 +150,7 @@ class ParameterCheck:
         logger.warning(
             "rank %d: the forward changes parameters in place (%s), as nn.Embedding does with max_norm. What each rank"
             " changes %s; do it on every rank alike, after the step, inside shoal.zero.GatheredParameters.",
-            self._sharded.comm.rank,
+            self._sharded.axes.world.rank,
             names,
             fate,
         )

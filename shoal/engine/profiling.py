@@ -23,7 +23,7 @@ class _Ranks:
 
     def __init__(self, properties: Properties, accumulation: Accumulation) -> None:
         self.world_size = properties.world.size
-        self.dp_world_size = properties.axes.world.size
+        self.dp_world_size = properties.axes.batch.size
         self._accumulation = accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:

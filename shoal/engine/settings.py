@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from shoal.config import Config
+from shoal.config.ranks import mesh_of
 from shoal.errors import ConfigError
+from shoal.mesh import Mesh
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.partition import UnitRules
@@ -40,7 +42,7 @@ class Plan:
     ignores_unused: bool
     autocast_dtype: torch.dtype | None
     input_dtype: torch.dtype | None  # floating-point inputs of forward are cast to it
-    shard_size: int | None  # ranks of the inner axis (MiCS, parallel.dp_shard); None: all
+    mesh: Mesh
     secondary_size: int | None  # hpZ
 
 
@@ -57,8 +59,8 @@ def dtype_of(name: str | None, where: str) -> torch.dtype | None:
         raise ConfigError(f"{where} = {name!r}: expected one of {', '.join(sorted(DTYPES))}.", code="dtype") from None
 
 
-def plan_of(config: Config, dp_size: int) -> Plan:
-    """The plan that a config means for ``dp_size`` data-parallel ranks.
+def plan_of(config: Config, num_ranks: int) -> Plan:
+    """The plan that a config means for a number of ranks.
 
     Raises: ConfigError: precisions that exclude each other, or degrees that do not divide.
     """
@@ -80,10 +82,13 @@ def plan_of(config: Config, dp_size: int) -> Plan:
     wire = dtype_of(config.communication_data_type, "communication_data_type") or dtype_of(
         config.precision.reduce_dtype, "precision.reduce_dtype"
     )
-    pre, post = _scales(config, dp_size)
+    mesh = mesh_of(config, num_ranks)
+    num_averaged = mesh.size("loss")
+    pre, post = _scales(config, num_averaged)
     stage = zero.stage
-    shard_size, secondary_size = _hybrid(config, dp_size)
-    threshold = int(zero.stage3_param_persistence_threshold) if stage == 3 and dp_size > 1 else 0
+    hpz = int(zero.zero_hpz_partition_size or 1)
+    secondary_size = hpz if 1 < hpz < num_averaged and stage == 3 else None
+    threshold = int(zero.stage3_param_persistence_threshold) if stage == 3 and num_averaged > 1 else 0
     leaf = zero.leaf_module
     rules = UnitRules(
         classes=tuple(config.units.classes),
@@ -124,7 +129,7 @@ def plan_of(config: Config, dp_size: int) -> Plan:
         max_bad_steps=1_000 if fp16.enabled else 10,
         autocast_dtype=autocast if config.torch_autocast.enabled else None,
         input_dtype=torch.float16 if fp16.enabled and fp16.auto_cast else None,
-        shard_size=shard_size,
+        mesh=mesh,
         secondary_size=secondary_size,
     )
 
@@ -155,57 +160,13 @@ def _tier(section: Any) -> Tier:
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def _scales(config: Config, dp_size: int) -> tuple[float, float]:
+def _scales(config: Config, num_ranks: int) -> tuple[float, float]:
     """Factors before and after the sum over ranks: a mean, unless the config asks for a sum."""
-    divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(dp_size)
+    divisor = 1.0 if config.gradient_allreduce_op == "sum" else float(num_ranks)
     if config.prescale_gradients:
         return 1.0 / divisor, 1.0
     factor = float(config.gradient_predivide_factor)
     return 1.0 / factor, factor / divisor
-
-
-def _hybrid(config: Config, dp_size: int) -> tuple[int | None, int | None]:
-    """Ranks that one shard group has, and ranks of hpZ's second sharding; None: all ranks, no second sharding."""
-    zero = config.zero_optimization
-    mics, hpz = int(zero.mics_shard_size or -1), int(zero.zero_hpz_partition_size or 1)
-    replicas = max(_degree(config.parallel.dp_replicate) or 1, 1)
-    _check_divides("parallel.dp_replicate", replicas, dp_size)
-    asked = {
-        "zero_optimization.mics_shard_size": mics if mics > 0 else None,
-        "parallel.dp_shard": _degree(config.parallel.dp_shard),
-        "parallel.dp_replicate": dp_size // replicas if replicas > 1 else None,
-    }
-    sizes = {key: size for key, size in asked.items() if size is not None}
-    if len(set(sizes.values())) > 1:
-        raise ConfigError(
-            f"these keys ask for different shard groups: {', '.join(f'{k} -> {n} ranks' for k, n in sizes.items())}",
-            do="set one of them.",
-            code="mesh",
-        )
-    for key, size in {**sizes, "zero_optimization.zero_hpz_partition_size": hpz}.items():
-        _check_divides(key, size, dp_size)
-    if sizes and hpz > 1:
-        raise ConfigError(
-            "zero_hpz_partition_size (a second sharding) and a hybrid shard group are both set.",
-            do="set one of them.",
-            code="mesh",
-        )
-    shard = next(iter(sizes.values()), dp_size)
-    secondary = hpz if hpz > 1 and zero.stage == 3 and hpz < dp_size else None
-    return (shard if shard < dp_size and zero.stage > 0 else None), secondary  # stage 0 shards nothing
-
-
-def _check_divides(key: str, size: int, dp_size: int) -> None:
-    if dp_size % size:
-        raise ConfigError(
-            f"{key} = {size} does not divide {dp_size} data-parallel ranks.",
-            do=f"take one of {', '.join(str(n) for n in range(1, dp_size + 1) if dp_size % n == 0)}.",
-            code="mesh",
-        )
-
-
-def _degree(value: object) -> int | None:
-    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def loss_scale_of(config: Config) -> LossScale | None:

@@ -16,6 +16,7 @@ from shoal.checkpoint.weights_file import write_weights
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
+from shoal.sharding.parts import cut, gather_parts
 
 
 class Weights:
@@ -25,6 +26,7 @@ class Weights:
         self._sharding = sharding
         self._module = sharding.module
         self._comm = properties.axes.world
+        self._tp = properties.axes.tp
         self._device = properties.device.torch_device
 
     def with_gathered_parameters(self, use: Callable[[], Any]) -> Any:
@@ -45,7 +47,8 @@ class Weights:
         Args:
             is_kept: False: this rank takes part in the gathering and returns no values.
 
-        Communicates: where parameters are sharded, an all_gather of each unit, in turn.
+        Communicates: where parameters are sharded, an all_gather of each unit, in turn; an all_reduce of each parameter
+            that tensor-parallel ranks have in parts.
         Memory: the whole model on the host, and one unit on the device.
         """
         model = self._sharding.model
@@ -57,8 +60,12 @@ class Weights:
                 for bucket in [group.buffer for group in unit.groups]:
                     if exclude_frozen and not any(p.requires_grad for p in bucket.parameters):
                         continue
-                    for parameter in bucket.parameters if is_kept else ():
-                        values[names[id(parameter)]] = parameter.detach().to("cpu", copy=True)
+                    for spec, parameter in zip(bucket.layout.specs, bucket.parameters, strict=True):
+                        value = parameter.detach()
+                        if self._tp is not None and spec.is_part:
+                            value = gather_parts(value, spec, self._tp)
+                        if is_kept:
+                            values[names[id(parameter)]] = value.to("cpu", copy=True)
         found: dict[str, Any] = {}
         buffers = buffers_of(self._module)
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
@@ -76,12 +83,18 @@ class Weights:
             self.with_gathered_parameters(lambda: custom_load_fn(src=state_dict, dst=module))
             return
         own = {**dict(module.named_parameters(remove_duplicate=False)), **buffers_of(module)}
+        home_of = self._sharding.model.home_of
+        specs = {key: group.buffer.layout.specs[slot] for key, (group, slot) in home_of.items()}
+        shape_of = {
+            name: specs[id(tensor)].global_shape if id(tensor) in specs else tuple(tensor.shape)
+            for name, tensor in own.items()
+        }
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own and not name.endswith("_extra_state")]
         shapes = [
-            f"{name} {list(state_dict[name].shape)}, the model has {list(tensor.shape)}"
-            for name, tensor in own.items()
-            if name in state_dict and tuple(state_dict[name].shape) != tuple(tensor.shape)
+            f"{name} {list(state_dict[name].shape)}, the model has {list(shape)}"
+            for name, shape in shape_of.items()
+            if name in state_dict and tuple(state_dict[name].shape) != shape
         ]
         problems = [f"of another shape: {'; '.join(shapes[:8])}"] if shapes else []
         if is_strict:
@@ -110,7 +123,7 @@ class Weights:
         group, slot = self._sharding.model.home_of[id(parameter)]
         buffer, part = group.buffer, group.buffer.owned_part(slot)
         buffer.comm.drain()
-        flat = value.reshape(-1).to(buffer.full.device, buffer.dtype)
+        flat = cut(value, buffer.layout.specs[slot]).reshape(-1).to(buffer.full.device, buffer.dtype)
         if not buffer.is_sharded:
             buffer.views[slot].copy_(flat.view(buffer.layout.specs[slot].shape))
         elif part is not None:

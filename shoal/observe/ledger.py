@@ -225,7 +225,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
 
 def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
-    found = [sharded.comm, *(group.buffer.comm for group in sharded.groups)]
+    found = [sharded.axes.world, *(group.buffer.comm for group in sharded.groups)]
     found += [
         axis
         for group in sharded.trained_groups

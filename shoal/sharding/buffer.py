@@ -35,12 +35,15 @@ class Redistribution:
     def __init__(self, buffer: FlatBuffer, todo: tuple[Move, ...], scale: float, accumulate: bool) -> None:
         self._buffer = buffer
         self._todo = todo[1:]
+        self._is_first_in_place = todo[0].collective == "all_reduce"  # peers read what the next one overwrites
         self._first = self._last = buffer.issue(todo[0], scale=scale, accumulate=accumulate)
 
     def wait(self) -> torch.Tensor:
         """Wait for the collective under way, then run those that follow. Returns the buffer's memory."""
         result = self._last.wait()
         todo, self._todo = self._todo, ()
+        if todo and self._is_first_in_place:
+            self._first.drain()
         for move in todo:
             self._last = self._buffer.issue(move)
             self._last.drain()  # the next collective, and the caller, overwrite what peers read

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+Ranges = tuple[tuple[int, int], ...]  # of one dim: (start, stop)
 
 ALIGNMENT = 64  # elements: 128 bytes of a 16-bit parameter, two cache lines of an fp32 one
 
@@ -29,8 +31,9 @@ ALIGNMENT = 64  # elements: 128 bytes of a 16-bit parameter, two cache lines of 
 class ParameterSpec:
     """One parameter in a buffer: ``full[offset : offset + numel].view(shape)``.
 
-    A parameter that is split over an axis of the model (tensor or expert parallel) is a rectangle of a larger tensor:
-    ``local`` says which elements of ``global_shape`` this one is, (start, stop) per dim. A checkpoint needs no more.
+    A parameter that is split over an axis of the model (tensor or expert parallel) is a part of a larger tensor:
+    ``local`` says which elements of ``global_shape`` this one is, as ranges (start, stop) of each dim, one after the
+    other. One dim may have several (a fused weight, split inside each of its blocks). A checkpoint needs no more.
     """
 
     name: str  # fully qualified
@@ -39,7 +42,7 @@ class ParameterSpec:
     offset: int
     group: int  # index of the optimizer's parameter group; -1: none (frozen)
     global_shape: tuple[int, ...] = ()  # default: ``shape``
-    local: tuple[tuple[int, int], ...] = ()  # default: all of it
+    local: tuple[Ranges, ...] = ()  # default: all of it
 
     @classmethod
     def whole(cls, name: str, shape: tuple[int, ...]) -> ParameterSpec:
@@ -47,19 +50,31 @@ class ParameterSpec:
         return cls(name, shape, math.prod(shape), 0, -1)
 
     @classmethod
-    def part(cls, name: str, global_shape: tuple[int, ...], local: tuple[tuple[int, int], ...]) -> ParameterSpec:
+    def part(cls, name: str, global_shape: tuple[int, ...], local: tuple[Ranges, ...]) -> ParameterSpec:
         """A part of a larger tensor that is not in a buffer."""
-        shape = tuple(stop - start for start, stop in local)
+        shape = tuple(sum(stop - start for start, stop in own) for own in local)
         return cls(name, shape, math.prod(shape), 0, -1, global_shape, local)
 
     def __post_init__(self) -> None:
         if not self.global_shape:
             object.__setattr__(self, "global_shape", self.shape)
-            object.__setattr__(self, "local", tuple((0, size) for size in self.shape))
-        if tuple(stop - start for start, stop in self.local) != self.shape:
+            object.__setattr__(self, "local", tuple(((0, size),) for size in self.shape))
+        if tuple(sum(stop - start for start, stop in own) for own in self.local) != self.shape:
             raise ValueError(f"parameter {self.name!r} has shape {self.shape}, its part {self.local}")
-        if any(stop > size for (_, stop), size in zip(self.local, self.global_shape, strict=True)):
+        if any(stop > size for own, size in zip(self.local, self.global_shape, strict=True) for _, stop in own):
             raise ValueError(f"the part {self.local} of {self.name!r} exceeds its global shape {self.global_shape}")
+        if sum(len(own) > 1 for own in self.local) > 1:
+            raise ValueError(f"the part {self.local} of {self.name!r} has several ranges in more than one dim")
+
+    @property
+    def is_part(self) -> bool:
+        """Is it less than the whole tensor?"""
+        return self.shape != self.global_shape
+
+    @property
+    def global_numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.global_shape)
 
 
 @dataclass(frozen=True)
@@ -146,16 +161,25 @@ class BufferLayout:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, tuple[int, ...], int]], *, num_shards: int, alignment: int = ALIGNMENT
+    parameters: Sequence[ParameterSpec | tuple[str, tuple[int, ...], int]],
+    *,
+    num_shards: int,
+    alignment: int = ALIGNMENT,
 ) -> BufferLayout:
-    """Lay parameters, given as (name, shape, group), out in one buffer. The order within a group is kept.
+    """Lay parameters out in one buffer. The order within a group is kept.
+
+    Args:
+        parameters: specs whose offset is not used, or (name, shape, group) of whole tensors.
 
     Returns: a layout whose ``specs`` are sorted by group.
     """
+    given = [
+        entry if isinstance(entry, ParameterSpec) else replace(ParameterSpec.whole(*entry[:2]), group=entry[2])
+        for entry in parameters
+    ]
     specs, offset = [], 0
-    for name, shape, group in sorted(parameters, key=lambda entry: entry[2]):
-        numel = math.prod(shape)
-        specs.append(ParameterSpec(name, tuple(shape), numel, offset, group))
-        offset += -(-numel // alignment) * alignment
+    for spec in sorted(given, key=lambda spec: spec.group):
+        specs.append(replace(spec, offset=offset))
+        offset += -(-spec.numel // alignment) * alignment
     unit = num_shards * alignment
     return BufferLayout(tuple(specs), -(-offset // unit) * unit, num_shards, alignment)

@@ -10,13 +10,14 @@ A frozen group has a buffer only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from shoal.comm.protocol import Communicator
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.parameter_buffer import ParameterBuffer
@@ -86,6 +87,7 @@ class ParameterGroup:
         main: this rank's owned range of the main parameters; None where the group is frozen. Shape: [owned numel].
         has_own_main: they have memory of their own; else they are the parameters' memory.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
+        replicas: axes, beside the buffer's own, along which other ranks hold the same range.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class ParameterGroup:
         *,
         has_own_main: bool = False,
         is_state_offloaded: bool = False,
+        replicas: Sequence[Communicator] = (),
     ) -> None:
         self.row = row
+        self.replicas = tuple(replicas)
         self.buffer = buffer
         self._gradient = gradient
         self._main = main
@@ -139,6 +143,14 @@ class ParameterGroup:
     def owned_numel(self) -> int:
         """Elements of this rank's range, padding included."""
         return self.buffer.end - self.buffer.begin
+
+    @property
+    def replica(self) -> tuple[int, int]:
+        """This rank's number among those that hold the same range of the buffer, and how many they are."""
+        index, size = 0, 1
+        for comm in self.replicas:
+            index, size = index * comm.size + comm.rank, size * comm.size
+        return index, size
 
     # optimizer state
 

@@ -7,19 +7,18 @@ is filled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
 from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
-from shoal.sharding.layout import BufferLayout, lay_out
+from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory, UnitMemory
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
@@ -36,7 +35,7 @@ from shoal.zero.materialize import Materializer
 from shoal.zero.offload_policy import Tiers
 from shoal.zero.order import UnitOrder
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes, Precision, ZeroSettings
+from shoal.zero.settings import Axes, GroupAxes, Precision, ZeroSettings
 
 Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
@@ -85,11 +84,25 @@ def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
 
 
 @dataclass(frozen=True)
+class ModelParts:
+    """What a rank of a tensor-parallel axis holds of the model.
+
+    Args:
+        local: by name, the parameters of which each rank along ``tp`` holds another part.
+        partial: names of parameters that all of them hold, and of whose gradient each has a summand.
+    """
+
+    local: Mapping[str, ParameterSpec] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class _GroupPlan:
     """A parameter group before it has memory."""
 
     label: str
     row: Row
+    axes: GroupAxes
     layout: BufferLayout
     dtype: torch.dtype
     is_trained: bool
@@ -117,6 +130,7 @@ class _Plan:
     settings: ZeroSettings
     precision: Precision
     axes: Axes
+    parts: ModelParts
     sends_rows: frozenset[str]  # names of parameters
     keeps_rows: frozenset[str]
 
@@ -125,34 +139,36 @@ class _Plan:
         return parameter.requires_grad and id(parameter) in self.group_of
 
     def groups_of(self, spec: UnitSpec) -> list[_GroupPlan]:
-        """The unit's parameters by dtype, trainability and reduce dtype, in buffers of at most ``max_bucket_numel``
-        elements (but at least one parameter). One whose gradient is sent as rows has a group of its own.
+        """The unit's parameters by axes, dtype, trainability and reduce dtype, in buffers of at most
+        ``max_bucket_numel`` elements (but at least one parameter). One whose gradient is sent as rows has a group of
+        its own.
         """
-        has_replicas = self.axes.replicate is not None and self.axes.replicate.size > 1
-        row = row_of_stage(
-            self.settings.stage,
-            spec.name,
-            replicate=("dp_replicate",) if has_replicas else (),
-            has_hpz=self.settings.has_hpz,
-            is_persistent=spec.is_persistent,
-        )
-        comm = self.axes.shard if row.state.is_sharded else self.axes.world
         found = []
         for number, members in enumerate(self._split(spec)):
             first, is_trained = members[0], self.is_trained(members[0])
+            axes = self.axes.of_group(
+                is_split=first in self.parts.local,
+                is_partial=first in self.parts.partial,
+                is_state_sharded=self.settings.stage > 0,
+            )
+            row = row_of_stage(
+                self.settings.stage,
+                spec.name,
+                shard=axes.shard,
+                replicate=axes.partial,
+                has_hpz=self.settings.has_hpz,
+                is_persistent=spec.is_persistent,
+            )
             entries = [
-                (
-                    name,
-                    tuple(self.parameters[name].shape),
-                    self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1,
-                )
+                self._spec(name, self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1)
                 for name in members
             ]
             found.append(
                 _GroupPlan(
                     spec.name if number == 0 else f"{spec.name}#{number}",
                     row,
-                    lay_out(entries, num_shards=comm.size),
+                    axes,
+                    lay_out(entries, num_shards=axes.comms[axes.shard].size),
                     self.precision.of(self.parameters[first]),
                     is_trained,
                     sends_rows=is_trained and first in self.sends_rows,
@@ -161,6 +177,10 @@ class _Plan:
             )
         return found
 
+    def _spec(self, name: str, group: int) -> ParameterSpec:
+        spec = self.parts.local.get(name) or ParameterSpec.whole(name, tuple(self.parameters[name].shape))
+        return replace(spec, group=group)
+
     def _split(self, spec: UnitSpec) -> list[list[str]]:
         kinds: dict[object, list[list[str]]] = {}
         limit = self.settings.max_bucket_numel
@@ -168,7 +188,8 @@ class _Plan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if is_trained and name in self.sends_rows else None
-            parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own), [[]])
+            axes = name in self.parts.local, name in self.parts.partial
+            parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.parameters[member].numel() for member in parts[-1])
             if parts[-1] and limit is not None and numel + parameter.numel() > limit:
                 parts.append([])
@@ -188,6 +209,7 @@ def build(
     decide: Decide | None = None,
     open_disks: Callable[[int, int], Disks] | None = None,
     sparse: Collection[int] | None = None,
+    parts: ModelParts | None = None,
 ) -> ShardedModel:
     """Shard ``model`` in place.
 
@@ -196,6 +218,7 @@ def build(
         sparse: None: the optimizer steps ranges of flat main parameters. Else it steps the model's own parameters
             (stage 0 only), and sees the gradients of those with these ``id`` as sparse tensors.
         decide: the tiers of each unit; None: as the settings say.
+        parts: of the model, on a tensor-parallel axis; None: every rank holds all of it.
         open_disks: given the bytes of this rank's parameters and state that are stored on disks, opens the disks.
 
     Raises: OutOfMemoryError, TierError: a tier cannot hold what is stored there. The disks that were opened are closed.
@@ -209,7 +232,7 @@ def build(
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-    plan = _Plan(parameters, group_of, settings, precision, axes, sends_rows, keeps_rows)
+    plan = _Plan(parameters, group_of, settings, precision, axes, parts or ModelParts(), sends_rows, keeps_rows)
     planned = [plan.groups_of(spec) for spec in specs]
     sizes = [
         UnitMemory.of(spec.name, [one.memory(precision) for one in own])
@@ -223,7 +246,7 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(model, device, axes.batch, is_sharded=is_sharded)
+    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded)
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = StagingBuffers(axes.shard, device)
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
@@ -242,7 +265,7 @@ def build(
         Table.of(one.row for own in planned for one in own),
         [built[index] for index in range(len(specs))],
         {spec.name: [modules[name] for name in spec.modules] for spec in specs},
-        axes.world,
+        axes,
         builder.staging,
         UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
         max_reuse_numel=settings.max_reuse_numel,
@@ -278,8 +301,8 @@ class _Builder:
     has_direct_step: bool  # the optimizer steps the model's own parameters
 
     def group(self, planned: _GroupPlan) -> ParameterGroup:
-        settings, precision, axes, row = self.plan.settings, self.plan.precision, self.plan.axes, planned.row
-        comm = axes.shard if row.state.is_sharded else axes.world
+        settings, precision, axes, row = self.plan.settings, self.plan.precision, planned.axes, planned.row
+        comm = axes.comms[axes.shard]
         is_on_disk = row.parameter.tier is Tier.DISK
         is_shard_offloaded = is_on_disk or settings.is_offloaded(row.parameter.tier, self.device)
         is_state_offloaded = settings.is_offloaded(row.state.tier, self.device)
@@ -293,8 +316,9 @@ class _Builder:
             [self.plan.parameters[spec.name] for spec in layout.specs],
             is_sharded=row.parameter.is_sharded and (comm.size > 1 or is_shard_offloaded),
             stored=row.parameter,
+            axis=axes.shard,
             is_state_sharded=row.state.is_sharded,
-            hpz=axes.hpz if row.has_hpz else None,
+            hpz=self.plan.axes.hpz if row.has_hpz else None,
             host=partial(host_empty, device=self.device, is_pinned=settings.pins_parameters)
             if is_shard_offloaded and not is_on_disk
             else None,
@@ -304,7 +328,7 @@ class _Builder:
         values = _fill(buffer, self.materializer)
         if not planned.is_trained:
             buffer.unpin_shard()
-            return ParameterGroup(row, buffer)
+            return ParameterGroup(row, buffer, replicas=axes.replicas)
         is_wider = precision.has_wider_main(dtype)
         has_own_main = is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded
         main = buffer.owned_parameters
@@ -318,28 +342,25 @@ class _Builder:
         return ParameterGroup(
             row,
             buffer,
-            self._gradient(planned, buffer, comm, can_be_view=not (is_state_offloaded or is_shard_offloaded)),
+            self._gradient(planned, buffer, can_be_view=not (is_state_offloaded or is_shard_offloaded)),
             main,
+            replicas=axes.replicas,
             has_own_main=has_own_main,
             is_state_offloaded=is_state_offloaded,
         )
 
-    def _gradient(
-        self, planned: _GroupPlan, buffer: ParameterBuffer, comm: Communicator, *, can_be_view: bool
-    ) -> GradientBuffer:
+    def _gradient(self, planned: _GroupPlan, buffer: ParameterBuffer, *, can_be_view: bool) -> GradientBuffer:
         precision, layout = self.plan.precision, planned.layout
         sum_dtype = None
         if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:
             sum_dtype = precision.main
         policy = precision.policy_of(layout.specs[0].name)
+        axes: dict[str, Axis] = dict(planned.axes.comms)
         if planned.keeps_rows:
-            return SparseGradient(buffer, planned.row, policy, {"dp_shard": comm}, self.staging, sum_dtype)
-        sends_rows = planned.sends_rows and comm.size > 1
-        axes: dict[str, Axis] = {"dp_shard": SparseSum(comm, *layout.specs[0].shape) if sends_rows else comm}
-        replicate = self.plan.axes.replicate
-        if planned.row.state.is_sharded and replicate is not None and replicate.size > 1:
-            axes["dp_replicate"] = replicate
-        is_view = self.has_direct_step or (self.plan.axes.world.size == 1 and can_be_view)
+            return SparseGradient(buffer, planned.row, policy, axes, self.staging, sum_dtype)
+        if planned.sends_rows and buffer.comm.size > 1:
+            axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)
+        is_view = self.has_direct_step or (can_be_view and buffer.comm.size == 1 and len(axes) == 1)
         return GradientBuffer(buffer, planned.row, policy, axes, self.staging, sum_dtype, is_view=is_view)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from shoal.errors import UsageError
 from shoal.sharding.gradient import GradientState
 from shoal.sharding.layout import ParameterSpec, Segment
 from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parts import cut, gather_parts
 from shoal.sharding.unit import UnitState
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
 from shoal.zero.runtime import ShardedModel
@@ -45,7 +47,7 @@ class EngineParameters(ParameterOwner):
         stage: int,
         checks_changes: bool,
     ) -> None:
-        super().__init__(sharded.comm, stage, checks_changes=checks_changes)
+        super().__init__(sharded.axes.world, stage, checks_changes=checks_changes)
         self._engine: weakref.ref[object] | None = None
         self._sharded = sharded
         self._step = step
@@ -80,7 +82,10 @@ class EngineParameters(ParameterOwner):
             return
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.data.reshape(-1))
-        self.comm.broadcast(value, source, label=buffer.label).drain()
+        axes = self._sharded.axes
+        axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
+        if axes.tp is not None and not spec.is_part:
+            axes.tp.broadcast(value, axes.mesh.index("tp", source), label=buffer.label).drain()
         buffer.comm.drain()
         if part is None:
             return
@@ -113,13 +118,17 @@ class EngineParameters(ParameterOwner):
         group, slot = self._sharded.home_of[id(parameter)]
         buffer, part = group.buffer, group.buffer.owned_part(slot)
         spec = buffer.layout.specs[slot]
+        if spec.is_part:  # read whole, since its elements are not one range
+            own = cut(read(0, spec.global_numel).view(spec.global_shape), spec).reshape(-1)
+            read = partial(_range_of, own)
         if not buffer.is_sharded:
             value = read(0, spec.numel).view(spec.shape)
-            if group.is_trained:
-                self.set_full_parameter(parameter, value)
-            else:
-                buffer.comm.drain()
-                buffer.views[slot].copy_(value)
+            buffer.comm.drain()
+            if group.is_trained and part is not None:
+                self.set_local_parameter(
+                    parameter, value.reshape(-1)[part.offset : part.offset + part.stop - part.start]
+                )
+            buffer.views[slot].copy_(value)
         elif part is not None:
             value = read(part.offset, part.offset + part.stop - part.start)
             if group.is_trained:
@@ -168,10 +177,16 @@ class EngineParameters(ParameterOwner):
         if group.buffer.end - group.buffer.begin < group.buffer.layout.numel and info.numel:
             # Each element comes from one rank only, so the sum is exact.
             comm.all_reduce(whole, label=f"{group.buffer.label}: {info.name}").drain()
-        return whole.view(info.shape)
+        tp = self._sharded.axes.tp
+        return (
+            gather_parts(whole.view(info.shape), info, tp)
+            if tp is not None and info.is_part
+            else whole.view(info.shape)
+        )
 
-    def _part(self, group: ParameterGroup, segment: Segment, value: torch.Tensor) -> torch.Tensor:
-        return value.detach().reshape(-1)[segment.offset : segment.offset + segment.stop - segment.start]
+    def _part(self, group: ParameterGroup, slot: int, segment: Segment, value: torch.Tensor) -> torch.Tensor:
+        flat = cut(value.detach(), group.buffer.layout.specs[slot]).reshape(-1)
+        return flat[segment.offset : segment.offset + segment.stop - segment.start]
 
     # main parameters
 
@@ -198,14 +213,14 @@ class EngineParameters(ParameterOwner):
         _check_shape(value, group.buffer.layout.specs[slot])
         group.buffer.comm.drain()
         if segment:
-            part = self._part(group, segment, value)
+            part = self._part(group, slot, segment, value)
             with group.resident():
                 group.main[segment.start : segment.stop].copy_(part)
             if group.has_own_main:
                 with group.buffer.resident_shard():
                     group.owned_parameters[segment.start : segment.stop].copy_(part)
         if not group.buffer.is_sharded:
-            group.buffer.views[slot].copy_(value)
+            group.buffer.views[slot].copy_(cut(value, group.buffer.layout.specs[slot]))
 
     @torch.no_grad()
     def set_local_parameter(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -267,7 +282,7 @@ class EngineParameters(ParameterOwner):
                 "there is no gradient to replace.", do="call engine.backward(loss) first.", code="access-no-gradient"
             )
         if segment:
-            group.gradient.write(slot, segment, self._part(group, segment, value / self._unscale()))
+            group.gradient.write(slot, segment, self._part(group, slot, segment, value / self._unscale()))
         group.gradient.has_grad[slot] = 1
 
     @torch.no_grad()
@@ -340,7 +355,7 @@ class EngineParameters(ParameterOwner):
         group, slot, segment = self._find(parameter)
         _check_shape(value, group.buffer.layout.specs[slot])
         if segment:
-            self._write_state(group, slot, key, self._part(group, segment, value))
+            self._write_state(group, slot, key, self._part(group, slot, segment, value))
 
     @torch.no_grad()
     def set_local_optimizer_state(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> None:
@@ -362,10 +377,14 @@ class EngineParameters(ParameterOwner):
                 done += numel
 
 
+def _range_of(flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return flat[begin:end]
+
+
 def _check_shape(value: torch.Tensor, slot: ParameterSpec) -> None:
-    if tuple(value.shape) != tuple(slot.shape):
+    if tuple(value.shape) != slot.global_shape:
         raise UsageError(
-            f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {tuple(slot.shape)}.",
+            f"the value for {slot.name!r} has shape {tuple(value.shape)}, expected {slot.global_shape}.",
             do="pass the whole tensor; the local forms take this rank's part.",
             code="access-shape",
         )

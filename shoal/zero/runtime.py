@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.stream_copies import ComputeStream
@@ -31,6 +30,7 @@ from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
 from shoal.zero.order import UnitOrder
 from shoal.zero.parameter_access import eagerly, gather_on_access
 from shoal.zero.reducer import Reducer
+from shoal.zero.settings import Axes
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 _RECOMPUTED = -1  # the forward in which a call was made that only backward makes (reentrant checkpointing)
@@ -108,7 +108,7 @@ class ShardedModel:
         table: Table,
         units: Sequence[Unit],
         modules: Mapping[str, Sequence[nn.Module]],
-        comm: Communicator,
+        axes: Axes,
         staging: StagingBuffers,
         order: UnitOrder,
         *,
@@ -129,7 +129,7 @@ class ShardedModel:
         self.trained_groups = [group for unit in self.units for group in unit.trained]
         self.staging = staging
         self.order = order
-        self.comm = comm
+        self.axes = axes
         self._device = device
         self._compute = ComputeStream(device)
         self.sparse_names = sparse_names
@@ -137,7 +137,7 @@ class ShardedModel:
         self.sharded = [unit for unit in self.units if unit.is_sharded]
         self.reducer = Reducer(
             [unit for unit in self.units if unit.trained],
-            comm,
+            axes.world,
             has_overlap=has_overlap,
             follows_gathers=bool(self.sharded),
             device=device,
@@ -534,7 +534,7 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
-        at_init = ShardedAtInit(ChunkedTransfer(self.comm, self._device))
+        at_init = ShardedAtInit(ChunkedTransfer(self.axes.data, self._device))
         try:
             for unit in self.units if not is_failed else ():
                 unit.gather()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from shoal.comm.protocol import Communicator
+from shoal.mesh import Mesh
 from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.partition import UnitRules
@@ -94,30 +96,115 @@ class ZeroSettings:
 
 
 @dataclass(frozen=True)
+class GroupAxes:
+    """The axes of one parameter group.
+
+    Args:
+        shard: the name of the axis that shards it, in the row.
+        data: the ranks that hold the same part of the parameters: their gradients are averaged.
+        comms: by name in the row, the ranks along ``shard``, and along each further axis on which its gradient is
+            Partial. Of an axis with one rank, nothing.
+        replicas: where state is sharded, the axes along which ranks hold the same range of it: the global norm counts
+            the range at coordinate 0 of each, and a checkpoint divides it among them.
+    """
+
+    shard: str
+    data: Communicator
+    comms: Mapping[str, Communicator]
+    replicas: tuple[Communicator, ...]
+
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The axes over which the gradient is summed beside ``shard``."""
+        return tuple(name for name in self.comms if name != self.shard)
+
+
+@dataclass(frozen=True)
 class Axes:
     """The communicators of one model, by what they are asked for.
 
     Args:
+        mesh: of all ranks.
         world: every rank that takes the step together: its status, start-up checks, errors.
+        data: the ranks that hold the same part of the model: gradients are averaged over them.
+        batch: the ranks that see other samples: batch sizes, the loader.
         shard: the ranks that hold different shards.
         replicate: the ranks that hold the same shard and saw other samples; None: there is one.
         hpz: the ranks of hpZ's second sharding.
+        tp: the ranks that hold different parts of the layers; None: there is one.
+        sp, cp: the ranks that see other parts of a sequence; None: there is one.
     """
 
+    mesh: Mesh
     world: Communicator
+    data: Communicator
+    batch: Communicator
     shard: Communicator
     replicate: Communicator | None = None
     hpz: Communicator | None = None
+    tp: Communicator | None = None
+    sp: Communicator | None = None
+    cp: Communicator | None = None
 
-    @property
-    def batch(self) -> Communicator:
-        """The ranks that see other samples: the gradient's divisor, the loader's shards, the initial broadcast."""
-        return self.world
+    @classmethod
+    def of(cls, mesh: Mesh, open_axis: Callable[[str], Communicator], *, hpz: Communicator | None = None) -> Axes:
+        """The communicators of a mesh.
+
+        Args:
+            open_axis: the communicator along an axis.
+        """
+
+        def beside(axis: str) -> Communicator | None:
+            return open_axis(axis) if mesh.size(axis) > 1 else None
+
+        # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
+        batch = open_axis("dp")
+        data = batch if mesh.size("loss") == mesh.dp else open_axis("loss")
+        return cls(
+            mesh,
+            data if mesh.world_size == data.size else open_axis("world"),
+            data,
+            batch,
+            data if mesh.fsdp == data.size else open_axis("dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"),
+            beside("dp_replicate"),
+            hpz,
+            beside("tp"),
+            beside("sp"),
+            beside("cp"),
+        )
+
+    def of_group(self, *, is_split: bool, is_partial: bool, is_state_sharded: bool) -> GroupAxes:
+        """The axes of a group of parameters.
+
+        Args:
+            is_split: each tensor-parallel rank holds another part of them.
+            is_partial: the tensor-parallel ranks hold the same, and each has a summand of the gradient.
+        """
+        shard = "dp_shard" if self.mesh.fsdp == self.mesh.dp_shard else "fsdp"
+        comms = {shard: self.shard if is_state_sharded else self.data}
+        replicas = []
+        if is_state_sharded and self.replicate is not None:
+            comms["dp_replicate"] = self.replicate
+            replicas.append(self.replicate)
+        if self.tp is not None and not is_split:
+            replicas.append(self.tp)
+            if is_partial:
+                comms["tp"] = self.tp
+        return GroupAxes(shard, self.data, comms, tuple(replicas))
 
     def distinct(self) -> list[Communicator]:
-        """Each communicator once."""
-        found = [self.world, self.shard, *(comm for comm in (self.replicate, self.hpz) if comm is not None)]
-        return list({id(comm): comm for comm in found}.values())
+        """Each communicator of parameters, gradients and status once."""
+        found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp]
+        return list({id(comm): comm for comm in found if comm is not None}.values())
+
+    def map(self, change: Callable[[Communicator], Communicator]) -> Axes:
+        """The same axes with each communicator changed, once."""
+        made: dict[int, Communicator] = {}
+        found: dict[str, Any] = {}
+        for name, comm in vars(self).items():
+            if isinstance(comm, Communicator):
+                found[name] = made[id(comm)] = made.get(id(comm)) or change(comm)
+        return replace(self, **found)
 
     def drain(self) -> None:
         """Wait until no peer reads parameters or gradients of this rank."""

@@ -57,12 +57,12 @@ def synchronize_status(
     is_late = [any(gradient.has_unreduced() for gradient in unit.gradients) for unit in reducer.units]
     is_missing = any(is_late) or not all(all(group.gradient.has_grad) for group in groups)
     flags = [float(is_missing), float(any(is_late)), 0.0 if mean_loss is None else mean_loss]
-    rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *flags], device)
+    rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
         late = _exchange(axes.world, [float(flag) for flag in is_late], device)
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
-        rows = _exchange(axes.world, [_sum_of_squares(groups, axes, device), *own], device)
+        rows = _exchange(axes.world, [_sum_of_squares(groups, device), *own], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
     if any(row[1] for row in rows) and axes.world.size > 1:
         has_grad = _union(groups, axes.world, device)
@@ -76,11 +76,9 @@ def synchronize_status(
     )
 
 
-def _sum_of_squares(groups: Sequence[ParameterGroup], axes: Axes, device: torch.device) -> torch.Tensor:
-    """Of the ranges that this rank owns: it has coordinate 0 on every axis over which a range is replicated."""
-    if axes.replicate is not None and axes.replicate.rank:
-        groups = [group for group in groups if not group.row.state.is_sharded]
-    gradients = [group.gradient for group in groups]
+def _sum_of_squares(groups: Sequence[ParameterGroup], device: torch.device) -> torch.Tensor:
+    """Of the ranges that this rank owns: it is the first of those that hold the range."""
+    gradients = [group.gradient for group in groups if group.replica[0] == 0]
     computed = iter(sums_of_squares([g.norm_part() for g in gradients if g.offloaded_norm_squared is None]))
     squares = [next(computed) if g.offloaded_norm_squared is None else g.offloaded_norm_squared for g in gradients]
     if not squares:

@@ -29,11 +29,13 @@ NORM = torch.arange(5, dtype=torch.float32) + 100
 
 
 def part(name: str, whole: torch.Tensor, *local: tuple[int, int]) -> ParameterSpec:
-    return ParameterSpec.part(name, tuple(whole.shape), local)
+    return ParameterSpec.part(name, tuple(whole.shape), tuple((one,) for one in local))
 
 
 def cut(whole: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    return whole[tuple(slice(start, stop) for start, stop in spec.local)]
+    for dim, ranges in enumerate(spec.local):
+        whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return whole
 
 
 def shard(
@@ -48,14 +50,14 @@ def shard(
 
 def test_a_parameter_is_the_whole_tensor_unless_its_spec_names_a_part() -> None:
     whole, columns = ParameterSpec("w", (4, 6), 24, 0, 0), part("w", MATRIX, (0, 4), (2, 4))
-    assert (whole.global_shape, whole.local) == ((4, 6), ((0, 4), (0, 6)))
-    assert (columns.shape, columns.global_shape, columns.local) == ((4, 2), (4, 6), ((0, 4), (2, 4)))
+    assert (whole.global_shape, whole.local) == ((4, 6), (((0, 4),), ((0, 6),)))
+    assert (columns.shape, columns.global_shape, columns.local) == ((4, 2), (4, 6), (((0, 4),), ((2, 4),)))
     with pytest.raises(ValueError, match="exceeds its global shape"):
         part("w", MATRIX, (0, 5), (0, 6))
 
 
 def test_a_range_of_a_column_part_is_these_rectangles() -> None:
-    spec = ParameterSpec.part("w", (4, 6), ((0, 4), (2, 4)))
+    spec = part("w", MATRIX, (0, 4), (2, 4))
     found = [(begin, r.start, r.shape) for begin, r in local_rectangles(spec, 1, 6)]
     assert found == [(1, (0, 3), (1, 1)), (2, (1, 2), (2, 2))]
 
@@ -63,10 +65,14 @@ def test_a_range_of_a_column_part_is_these_rectangles() -> None:
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[ParameterSpec, int, int]:
     shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
-    local = tuple(tuple(sorted((draw(st.integers(0, size)), draw(st.integers(0, size))))) for size in shape)
-    numel = math.prod(stop - start for start, stop in local)
-    begin, end = sorted((draw(st.integers(0, numel)), draw(st.integers(0, numel))))
-    return ParameterSpec.part("w", shape, local), begin, end
+    fused = draw(st.integers(0, 2))  # the dim that may have several ranges
+    local = []
+    for dim, size in enumerate(shape):
+        ends = sorted(draw(st.lists(st.integers(0, size), min_size=2, max_size=6 if dim == fused else 2)))
+        local.append(tuple(zip(ends[::2], ends[1::2], strict=False)))
+    spec = ParameterSpec.part("w", shape, tuple(local))
+    begin, end = sorted((draw(st.integers(0, spec.numel)), draw(st.integers(0, spec.numel))))
+    return spec, begin, end
 
 
 @given(parts())

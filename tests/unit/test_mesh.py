@@ -29,8 +29,8 @@ def test_dp_shard_takes_the_ranks_that_are_left() -> None:
 
 def test_tp_varies_fastest_and_pp_slowest() -> None:
     mesh = Mesh.of(32, pp=2, dp_replicate=2, dp_shard=2, sp=2, tp=2)
-    assert mesh.coordinate(1) == Coordinate(0, 0, 0, 0, 1)
-    assert mesh.coordinate(16) == Coordinate(1, 0, 0, 0, 0)
+    assert mesh.coordinate(1) == Coordinate(0, 0, 0, 0, 0, 1)
+    assert mesh.coordinate(16) == Coordinate(1, 0, 0, 0, 0, 0)
     assert mesh.coordinate(2).sp == 1
     assert mesh.coordinate(4).dp_shard == 1
     assert mesh.coordinate(8).dp_replicate == 1
@@ -54,7 +54,7 @@ def test_expert_groups_partition_the_dp_shard_and_sp_ranks_a_second_time() -> No
     "mesh",
     [
         Mesh.of(4096),
-        Mesh.of(4096, pp=4, dp_replicate=4, sp=2, tp=8, ep=16),
+        Mesh.of(4096, pp=4, dp_replicate=4, cp=2, sp=2, tp=8, ep=16),
         Mesh.of(4095, dp_replicate=9, sp=7, ep=5),
     ],
     ids=repr,
@@ -104,7 +104,7 @@ def test_a_tied_axis_joins_the_pipeline_stages_that_it_names() -> None:
 
 
 def test_the_groups_of_65536_ranks_are_arithmetic() -> None:
-    mesh = Mesh.of(65_536, pp=8, dp_replicate=4, sp=4, tp=8, ep=16)
+    mesh = Mesh.of(65_536, pp=8, dp_replicate=4, cp=2, sp=2, tp=8, ep=16)
     start = time.process_time()
     for axis in (*AXES, tied_axis([0, 7])):
         groups = mesh.groups(axis)
@@ -124,7 +124,7 @@ def test_a_size_that_does_not_multiply_up_names_the_sizes_that_do() -> None:
 
 
 def test_expert_parallel_that_does_not_divide_names_what_does() -> None:
-    with pytest.raises(ConfigError, match="ep=5 does not divide dp_shard x sp = 8 x 1 = 8") as error:
+    with pytest.raises(ConfigError, match="ep=5 does not divide dp_shard x cp x sp = 8 x 1 x 1 = 8") as error:
         Mesh.of(8, ep=5)
     assert "use an ep of 4 or 8" in str(error.value)
 
@@ -139,13 +139,13 @@ def test_degrees_ranks_and_axes_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="rank 8 is not on a mesh of 8 ranks"):
         Mesh.of(8).coordinate(8)
     with pytest.raises(ConfigError, match="dp_shard=8 is not on an axis of degree 8"):
-        Mesh.of(8).rank(Coordinate(0, 0, 8, 0, 0))
-    with pytest.raises(ConfigError, match="no axis 'cp'"):
-        Mesh.of(8).groups("cp")
+        Mesh.of(8).rank(Coordinate(0, 0, 8, 0, 0, 0))
+    with pytest.raises(ConfigError, match="no axis 'mp'"):
+        Mesh.of(8).groups("mp")
 
 
 def test_axes_that_are_not_built_are_refused_by_name_and_all_at_once() -> None:
-    with pytest.raises(NotBuiltError, match=r"pipeline parallel \(pp=2\), tensor parallel \(tp=4\)") as error:
-        Mesh.of(16, pp=2, tp=4).refuse_unbuilt()
-    assert "set pp, tp to 1" in str(error.value)
+    with pytest.raises(NotBuiltError, match=r"pipeline parallel \(pp=2\), expert parallel \(ep=4\)") as error:
+        Mesh.of(16, pp=2, ep=4).refuse_unbuilt()
+    assert "set pp, ep to 1" in str(error.value)
     Mesh.of(16, dp_replicate=4).refuse_unbuilt()

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
+from shoal.mesh import Mesh
 from shoal.sharding.gradient import sum_of_squares, sums_of_squares
 from shoal.zero import step_status
 from shoal.zero.reducer import Reducer
@@ -48,7 +49,7 @@ class Group:
 
 def test_the_norm_of_all_groups_is_one_kernel_and_nothing_crosses_to_the_host_before_one_read() -> None:
     comm = SingleCommunicator("dp")
-    axes = Axes(world=comm, shard=comm)
+    axes = Axes(Mesh.of(comm.size), comm, comm, comm, comm)
     counts = []
     with FakeTensorMode():
         reducer = Reducer([], comm, has_overlap=False, follows_gathers=False, device=CUDA)

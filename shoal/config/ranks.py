@@ -1,0 +1,130 @@
+"""From the config and the number of ranks to the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.config.problems import Problem
+from shoal.config.schema import Schema
+from shoal.errors import ConfigError
+from shoal.mesh import Mesh
+
+HPZ = "zero_optimization.zero_hpz_partition_size"
+MODEL_AXES = ("pp", "cp", "sp", "tp")  # along which ranks see the same samples
+
+
+def _asked(config: Schema) -> dict[str, dict[str, int]]:
+    """By axis, the keys that give its degree."""
+    found: dict[str, dict[str, int | str | None]] = {
+        axis: {} for axis in (*MODEL_AXES, "dp_replicate", "dp_shard", "ep")
+    }
+    for axis, keys in found.items():
+        keys[f"parallel.{axis}"] = getattr(config.parallel, axis)
+    found["tp"]["tensor_parallel.autotp_size"] = config.tensor_parallel.autotp_size or None
+    found["tp"]["tensor_parallel.tp.tp_size"] = config.tensor_parallel.tp.tp_size
+    found["sp"]["sequence_parallel_size"] = config.sequence_parallel_size
+    for axis in (*MODEL_AXES, "ep"):  # 1 asks for nothing
+        found[axis] = {path: degree for path, degree in found[axis].items() if degree != 1}
+    return {axis: {path: d for path, d in keys.items() if isinstance(d, int)} for axis, keys in found.items()}
+
+
+def model_degrees(config: Schema) -> dict[str, int]:
+    """The degree of each axis along which ranks see the same samples, where it is above 1."""
+    asked = _asked(config)
+    return {axis: max(asked[axis].values()) for axis in MODEL_AXES if asked[axis]}
+
+
+def model_size(config: Schema) -> int:
+    """Ranks that see the same samples."""
+    size = 1
+    for degree in model_degrees(config).values():
+        size *= degree
+    return size
+
+
+def batch_ranks(config: Schema, num_ranks: int) -> tuple[int, str | None]:
+    """The ranks by which batch sizes are multiplied, and how that number came about.
+
+    Those that see other samples; with ``tensor_parallel.autotp_size`` all ranks, as DeepSpeed counts.
+    """
+    degrees = model_degrees(config)
+    if config.tensor_parallel.autotp_size > 1:
+        del degrees["tp"]
+    size = 1
+    for degree in degrees.values():
+        size *= degree
+    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    return num_ranks // size, f"{num_ranks} ranks / ({product})" if degrees else None
+
+
+def rank_problems(config: Schema, num_ranks: int) -> Iterator[Problem]:
+    """Degrees that do not fit the number of ranks, or each other."""
+    for axis, keys in _asked(config).items():
+        if len(set(keys.values())) > 1:
+            what = f"the keys ask for different degrees of {axis}: {', '.join(f'{p} {n}' for p, n in keys.items())}."
+            yield Problem(next(iter(keys)), what, "set one of them.", code="mesh")
+    degrees, size = model_degrees(config), model_size(config)
+    product = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    if num_ranks % size:
+        path = next(iter(_asked(config)[next(iter(degrees))]))
+        lower = num_ranks // size * size
+        nearest = f"{lower} or {lower + size}" if lower else f"{size}"
+        yield Problem(
+            path, f"{num_ranks} ranks do not divide by {product} = {size}.", f"start {nearest} ranks.", code="mesh"
+        )
+        return
+    dp = num_ranks // size
+    if config.data_parallel_size not in (None, dp):
+        what = (
+            f"{config.data_parallel_size}, but {num_ranks} ranks" + (f" / ({product})" if degrees else "") + f" = {dp}."
+        )
+        yield Problem("data_parallel_size", what, f"write {dp}, or leave it out.", code="mesh")
+    yield from _shard_problems(config, dp)
+
+
+def _shard_keys(config: Schema) -> dict[str, int]:
+    """The keys that give the ranks of a shard group, or the number of groups."""
+    mics, asked = config.zero_optimization.mics_shard_size, config.parallel
+    keys = {
+        "zero_optimization.mics_shard_size": mics if mics > 0 else "auto",
+        "parallel.dp_shard": asked.dp_shard,
+        "parallel.dp_replicate": asked.dp_replicate if asked.dp_replicate != 1 else "auto",
+    }
+    return {path: size for path, size in keys.items() if isinstance(size, int)}
+
+
+def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
+    hpz = config.zero_optimization.zero_hpz_partition_size or 1
+    divisors = ", ".join(str(number) for number in range(1, dp + 1) if dp % number == 0)
+    groups: dict[str, int] = {}  # the ranks of a shard group, by the key that asks for it
+    for path, size in {**_shard_keys(config), HPZ: hpz}.items():
+        if dp % size:
+            what = f"{size} does not divide {dp} data-parallel ranks."
+            yield Problem(path, what, f"write one of {divisors}.", code="mesh")
+        elif path != HPZ:
+            groups[path] = dp // size if path.endswith("dp_replicate") else size
+    if len(set(groups.values())) > 1:
+        what = f"the keys ask for different shard groups: {', '.join(f'{p} for {n} ranks' for p, n in groups.items())}."
+        yield Problem(next(iter(groups)), what, "set one of them.", code="mesh")
+    if groups and hpz > 1:
+        what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
+        yield Problem(HPZ, what, "set one of them.", code="mesh")
+    if hpz > 1 and model_size(config) > 1:
+        what = f"{hpz}, a second sharding, beside {' and '.join(model_degrees(config))} above 1."
+        yield Problem(
+            HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups inside a node.", code="mesh"
+        )
+
+
+def mesh_of(config: Schema, num_ranks: int) -> Mesh:
+    """The mesh that a config means for a number of ranks. At stage 0 nothing is sharded: one shard group has all ranks.
+
+    Raises: ConfigError: the degrees do not fit the ranks, or each other.
+    """
+    for problem in rank_problems(config, num_ranks):
+        raise ConfigError(f"{problem.path} = {problem.what}", do=problem.do, code="mesh")
+    dp = num_ranks // model_size(config)
+    groups = [dp // size if path.endswith("dp_replicate") else size for path, size in _shard_keys(config).items()]
+    dp_shard = groups[0] if groups and config.zero_optimization.stage > 0 else dp
+    ep = max(_asked(config)["ep"].values(), default=1)
+    return Mesh.of(num_ranks, dp_replicate=dp // dp_shard, dp_shard=dp_shard, ep=ep, **model_degrees(config))

@@ -1,0 +1,97 @@
+"""Which parts of the model's parameters this rank holds on a tensor-parallel axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ModelError
+from shoal.sharding.layout import ParameterSpec
+from shoal.zero.build import ModelParts
+from shoal.zero.settings import Axes
+
+
+def parts_of(model: nn.Module, axes: Axes, device: torch.device) -> ModelParts:
+    """What this rank holds of the model. On a tensor-parallel axis, a model that is whole is split.
+
+    Communicates: on a tensor-parallel axis: a broadcast of what is not split.
+    """
+    comm = axes.tp
+    if comm is None:
+        return ModelParts()
+    parts = declared_parts(model, comm)
+    synchronize_whole(model, parts, comm, device)
+    return parts
+
+
+def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
+    """The parts that a model which is split already declares on its parameters, as Megatron-LM's layers do.
+
+        parameter.tensor_model_parallel   this rank's part of a larger parameter
+        parameter.partition_dim           the dim that is split
+        parameter.partition_stride        blocks of that dim, each split (2 of a fused gate and up projection)
+        parameter.sequence_parallel       the same on all tensor-parallel ranks; its gradient is summed over them
+
+    Communicates: the sizes of the parts.
+    Raises: ModelError: the ranks declare parts that do not fit together.
+    """
+    split = {
+        name: (tuple(p.shape), int(getattr(p, "partition_dim", 0)), int(getattr(p, "partition_stride", 1)))
+        for name, p in model.named_parameters()
+        if getattr(p, "tensor_model_parallel", False)
+    }
+    partial = frozenset(name for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False))
+    everyones = comm.gather_objects({name: list(map(str, each)) for name, each in split.items()}, label="parts")
+    if any(each.keys() != everyones[0].keys() for each in everyones):
+        raise ModelError(
+            "the tensor-parallel ranks declare parts of different parameters.",
+            where=f"{comm.size} tensor-parallel ranks",
+            do="set tensor_model_parallel on the same parameters of every rank.",
+            code="model-parts",
+        )
+    sizes = comm.gather_objects({name: list(shape) for name, (shape, _, _) in split.items()}, label="sizes of parts")
+    return ModelParts(
+        {
+            name: _part(name, dim, stride, [each[name] for each in sizes], comm)
+            for name, (_, dim, stride) in split.items()
+        },
+        partial,
+    )
+
+
+def _part(name: str, dim: int, stride: int, shapes: list[list[int]], comm: Communicator) -> ParameterSpec:
+    own = shapes[comm.rank]
+    others = {tuple(shape[:dim] + shape[dim + 1 :]) for shape in shapes}
+    if len(others) > 1 or any(shape[dim] % stride for shape in shapes):
+        raise ModelError(
+            f"parameter {name!r} has parts of shapes {shapes}, split in dim {dim} inside each of {stride} blocks.",
+            where=f"{comm.size} tensor-parallel ranks",
+            do="give the parts the same size in every other dim, and a multiple of partition_stride in this one.",
+            code="model-parts",
+        )
+    block = sum(shape[dim] for shape in shapes) // stride
+    begin, size = sum(shape[dim] for shape in shapes[: comm.rank]) // stride, own[dim] // stride
+    ranges = tuple((index * block + begin, index * block + begin + size) for index in range(stride))
+    whole = tuple(block * stride if index == dim else size for index, size in enumerate(own))
+    local = tuple(ranges if index == dim else ((0, size),) for index, size in enumerate(own))
+    return ParameterSpec.part(name, whole, local)
+
+
+def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device) -> None:
+    """Give the buffers, the parameters that are not split and the default random numbers the first rank's values.
+
+    Dropout on activations that all tensor-parallel ranks hold must be the same on all of them.
+
+    Communicates: a broadcast of each over the tensor-parallel axis.
+    """
+    tensors = {name: p.data for name, p in model.named_parameters() if name not in parts.local}
+    with torch.no_grad():
+        for name, tensor in [*tensors.items(), *model.named_buffers()]:
+            if not tensor.is_meta and tensor.numel():
+                flat = tensor.detach().to(device).reshape(-1).clone()
+                comm.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name).drain()
+                tensor.copy_(flat.view(tensor.shape))
+    seeds = comm.gather_objects(torch.initial_seed(), label="seed")
+    if comm.rank:
+        torch.manual_seed(seeds[0])

@@ -15,6 +15,7 @@ import torch
 
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.wire import WireFormat
 from shoal.device import is_fake
 from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.stream_copies import CopyDone, StreamCopies
@@ -180,15 +181,17 @@ class ParameterBuffer(FlatBuffer):
         self.placement = self.owned
         return self.redistribute(Placement())
 
-    def issue(self, move: Move, *, scale: float = 1.0, accumulate: bool = False) -> Work:
+    def issue(
+        self, move: Move, *, scale: float = 1.0, accumulate: bool = False, wire: WireFormat | None = None
+    ) -> Work:
         if move.collective != "all_gather":
-            return super().issue(move, scale=scale, accumulate=accumulate)
+            return super().issue(move, scale=scale, accumulate=accumulate, wire=wire)
         axis = self.axes[move.axis]
         if self.is_sharded and self.is_shard_offloaded:
-            return self._gather_offloaded(axis)
-        return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=self.label)
+            return self._gather_offloaded(axis, wire)
+        return axis.all_gather(self.full, self.shard if self.is_sharded else None, label=self.label, wire=wire)
 
-    def _gather_offloaded(self, axis: Axis) -> Work:
+    def _gather_offloaded(self, axis: Axis, wire: WireFormat | None) -> Work:
         """Copy the shard to the device and gather it. The current stream waits for neither before ``Work.wait()``."""
         # A tensor of its own: peers may read it after the full buffer was released.
         staged = None if axis.size == 1 else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
@@ -196,7 +199,7 @@ class ParameterBuffer(FlatBuffer):
         with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
             with self.resident_shard(is_read_only=True):
                 (self.full if staged is None else staged).copy_(self.shard, non_blocking=True)
-            work = axis.all_gather(self.full, staged, label=self.label)
+            work = axis.all_gather(self.full, staged, label=self.label, wire=wire)
         return _GatherAfterCopy(work, copied)
 
     def attach_views(self) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
+from shoal.comm.wire import WireFormat
 from shoal.device import is_fake, read_vector
 
 INDEX_NBYTES = 8
@@ -39,9 +40,11 @@ class SparseSum:
         self._num_rows = num_rows
         self._width = width
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Work:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
+    ) -> Work:
         """As ``Communicator.all_gather``."""
-        return self._comm.all_gather(full, shard, label=label)
+        return self._comm.all_gather(full, shard, label=label, wire=wire)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         """As ``Communicator.all_reduce``.
@@ -58,12 +61,19 @@ class SparseSum:
         return FinishedWork(full)
 
     def reduce_scatter(
-        self, full: torch.Tensor, out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False, label: str
+        self,
+        full: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        label: str,
+        wire: WireFormat | None = None,
     ) -> Work:
         """As ``Communicator.reduce_scatter``. Communicates: as ``all_reduce``."""
         found = None if is_fake(full) else self._sum(full, scale, num_passes=1, label=label)
         if found is None:
-            return self._comm.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+            return self._comm.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label, wire=wire)
         with torch.no_grad():
             if not accumulate:
                 out.zero_()

@@ -40,7 +40,7 @@ class DeepSpeedEngine(Engine):
     _is_averaging = True
 
     # Of parts that Shoal does not have: the values of a DeepSpeed engine without them.
-    mpu = None
+    mpu: Any = None
     mesh_device = None
     has_moe_layers = False
     pipeline_parallelism = False

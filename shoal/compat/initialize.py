@@ -11,20 +11,11 @@ from torch import nn
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
+from shoal.compat.given_mesh import given_degrees
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
-from shoal.errors import ConfigError, NotBuiltError
+from shoal.errors import ConfigError
 from shoal.zero.init import suspended
-
-_MPU_AXES = (  # of Megatron's parallel_state and DeepSpeed's grids
-    "model_parallel",
-    "tensor_model_parallel",
-    "slice_parallel",
-    "pipe_parallel",
-    "pipeline_model_parallel",
-    "sequence_parallel",
-    "context_parallel",
-)
 
 
 def initialize(
@@ -51,6 +42,8 @@ def initialize(
         model_parameters: parameters or groups for the config's optimizer; None: all that require a gradient.
         training_data: a dataset; a loader of this rank's micro-batches is returned.
         lr_scheduler: a torch schedule, or a callable that takes the optimizer; None: from the config.
+        mpu: an object with Megatron's ``get_tensor_model_parallel_world_size()`` and the like: the degrees of the mesh.
+        mesh_param: a torch DeviceMesh, or (data-parallel ranks, sequence-parallel ranks).
         config: a path, a dict, JSON text or base64; ``config_params`` and ``args.deepspeed_config`` are other places
             for it.
 
@@ -71,14 +64,7 @@ def initialize(
                 do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
                 code="config-missing",
             )
-        if mpu is not None:
-            _check_mpu(mpu, world.size)
-        if mesh_param is not None:
-            raise ConfigError(
-                f"mesh_param = {mesh_param!r}: meshes are made from the config.",
-                do='use "parallel": {"dp_shard": ..., "sp": ...} in the config.',
-                code="mesh",
-            )
+        degrees = given_degrees(mpu, mesh_param, world.size)
         engine = initialize_engine(
             DeepSpeedEngine,
             model,
@@ -88,24 +74,9 @@ def initialize(
             optimizer=optimizer,
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
+            degrees=degrees,
         )
+        engine.mpu = mpu
         if training_data is not None:
             engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
         return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def _check_mpu(mpu: Any, world_size: int) -> None:
-    """Raises: NotBuiltError: the ranks are split along another axis than data parallelism."""
-    for axis in _MPU_AXES:
-        degree = getattr(mpu, f"get_{axis}_world_size", lambda: 1)()
-        if degree != 1:
-            raise NotBuiltError(
-                f"mpu.get_{axis}_world_size() is {degree}: ranks that split layers or sequences are not built yet.",
-                do="train with data parallelism (ZeRO) only for now.",
-            )
-    size = getattr(mpu, "get_data_parallel_world_size", lambda: world_size)()
-    if size != world_size:
-        raise NotBuiltError(
-            f"mpu.get_data_parallel_world_size() is {size}, and there are {world_size} ranks.",
-            do="give all ranks the same data-parallel group, or start as many ranks as it has.",
-        )

@@ -203,6 +203,7 @@ def load(
     world_size_reason: str | None = None,
     check_supported: bool = True,
     replaced: Collection[str] = (),
+    degrees: Mapping[str, int] | None = None,
 ) -> Config:
     """Read and check a configuration.
 
@@ -214,6 +215,7 @@ def load(
         check_supported: whether asking for a part that is not built yet is an error, or for a type that does not exist.
         replaced: of ``optimizer`` and ``scheduler``, those for which the caller passes an object; their types are not
             checked.
+        degrees: by axis of the mesh, what the caller gives beside the file.
 
     Raises: ConfigError: all problems in one error.
     """
@@ -224,6 +226,7 @@ def load(
         reason=world_size_reason,
         check_supported=check_supported,
         replaced=replaced,
+        degrees=degrees,
     )
     if seen.problems or seen.config is None:
         raise problems_error(ConfigProblems(seen.problems, seen.name))
@@ -240,6 +243,7 @@ def examine(
     reason: str | None = None,
     check_supported: bool = True,
     replaced: Collection[str] = (),
+    degrees: Mapping[str, int] | None = None,
 ) -> Examined:
     """Read and check, and return the problems instead of raising.
 
@@ -255,6 +259,12 @@ def examine(
     problems = list(found.problems)
     problems += unsupported_problems(keys, found, ("refused", "not built") if check_supported else ("refused",))
     config = Config.model_validate(found.values)
+    for axis, degree in (degrees or {}).items():
+        asked = getattr(config.parallel, axis)
+        if asked not in ("auto", degree):
+            what = f"{asked}, and initialize() was given a mesh with {axis} {degree}."
+            problems.append(Problem(f"parallel.{axis}", what, "leave one of them out.", code="mesh"))
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
     config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
     config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
     together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]

@@ -23,6 +23,7 @@ from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress, StepNumbers
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
+from shoal.engine.same_inputs import SameInputs
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
@@ -102,6 +103,7 @@ class Engine(nn.Module):
         self._norm: float | None = None
         self._was_step_applied = False
         self._is_destroyed = False
+        self._same_inputs = SameInputs(properties.axes.tp)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
 
@@ -127,6 +129,7 @@ class Engine(nn.Module):
         self.sharding.check.check()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
+            self._same_inputs.check((args, kwargs), where=self.properties.where(self.global_steps))
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (

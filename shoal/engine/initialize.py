@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -74,11 +74,16 @@ def initialize(
     optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
+    degrees: Mapping[str, int] | None = None,
 ) -> AnyEngine:
-    """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``."""
+    """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
+
+    Args:
+        degrees: by axis, what the script gives beside the config.
+    """
     given = {"optimizer": optimizer, "scheduler": lr_scheduler}
     replaced = [section for section, value in given.items() if value is not None]
-    settings = load(config, args=args, world_size=world.size, replaced=replaced)
+    settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)

@@ -1,4 +1,4 @@
-"""ZeRO beside a tensor-parallel axis: a model that declares its parts, as Megatron-LM's layers do, trains as one process."""
+"""ZeRO beside a tensor-parallel axis: a model that declares its parts, as Megatron-LM does, trains as one process."""
 
 from __future__ import annotations
 
@@ -227,3 +227,15 @@ def test_a_checkpoint_loads_with_other_tensor_parallel_ranks(
     for values, moments in run_ranks(load[0], second):
         assert all(torch.equal(values[name], value) for name, value in expected.items())
         assert moments.abs().sum() > 0
+
+
+def test_tensor_parallel_ranks_with_different_batches_are_an_error_on_every_rank() -> None:
+    def job() -> str:
+        engine = engine_of(config(2, 1), 2)
+        with pytest.raises(shoal.errors.UsageError) as caught:
+            engine(data(0, current_world().rank, 4))
+        return str(caught.value)
+
+    for text in run_ranks(4, job):
+        assert "2 ranks of a tensor-parallel group were given 2 different batches" in text
+        assert "batch-differs" in text

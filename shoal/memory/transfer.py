@@ -331,7 +331,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         raise UsageError(
             f"a disk is read to and written from contiguous host memory; this tensor is on {tensor.device.type}, "
             f"shape {tuple(tensor.shape)}, stride {tensor.stride()}.",
-            do="copy it into a staging buffer (BufferPool).",
+            do="copy it into a contiguous staging buffer on the host.",
         )
     found: Any = tensor.detach().reshape(-1)
     return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)

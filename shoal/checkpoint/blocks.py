@@ -31,11 +31,11 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: 1-D pieces, one after the other, that together have ``shape``.
+    """One tensor of a file: 1-D parts, one after the other, that together have ``shape``.
 
     Args:
-        read: returns the pieces; called when they are written, so that not all of them need be in memory at once.
-        is_kept: code that changes the pieces calls ``Snapshot.wait`` first, so a snapshot may copy them while training
+        read: returns the parts; called when they are written, so that not all of them need be in memory at once.
+        is_kept: code that changes the parts calls ``Snapshot.wait`` first, so a snapshot may copy them while training
             continues.
     """
 
@@ -129,7 +129,7 @@ class Snapshot:
     What the user's code can change is copied when this returns. What is kept (``TensorEntry.is_kept``) may be copied
     while training continues: by ``finish()``, on the writing thread, or by an accelerator on a copy stream.
 
-    Order: blocks the host until the pieces that are not kept are copied.
+    Order: blocks the host until the parts that are not kept are copied.
     """
 
     def __init__(self, plan: FilePlan, host_memory: Callable[[int], torch.Tensor], device: torch.device) -> None:
@@ -142,8 +142,8 @@ class Snapshot:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entry, offset in zip(plan.entries, plan.offsets, strict=True):
             at = offset
-            for piece in entry.read():
-                flat = piece.detach().reshape(-1)
+            for part in entry.read():
+                flat = part.detach().reshape(-1)
                 target = self.image[at : at + flat.nbytes].view(entry.dtype)
                 at += flat.nbytes
                 if entry.is_kept:
@@ -174,7 +174,7 @@ class Snapshot:
             self._is_taken.set()
 
     def wait(self) -> None:
-        """Call before kept pieces are changed. Order: blocks the host until host memory is copied; the current stream
+        """Call before kept parts are changed. Order: blocks the host until host memory is copied; the current stream
         waits for copies of device memory.
         """
         self._done.wait()
@@ -183,7 +183,7 @@ class Snapshot:
 
 
 class _BlockWriter:
-    """Computes the checksums of blocks as they are written, and joins small pieces into larger writes."""
+    """Computes the checksums of blocks as they are written, and joins small parts into larger writes."""
 
     def __init__(self, sink: Sink, block_nbytes: int) -> None:
         self._sink = sink
@@ -195,9 +195,9 @@ class _BlockWriter:
         self.nbytes = 0
 
     def add_entry(self, entry: TensorEntry) -> None:
-        """Write an entry's pieces. Keeps no reference to them."""
-        for piece in entry.read():
-            for data in _bytes_of(piece):
+        """Write an entry's parts. Keeps no reference to them."""
+        for tensor in entry.read():
+            for data in _bytes_of(tensor):
                 self.add(data)
 
     def add(self, data: memoryview) -> None:
@@ -233,9 +233,9 @@ class _BlockWriter:
             self._end_block()
 
 
-def _bytes_of(piece: torch.Tensor) -> Iterator[memoryview]:
+def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """A 1-D tensor's bytes; of one on an accelerator, copied to the host block by block."""
-    flat = piece.detach().reshape(-1)
+    flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return
     if flat.device.type == "cpu":
@@ -292,8 +292,8 @@ class BlockReader:
         self._held = number
         return view
 
-    def pieces(self, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """The bytes ``[offset, offset + nbytes)`` in pieces, each valid until the next is asked for."""
+    def parts(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        """The bytes ``[offset, offset + nbytes)`` in parts, each valid until the next is asked for."""
         end = offset + nbytes
         while offset < end:
             number, inside = divmod(offset, self._record.block_nbytes)

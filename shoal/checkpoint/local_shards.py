@@ -1,6 +1,6 @@
 """What this rank has of a sharded model, by parameter: the one list that saving and loading both go through.
 
-A local shard is a contiguous range of one flattened parameter, or of its optimizer state, in one or more pieces of
+A local shard is a contiguous range of one flattened parameter, or of its optimizer state, in one or more parts of
 memory. The parameter may itself be a rectangle of a larger, global tensor (a tensor-parallel rank's columns):
 
     global [4, 6], columns 2 to 4                . . # # . .        elements 1..6 of the flattened local part are
@@ -76,10 +76,10 @@ class LocalShard:
     kind: str
     spec: ParameterSpec
     begin: int
-    pieces: tuple[torch.Tensor, ...]  # 1-D, one after the other
+    parts: tuple[torch.Tensor, ...]  # 1-D, one after the other
     num_copies: int = 1  # ranks that have this very range
     copy: int = 0  # which of them this one is
-    fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``pieces`` only show sizes: the memory itself
+    fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``parts`` only show sizes: the memory itself
     is_private: bool = False  # it is changed by Shoal alone, after ``ParameterGroup.settle``
 
     @property
@@ -88,7 +88,7 @@ class LocalShard:
 
     @property
     def numel(self) -> int:
-        return sum(piece.numel() for piece in self.pieces)
+        return sum(part.numel() for part in self.parts)
 
     @property
     def end(self) -> int:
@@ -96,7 +96,7 @@ class LocalShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.pieces[0].dtype
+        return self.parts[0].dtype
 
     def share(self) -> tuple[int, int]:
         """The part of ``[begin, end)`` that this rank writes."""
@@ -110,11 +110,11 @@ class LocalShard:
         """The memory of ``[begin, end)``, which lies inside. Of state on a disk: until another bucket is asked for."""
         found = []
         at = self.begin
-        for piece in self.pieces if self.fetch is None else self.fetch():
-            low, high = max(begin, at), min(end, at + piece.numel())
+        for part in self.parts if self.fetch is None else self.fetch():
+            low, high = max(begin, at), min(end, at + part.numel())
             if low < high:
-                found.append(piece[low - at : high - at])
-            at += piece.numel()
+                found.append(part[low - at : high - at])
+            at += part.numel()
         return found
 
     def rectangles(self) -> Iterator[tuple[int, Rectangle]]:
@@ -175,7 +175,7 @@ class LocalShards:
             num_copies, copy = self._copies(owner)
             for segment in bucket.layout.segments_in(bucket.begin, bucket.end):
                 slot = bucket.layout.specs[segment.slot]
-                piece = flat[segment.start : segment.stop]
+                part = flat[segment.start : segment.stop]
                 fetch = None
                 if group is not None and group.disk is not None and group.has_own_main:
                     fetch = partial(self._master_of, group, segment.start, segment.stop)
@@ -183,7 +183,7 @@ class LocalShards:
                     fetch = partial(self._frozen, bucket, segment.start, segment.stop)
                 is_private = group is not None and (group.has_own_main or bucket.is_sharded)
                 spec = slot
-                yield LocalShard(MODEL, spec, segment.offset, (piece,), num_copies, copy, fetch, is_private)
+                yield LocalShard(MODEL, spec, segment.offset, (part,), num_copies, copy, fetch, is_private)
 
     def optimizer(self) -> Iterator[LocalShard]:
         """Optimizer state of one element per element of the parameter, as far as it exists."""
@@ -193,13 +193,13 @@ class LocalShards:
             num_copies, copy = self._copies(group)
             for index, slot in enumerate(group.buffer.layout.specs):
                 segments = [segment for _, segment in group.ranges_of(index)]
-                for key, pieces in self._state_parts(group, index).items():
+                for key, parts in self._state_parts(group, index).items():
                     fetch = None if group.disk is None else partial(self._fetched, group, index, key)
                     yield LocalShard(
                         OPTIMIZER + key,
                         slot,
                         segments[0].offset,
-                        tuple(pieces),
+                        tuple(parts),
                         num_copies,
                         copy,
                         fetch,
@@ -209,9 +209,9 @@ class LocalShards:
     def _state_parts(self, group: ParameterGroup, index: int) -> dict[str, list[torch.Tensor]]:
         assert self.step is not None
         parts: dict[str, list[torch.Tensor]] = {}
-        for piece, segment in group.ranges_of(index):
-            for key, value in self.step.optimizer.state.get(piece.param, {}).items():
-                if is_elementwise(value, piece.param):
+        for part, segment in group.ranges_of(index):
+            for key, value in self.step.optimizer.state.get(part.param, {}).items():
+                if is_elementwise(value, part.param):
                     parts.setdefault(key, []).append(value[segment.start : segment.stop])
         return parts
 
@@ -253,12 +253,12 @@ class LocalShards:
             return found
         for group in self.states:
             for index, slot in enumerate(group.buffer.layout.specs):
-                for piece, _ in group.ranges_of(index):
-                    for key, value in self.step.optimizer.state.get(piece.param, {}).items():
-                        if is_elementwise(value, piece.param):
+                for part, _ in group.ranges_of(index):
+                    for key, value in self.step.optimizer.state.get(part.param, {}).items():
+                        if is_elementwise(value, part.param):
                             continue
                         if self.step.is_whole_tensor and key == "steps":
-                            members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == piece.group]
+                            members = [i for i, s in enumerate(group.buffer.layout.specs) if s.group == part.group]
                             found.setdefault(slot.name, {})["step"] = value[0, members.index(index)].clone()
                             continue
                         if self.step.is_whole_tensor and key == "step" and "step" in found.get(slot.name, {}):
@@ -266,7 +266,7 @@ class LocalShards:
                         if isinstance(value, torch.Tensor) and value.numel() != 1:
                             raise CheckpointError(
                                 f"optimizer state {key!r} of shape {tuple(value.shape)} belongs to"
-                                f" {piece.param.numel()} elements of several parameters and cannot be told apart.",
+                                f" {part.param.numel()} elements of several parameters and cannot be told apart.",
                                 where=f"parameter {slot.name!r}, {type(self.step.optimizer).__name__}",
                                 do="use an optimizer whose state is one value per element, or one per parameter.",
                                 code="checkpoint-state",
@@ -276,7 +276,7 @@ class LocalShards:
 
 
 def is_elementwise(value: Any, parameter: nn.Parameter) -> bool:
-    """Is it one element per element of the piece?"""
+    """Is it one element per element of the part?"""
     return isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == parameter.numel()
 
 

@@ -172,7 +172,7 @@ class CheckpointReader:
             with self._open(file) as reader:
                 for copy in copies:
                     at = copy.begin
-                    for view in reader.pieces(copy.offset, copy.nbytes):
+                    for view in reader.parts(copy.offset, copy.nbytes):
                         values = torch.frombuffer(view, dtype=copy.dtype)
                         for target in copy.shard.part(at, at + values.numel()):
                             target.copy_(values[: target.numel()])

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from shoal.errors import CheckpointError
 
-_TEXT_PIECE_NBYTES = 1 << 20
+_TEXT_PART_NBYTES = 1 << 20
 _EARLY_NBYTES = 64 << 20  # after so many written bytes an early flush begins
 
 
@@ -387,10 +387,10 @@ def _read_text(file: Reader, path: str, most: int) -> bytes:
         raise OSError(errno.EFBIG, f"{path} has {file.nbytes} bytes, and at most {most} were expected")
     data = bytearray()
     while len(data) < file.nbytes:
-        piece = bytearray(min(_TEXT_PIECE_NBYTES, file.nbytes - len(data)))
-        file.read_into(len(data), memoryview(piece))
-        if 0 in piece:
+        part = bytearray(min(_TEXT_PART_NBYTES, file.nbytes - len(data)))
+        file.read_into(len(data), memoryview(part))
+        if 0 in part:
             # A hole in a sparse file takes no disk space, any amount of memory, and reads as zeros.
             raise OSError(errno.EINVAL, f"{path} is no text")
-        data += piece
+        data += part
     return bytes(data)

@@ -42,7 +42,7 @@ from shoal.comm.finished import (
     split_mismatch,
     split_parts,
 )
-from shoal.comm.memory_group import Call, Mark, MemoryGroup
+from shoal.comm.memory_group import GroupCall, Mark, MemoryGroup
 from shoal.comm.protocol import Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 from shoal.errors import CommError
@@ -65,7 +65,7 @@ class DirectWork:
         self,
         comm: DirectCommunicator,
         number: int,
-        call: Call,
+        call: GroupCall,
         result: torch.Tensor,
         first: Callable[[list[torch.Tensor]], None] | None,
         second: Callable[[list[torch.Tensor]], None] | None,
@@ -146,10 +146,10 @@ class DirectCommunicator:
         source = own if shard is None else shard
 
         def copy(sources: list[torch.Tensor]) -> None:
-            for peer, piece in enumerate(sources):
+            for peer, part in enumerate(sources):
                 target = own_range(full, peer, self.size)
                 if peer != self.rank:
-                    target.copy_(piece)
+                    target.copy_(part)
                 elif shard is not None and not is_same_memory(target, shard):
                     target.copy_(shard)
 
@@ -162,8 +162,8 @@ class DirectCommunicator:
 
         def reduce(sources: list[torch.Tensor]) -> None:
             sources[self.rank] = full
-            pieces = [own_range(source, self.rank, self.size) for source in sources]
-            self._sum(pieces, out, scale=scale, accumulate=accumulate)
+            parts = [own_range(source, self.rank, self.size) for source in sources]
+            self._sum(parts, out, scale=scale, accumulate=accumulate)
 
         return self._issue("reduce_scatter", label, full, full, out, reduce)
 
@@ -172,13 +172,13 @@ class DirectCommunicator:
         source = self._group.readable(full)
 
         def reduce(sources: list[torch.Tensor]) -> None:
-            pieces = [own_range(piece, self.rank, self.size) for piece in sources]
-            self._sum(pieces, own_range(source, self.rank, self.size), scale=scale)
+            parts = [own_range(part, self.rank, self.size) for part in sources]
+            self._sum(parts, own_range(source, self.rank, self.size), scale=scale)
 
         def copy(sources: list[torch.Tensor]) -> None:
-            for peer, piece in enumerate(sources):
+            for peer, part in enumerate(sources):
                 if peer != self.rank:
-                    own_range(full, peer, self.size).copy_(own_range(piece, peer, self.size))
+                    own_range(full, peer, self.size).copy_(own_range(part, peer, self.size))
             if source is not full:
                 own.copy_(own_range(source, self.rank, self.size))
 
@@ -241,8 +241,8 @@ class DirectCommunicator:
         snapshot = vector.detach().clone()
 
         def copy(sources: list[torch.Tensor]) -> None:
-            for peer, piece in enumerate(sources):
-                result[peer].copy_(piece)
+            for peer, part in enumerate(sources):
+                result[peer].copy_(part)
 
         return self._issue("exchange", label, vector, snapshot, result, copy)
 
@@ -310,7 +310,7 @@ class DirectCommunicator:
             )
         number = self._next
         self._next += 1
-        call = Call(op, label, what.numel(), what.dtype, root)
+        call = GroupCall(op, label, what.numel(), what.dtype, root)
         source = self._group.readable(source.detach())
         work = DirectWork(self, number, call, result, first, second)
         self._forget_read()

@@ -191,7 +191,7 @@ class GlooCommunicator:
 
     @property
     def scratch_nbytes(self) -> int:
-        return self._sum.nbytes + sum(piece.nbytes for kept in self._landing.values() for piece in kept)
+        return self._sum.nbytes + sum(part.nbytes for kept in self._landing.values() for part in kept)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -217,11 +217,11 @@ class GlooCommunicator:
     ) -> Work:
         check_divides("reduce_scatter", full, out, self.size, label=label)
         work = self._issue("reduce_scatter", label, full, out)
-        receives, pieces = self._exchange_ranges(work, full)
+        receives, parts = self._exchange_ranges(work, full)
 
         def reduce() -> None:
-            self._sum(pieces, out, scale=scale, accumulate=accumulate)
-            self._keep_landing(pieces)
+            self._sum(parts, out, scale=scale, accumulate=accumulate)
+            self._keep_landing(parts)
 
         work.finally_do(receives, reduce)
         return work
@@ -229,13 +229,13 @@ class GlooCommunicator:
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         work = self._issue("all_reduce", label, full, full)
         own = own_range(full, self.rank, self.size)
-        receives, pieces = self._exchange_ranges(work, full)
+        receives, parts = self._exchange_ranges(work, full)
         # A peer's sum comes after it has received this rank's part of it, so the part is sent before it is overwritten.
         sums = [self._receive(work, own_range(full, peer, self.size), peer, 2) for peer in self._peers]
 
         def reduce() -> None:
-            self._sum(pieces, own, scale=scale)
-            self._keep_landing(pieces)
+            self._sum(parts, own, scale=scale)
+            self._keep_landing(parts)
             for peer in self._peers:
                 self._send(work, own, peer, 2)
 
@@ -421,17 +421,17 @@ class GlooCommunicator:
         """
         own = own_range(full, self.rank, self.size)
         kept = self._landing[own.numel(), own.dtype]
-        pieces = [
+        parts = [
             own if peer == self.rank else kept.pop() if kept else torch.empty_like(own) for peer in range(self.size)
         ]
-        receives = [self._receive(work, pieces[peer], peer, 1) for peer in self._peers]
+        receives = [self._receive(work, parts[peer], peer, 1) for peer in self._peers]
         for peer in self._peers:
             self._send(work, own_range(full, peer, self.size), peer, 1)
-        return receives, pieces
+        return receives, parts
 
-    def _keep_landing(self, pieces: list[torch.Tensor]) -> None:
-        own = pieces[self.rank]
-        self._landing[own.numel(), own.dtype] += [piece for piece in pieces if piece is not own]
+    def _keep_landing(self, parts: list[torch.Tensor]) -> None:
+        own = parts[self.rank]
+        self._landing[own.numel(), own.dtype] += [part for part in parts if part is not own]
 
     def _send(self, work: GlooWork, tensor: torch.Tensor, peer: int, part: int) -> None:
         self._send_tagged(work, tensor, peer, _tag(work, part))

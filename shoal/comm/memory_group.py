@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 
-class Call(NamedTuple):
+class GroupCall(NamedTuple):
     """One operation as a rank issued it. Its peers must issue the same."""
 
     op: str
@@ -56,13 +56,13 @@ class MemoryGroup(Protocol):
         """The group of two, ``source`` (0) and ``target`` (1), for sends from one to the other. Does not block."""
         ...
 
-    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
+    def post(self, number: int, call: GroupCall, source: torch.Tensor) -> None:
         """Announce this rank's call. ``source`` is readable and stays so until all peers are done."""
         ...
 
     def has_posted(self, peer: int, number: int) -> bool: ...
 
-    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
+    def mismatch(self, peer: int, number: int, call: GroupCall) -> str | None:
         """None if ``peer`` posted the same call, else the call that it posted."""
         ...
 

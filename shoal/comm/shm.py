@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
-from shoal.comm.memory_group import Call, Mark
+from shoal.comm.memory_group import GroupCall, Mark
 from shoal.errors import CommError, RankFailedError
 from shoal.process import started
 
@@ -198,7 +198,7 @@ class SharedMemoryGroup:
         self._own_bytes = self._own.cast("B")
         self._sources: dict[int, torch.Tensor] = {}
         self._asleep_since = 0.0
-        self._texts: dict[Call, tuple[int, bytes]] = {}
+        self._texts: dict[GroupCall, tuple[int, bytes]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._allocator.empty(numel, dtype)
@@ -215,7 +215,7 @@ class SharedMemoryGroup:
         ranks = self._ranks[source], self._ranks[target]
         return SharedMemoryGroup(self._local_peers, ranks, words, self.timeout)
 
-    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
+    def post(self, number: int, call: GroupCall, source: torch.Tensor) -> None:
         at = self._slot(number)
         own = self._own
         signature, text = self._describe(call)
@@ -239,7 +239,7 @@ class SharedMemoryGroup:
     def has_posted(self, peer: int, number: int) -> bool:
         return bool(self._words[peer][1] > number)
 
-    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
+    def mismatch(self, peer: int, number: int, call: GroupCall) -> str | None:
         words = self._words[peer]
         if words[self._slot(number) + 2] == self._describe(call)[0]:
             return None
@@ -310,7 +310,7 @@ class SharedMemoryGroup:
                     self._files[self.rank][area][2] = 1
         self._sources.clear()
 
-    def _describe(self, call: Call) -> tuple[int, bytes]:
+    def _describe(self, call: GroupCall) -> tuple[int, bytes]:
         found = self._texts.get(call)
         if found is None:
             if len(self._texts) >= 4096:

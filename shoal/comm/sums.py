@@ -1,11 +1,11 @@
 """The one sum that every reduction uses: in rank order, in fp32, scaled, rounded once.
 
-    out = round(scale * (((piece 0 + piece 1) + piece 2) + ...))                    all in fp32 (fp64 for fp64 pieces)
-    out = round(out + scale * (((piece 0 + piece 1) + piece 2) + ...))              with ``accumulate``
+    out = round(scale * (((part 0 + part 1) + part 2) + ...))                    all in fp32 (fp64 for fp64 parts)
+    out = round(out + scale * (((part 0 + part 1) + part 2) + ...))              with ``accumulate``
 
-The order is fixed, so the bits depend neither on which rank computes a range nor on how the pieces came there.
+The order is fixed, so the bits depend neither on which rank computes a range nor on how the parts came there.
 
-On CPU the sum is bound by memory: it runs in blocks whose fp32 scratch stays in cache, so that each piece is read once
+On CPU the sum is bound by memory: it runs in blocks whose fp32 scratch stays in cache, so that each part is read once
 and ``out`` is written once.
 """
 
@@ -35,48 +35,48 @@ class RankOrderedSum:
         return sum(scratch.nbytes for scratch in self._scratch.values())
 
     def __call__(
-        self, pieces: Sequence[torch.Tensor], out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
+        self, parts: Sequence[torch.Tensor], out: torch.Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> torch.Tensor:
-        """Write the scaled sum of ``pieces`` to ``out`` (or add it) and return ``out``.
+        """Write the scaled sum of ``parts`` to ``out`` (or add it) and return ``out``.
 
         Args:
-            pieces: one tensor a rank, in rank order; 1-D, of one numel and dtype.
-            out: 1-D, of the same numel; may be any one of the pieces.
+            parts: one tensor a rank, in rank order; 1-D, of one numel and dtype.
+            out: 1-D, of the same numel; may be any one of the parts.
         """
-        if len(pieces) == 1 and scale == 1.0 and not accumulate and is_same_memory(pieces[0], out):
+        if len(parts) == 1 and scale == 1.0 and not accumulate and is_same_memory(parts[0], out):
             return out
         with torch.no_grad():
-            if len(pieces) == 1 and scale == 1.0 and not accumulate:
-                return out.copy_(pieces[0])
-            if _is_pair_exact(pieces, out, scale, accumulate=accumulate):
-                torch.add(pieces[0], pieces[1], out=out)
+            if len(parts) == 1 and scale == 1.0 and not accumulate:
+                return out.copy_(parts[0])
+            if _is_pair_exact(parts, out, scale, accumulate=accumulate):
+                torch.add(parts[0], parts[1], out=out)
                 return out if scale == 1.0 else out.mul_(scale)
-            sum_dtype = _sum_dtype(pieces[0].dtype)
+            sum_dtype = _sum_dtype(parts[0].dtype)
             numel = out.numel()
             if out.device.type != "cpu" or isinstance(out, FakeTensor) or numel <= 1024:
-                _sum_into(pieces, out, torch.empty_like(out, dtype=sum_dtype), scale, accumulate)
+                _sum_into(parts, out, torch.empty_like(out, dtype=sum_dtype), scale, accumulate)
                 return out
             total = self._scratch.get(sum_dtype)
             if total is None:
                 total = self._scratch[sum_dtype] = torch.empty(BLOCK_NUMEL, dtype=sum_dtype)
             for start in range(0, numel, BLOCK_NUMEL):
                 end = min(start + BLOCK_NUMEL, numel)
-                block = [piece[start:end] for piece in pieces]
+                block = [part[start:end] for part in parts]
                 _sum_into(block, out[start:end], total[: end - start], scale, accumulate)
         return out
 
 
 def _sum_into(
-    pieces: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool
+    parts: Sequence[torch.Tensor], out: torch.Tensor, total: torch.Tensor, scale: float, accumulate: bool
 ) -> None:
-    rest = pieces[1:]
-    if rest and pieces[0].dtype == total.dtype:
-        torch.add(pieces[0], pieces[1], out=total)
-        rest = pieces[2:]
+    rest = parts[1:]
+    if rest and parts[0].dtype == total.dtype:
+        torch.add(parts[0], parts[1], out=total)
+        rest = parts[2:]
     else:
-        total.copy_(pieces[0])
-    for piece in rest:
-        total.add_(piece)  # a 16-bit piece is converted to the dtype of total first
+        total.copy_(parts[0])
+    for part in rest:
+        total.add_(part)  # a 16-bit part is converted to the dtype of total first
     if accumulate:
         if scale != 1.0:
             total.mul_(scale)
@@ -90,13 +90,13 @@ def _sum_into(
         out.copy_(total if scale == 1.0 else total.mul_(scale))
 
 
-def _is_pair_exact(pieces: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> bool:
+def _is_pair_exact(parts: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> bool:
     """Does torch's own bf16 addition give the same bits, in half the time?
 
     It adds in fp32 and rounds once; a power of two then changes the exponent alone, whose range is fp32's. (fp16
     could overflow before it is scaled down.)
     """
-    is_bf16 = len(pieces) == 2 and pieces[0].dtype is torch.bfloat16 and out.dtype is torch.bfloat16
+    is_bf16 = len(parts) == 2 and parts[0].dtype is torch.bfloat16 and out.dtype is torch.bfloat16
     return is_bf16 and not accumulate and out.device.type == "cpu" and math.frexp(scale)[0] == 0.5
 
 

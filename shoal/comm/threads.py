@@ -18,7 +18,7 @@ import torch
 
 from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.failure import FirstError
-from shoal.comm.memory_group import Call, Mark
+from shoal.comm.memory_group import GroupCall, Mark
 from shoal.comm.protocol import Backend
 from shoal.comm.world import World, use_world
 from shoal.errors import CommError, RankFailedError, UsageError
@@ -32,7 +32,7 @@ class _CallRecord:
     __slots__ = ("calls", "marks", "num_done", "sources")
 
     def __init__(self, size: int) -> None:
-        self.calls: list[Call | None] = [None] * size
+        self.calls: list[GroupCall | None] = [None] * size
         self.sources: list[torch.Tensor | None] = [None] * size
         self.marks = (bytearray(size), bytearray(size))  # by Mark
         self.num_done = 0
@@ -44,7 +44,7 @@ class _SharedGroup:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.rounds: dict[int, _CallRecord] = {}
-        self.last: list[Call | None] = [None] * len(ranks)
+        self.last: list[GroupCall | None] = [None] * len(ranks)
         self.num_issued = [0] * len(ranks)
 
 
@@ -120,7 +120,7 @@ class ThreadGroup:
         pair = ranks[source], ranks[target]
         return ThreadGroup(self._world, self._axis, pair, f"{self._name} channel", ranks[self.rank])
 
-    def post(self, number: int, call: Call, source: torch.Tensor) -> None:
+    def post(self, number: int, call: GroupCall, source: torch.Tensor) -> None:
         group = self._group
         with self._world.changed:
             calls = group.rounds.get(number)
@@ -137,7 +137,7 @@ class ThreadGroup:
         calls = self._group.rounds.get(number)
         return calls is not None and calls.calls[peer] is not None
 
-    def mismatch(self, peer: int, number: int, call: Call) -> str | None:
+    def mismatch(self, peer: int, number: int, call: GroupCall) -> str | None:
         theirs = self._group.rounds[number].calls[peer]
         return None if theirs == call else str(theirs)
 

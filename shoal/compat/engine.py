@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from shoal.comm.world import process_group
 from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
-from shoal.compat.sparse_exchange import SparseRows, gather_lengths, gather_parts
+from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler

@@ -10,11 +10,24 @@
 from __future__ import annotations
 
 _BUILDERS = "shoal.compat.op_builders"
+_CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
+_MONITORS = "shoal.compat.monitors"
 _OPTIMIZERS = "shoal.compat.optimizers"
 _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
+    "accelerator": {
+        "shoal.compat.accelerator": (
+            "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
+        ),
+    },
+    "accelerator.abstract_accelerator": {"shoal.compat.accelerator": "DeepSpeedAccelerator"},
+    "accelerator.real_accelerator": {
+        "shoal.compat.accelerator": (
+            "SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported set_accelerator"
+        ),
+    },
     "checkpoint.utils": {_SMALL: "clone_tensors_for_torch_save"},
     "comm.reduce_op": {"torch.distributed": "ReduceOp"},
     "constants": {
@@ -50,15 +63,20 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "moe": {},
     "moe.utils": {
-        "shoal.compat.expert_parameters": (
+        _SMALL: (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group"
             " split_params_into_different_moe_groups_for_optimizer"
         ),
     },
-    "monitor.comet": {".monitor.writers": "CometMonitor"},
-    "monitor.csv_monitor": {".monitor.writers": "csvMonitor"},
-    "monitor.tensorboard": {".monitor.writers": "TensorBoardMonitor"},
-    "monitor.wandb": {".monitor.writers": "WandbMonitor"},
+    "monitor": {},
+    "monitor.comet": {_MONITORS: "CometMonitor"},
+    "monitor.config": {
+        _MONITORS: "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",
+    },
+    "monitor.csv_monitor": {_MONITORS: "csvMonitor"},
+    "monitor.monitor": {_MONITORS: "MonitorMaster", "shoal.observe.monitor": "Monitor"},
+    "monitor.tensorboard": {_MONITORS: "TensorBoardMonitor"},
+    "monitor.wandb": {_MONITORS: "WandbMonitor"},
     "ops": {".ops": "adagrad adam lamb lion", _BUILDERS: "__compatible_ops__"},
     "ops.adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {_OPTIMIZERS: "DeepSpeedCPUAdagrad"},
@@ -105,6 +123,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "runtime.comm": {},
     "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},
     "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
+    "runtime.config_utils": {_CONFIG: "DeepSpeedConfigModel"},
     "runtime.constants": {
         _CONSTANTS: (
             "BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS"
@@ -131,16 +150,47 @@ EXPORTS: dict[str, dict[str, str]] = {
         ".runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
         ".runtime.pipe.topology": "ProcessTopology",
     },
+    "runtime.precision_config": {
+        _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
+    },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.sequence_parallel": {},
+    "runtime.sparse_tensor": {"shoal.compat.sparse_tensor": "SparseTensor"},
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
+    "runtime.zero.config": {
+        _CONFIG: (
+            "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
+            " ZERO_OPTIMIZATION ZeroStageEnum"
+        ),
+    },
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {
         "torch.nn": "LinearModuleForZeroStage3=Linear",
         "torch.nn.functional": "zero3_linear_wrap=linear",
     },
     "runtime.zero.mics": {"shoal.compat.zero_init": "MiCS_Init=Init"},
+    "runtime.zero.offload_config": {
+        _CONFIG: (
+            "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum OffloadStateTypeEnum"
+        ),
+    },
+    "runtime.zero.offload_states": {_SMALL: "get_state_devices"},
     "runtime.zero.parameter_offload": {"shoal.zero.hook_switch": "DeepSpeedZeRoOffload=ParameterOffload"},
+    "runtime.zero.stage3": {
+        "shoal.compat.by_stage": "DeepSpeedZeroOptimizer_Stage3",
+        "shoal.compat.estimates": (
+            "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold"
+            " estimate_zero3_model_states_mem_needs_all_live"
+        ),
+        "shoal.compat.zero_init": "unwrap_model_for_generation",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "shoal.compat.by_stage": "DeepSpeedZeroOptimizer",
+        "shoal.compat.estimates": (
+            "estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold"
+            " estimate_zero2_model_states_mem_needs_all_live"
+        ),
+    },
     "runtime.zero.utils": {
         _SMALL: "is_zero_supported_optimizer",
         "shoal.compat.parameters": "is_zero_param=is_zero_parameter",
@@ -152,7 +202,13 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "utils.debug": {_SMALL: "print_rank0 printflock"},
     "utils.exceptions": {_SMALL: "DeprecatedException"},
+    "utils.init_on_device": {_SMALL: "OnDevice"},
+    "utils.logging": {
+        _SMALL: "log_dist log_dist_once log_levels logger set_log_level_from_string warning_once",
+    },
     "utils.module_utils": {_SMALL: "recursive_getattr recursive_setattr"},
+    "utils.numa": {_SMALL: "get_numa_cores get_numactl_cmd parse_range parse_range_list"},
+    "utils.nvtx": {_SMALL: "instrument_w_nvtx"},
     "utils.torch": {_SMALL: "register_grad_hook required_torch_version"},
     "utils.zero_to_fp32": {
         "shoal.compat.zero_to_fp32": (

@@ -81,9 +81,9 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's fp32 master weights, in 1-D pieces, in the order of groups. Stages 0 to 2 in DeepSpeed."""
-        pieces = [piece for group in self.sharded_step.groups for piece in group.ranges]
-        return [piece.param for piece in sorted(pieces, key=lambda piece: piece.group)]
+        """This rank's fp32 master weights, as 1-D ranges, in the order of groups. Stages 0 to 2 in DeepSpeed."""
+        parts = [part for group in self.sharded_step.groups for part in group.ranges]
+        return [part.param for part in sorted(parts, key=lambda part: part.group)]
 
     @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:

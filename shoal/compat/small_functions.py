@@ -1,19 +1,30 @@
-"""Functions of DeepSpeed's helper modules that are a few lines each, and one error class."""
+"""Functions and classes of DeepSpeed's helper modules that are a few lines each."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.comm.world import current_world
-from shoal.errors import OptimizerError
+from shoal.compat.absent import absent_function, not_built
+from shoal.compat.accelerator import get_accelerator
+from shoal.compat.config_models import OffloadStateTypeEnum
+from shoal.compat.parameters import part_of
+from shoal.engine.engine import Engine
+from shoal.engine.log import logger, make_audible
+from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
+from shoal.zero import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
 # deepspeed.checkpoint.utils
 
@@ -50,6 +61,26 @@ def is_compile_supported() -> bool:
 def LossScaler(scale: float = 1) -> LossScale:
     """A scale that never changes."""
     return LossScale(LossScaleSettings(loss_scale=scale))
+
+
+# deepspeed.runtime.zero.offload_states
+
+
+def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.device]:
+    """The devices that this rank's part of a kind of state lies on; where it has none, where it would lie."""
+    trained = [parameter for parameter in model.module.parameters() if model.access.knows(parameter)]
+    if state == OffloadStateTypeEnum.hp_params:
+        parts = [safe_get_local_fp32_param(parameter) for parameter in trained]
+    elif state == OffloadStateTypeEnum.optim_states:
+        parts = [
+            safe_get_local_optimizer_state(parameter, key) for parameter in trained for key in ("exp_avg", "exp_avg_sq")
+        ]
+    elif state == OffloadStateTypeEnum.lp_params:
+        parts = [part_of(parameter) for parameter in model.module.parameters()]
+    else:
+        parts = []
+    home = torch.device("cpu") if model.offloaded.is_away(state.value) else model.device
+    return {part.device for part in parts if part is not None} or {home}
 
 
 # deepspeed.runtime.zero.utils
@@ -150,3 +181,169 @@ def _numbers(version: Any) -> tuple[int, ...]:
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Call ``hook(param)`` once its gradient is accumulated. Returns: the handle."""
     return param.register_post_accumulate_grad_hook(hook)
+
+
+# deepspeed.moe.utils: for a model without experts its functions do nothing
+
+_EXPERTS = "keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Is it marked as an expert's (``allreduce`` is False), so that data-parallel ranks do not share it?"""
+    return hasattr(param, "allreduce") and not param.allreduce
+
+
+def is_moe_param_group(param_group: dict[str, Any]) -> bool:
+    return bool(param_group.get("moe", False))
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether the model has DeepSpeed's MoE layers, and how many experts. Shoal has no such layer."""
+    return False, 0
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
+) -> list[dict[str, Any]]:
+    """The groups, as they are. Raises: NotBuiltError: a parameter is marked as an expert's."""
+    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
+    for group in groups:
+        group["params"] = list(group["params"])
+        if any(is_moe_param(param) for param in group["params"]):
+            raise not_built("parameters of experts in a group of their own: expert parallelism", _EXPERTS)
+    return groups
+
+
+def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
+    """Parameters or groups as groups. Raises: NotBuiltError: a parameter is marked as an expert's."""
+    entries = list(model_parameters)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    return split_params_into_different_moe_groups_for_optimizer(groups)
+
+
+# deepspeed.utils.nvtx
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in a range of its name; on CPU as it is."""
+
+    @functools.wraps(func)
+    def ranged(*args: Any, **kwargs: Any) -> Any:
+        accelerator = get_accelerator()
+        accelerator.range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            accelerator.range_pop()
+
+    return ranged
+
+
+# deepspeed.utils.numa
+
+_NUMA = "set OMP_NUM_THREADS, or start the command under numactl."
+
+get_numactl_cmd = absent_function("deepspeed.utils.numa.get_numactl_cmd", _NUMA)
+get_numa_cores = absent_function("deepspeed.utils.numa.get_numa_cores", _NUMA)
+
+
+def parse_range(rng: str) -> range:
+    """``"3"`` or ``"2-4"``, the end included. Raises: ConfigError: anything else."""
+    first, _, last = rng.partition("-")
+    if not first.isdigit() or not (last or first).isdigit() or int(last or first) < int(first) or rng.endswith("-"):
+        raise ConfigError(f"{rng!r} is not a core or a range of cores.", do="write 3 or 2-4.", code="cores")
+    return range(int(first), int(last or first) + 1)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """The numbers of a list of ranges, which ascend.
+
+    Raises: ConfigError: it is no such list, or does not ascend.
+
+    >>> parse_range_list("0,2-4,6")
+    [0, 2, 3, 4, 6]
+    """
+    numbers: list[int] = []
+    for part in range_str.split(","):
+        cores = parse_range(part)
+        if numbers and cores[0] <= numbers[-1]:
+            raise ConfigError(
+                f"{range_str!r}: {part} does not come after {numbers[-1]}.",
+                do="let the ranges ascend, without overlap.",
+                code="cores",
+            )
+        numbers += cores
+    return numbers
+
+
+# deepspeed.utils.init_on_device
+
+
+class OnDevice:
+    """Inside, new tensors are on ``device``, and new floating-point ones have ``dtype`` unless they say otherwise.
+
+    Args:
+        dtype: of new tensors; None: torch's default.
+        device: "meta" builds a model without memory; ``initialize`` gives it values.
+        enabled: False: the context does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype | None, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._context: torch.device | None = None
+        self._dtype_before = torch.get_default_dtype()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._dtype_before = torch.get_default_dtype()
+            if self.dtype is not None:
+                torch.set_default_dtype(self.dtype)
+            self._context = torch.device(self.device)
+            self._context.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
+            self._context = None
+            torch.set_default_dtype(self._dtype_before)
+
+
+# deepspeed.utils.logging
+
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """A line from the given ranks; None or -1 among them: from all."""
+    rank = current_world().rank
+    if not ranks or -1 in ranks or rank in ranks:
+        make_audible(None)
+        logger.log(level, f"[Rank {rank}] {message}")
+
+
+@cache
+def log_dist_once(message: str, ranks: tuple[int, ...] | None = None, level: int = logging.INFO) -> None:
+    """As ``log_dist``, once in this process."""
+    log_dist(message, ranks, level)
+
+
+@cache
+def warning_once(message: str) -> None:
+    """A warning, once in this process."""
+    logger.warning(message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Raises: UsageError: no such level."""
+    if log_level_str.lower() not in log_levels:
+        raise UsageError(f"{log_level_str!r} is not a log level.", do=f"use one of: {', '.join(log_levels)}.")
+    (custom_logger or logger).setLevel(log_levels[log_level_str.lower()])

@@ -1,24 +1,83 @@
-"""``deepspeed.zero.Init``: Shoal's, with the config's dtype also for other tensors that are made in the context."""
+"""``deepspeed.zero.Init``: Shoal's, with the config's dtype also for other tensors; and gathering for generation.
+
+A wrapper, which clients may replace, makes tensors in the config's dtype inside the context:
+
+    torch.zeros(3)                      -> wrapped[torch.zeros](3)
+    wrapped[fn] = zero_wrapper_for_fp_tensor_constructor(fn, dtype, target_device=device)
+
+Transformers replaces the wrapper, by its module's name, before it opens the context, so that ``torch.arange`` is left
+alone. Torch is not patched here: a mode sees the calls of the thread that builds the model.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.environment import launched_ranks
-from shoal.compat.tensor_constructors import ConstructorMode, zero_wrapper_for_fp_tensor_constructor
+from shoal.engine.engine import Engine
 from shoal.engine.settings import wide_buffers_of
 from shoal.errors import UsageError
+from shoal.zero import GatheredParameters
 from shoal.zero.buffer_formats import widen
 from shoal.zero.init import Init as ShardingInit
 
 _FACADE = "shoal.compat.deepspeed.runtime.zero.partition_parameters"
+Constructor = Callable[..., torch.Tensor]
+
+CONSTRUCTORS: tuple[Constructor, ...] = (
+    torch.tensor,
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.arange,
+    torch.eye,
+    torch.randn,
+)
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Constructor, target_fp_dtype: torch.dtype | None, target_device: torch.device | None
+) -> Constructor:
+    """``fn``, whose floating-point tensors come out in a dtype, and on a device where the caller names none."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None and target_device is not None:
+            kwargs["device"] = target_device
+        made = fn(*args, **kwargs)
+        if target_fp_dtype is not None and made.is_floating_point():
+            made.data = made.data.to(target_fp_dtype)
+        return made
+
+    return wrapped
+
+
+class ConstructorMode(TorchFunctionMode):
+    """While active, calls of the constructors go through their wrappers.
+
+    Args:
+        wrapper: as ``zero_wrapper_for_fp_tensor_constructor``.
+    """
+
+    def __init__(self, wrapper: Callable[..., Constructor], dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self._wrapped = {fn: wrapper(fn, dtype, target_device=device) for fn in CONSTRUCTORS}
+        self.is_on = True
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        wrapped = self._wrapped.get(func) if self.is_on else None
+        return (wrapped if wrapped is not None else func)(*args, **(kwargs or {}))
 
 
 class Init(ShardingInit):
@@ -92,3 +151,26 @@ def _wrapper() -> Callable[..., Any]:
     """The wrapper in DeepSpeed's module, which a client may have replaced."""
     facade = sys.modules.get(_FACADE)
     return vars(facade)["zero_wrapper_for_fp_tensor_constructor"] if facade else zero_wrapper_for_fp_tensor_constructor
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The engine's model, with every parameter gathered and all hooks inactive until the block ends.
+
+    Communicates: an all_gather per unit, once.
+    Memory: all parameters, on every rank.
+    """
+    if not isinstance(model, Engine):
+        with GatheredParameters(model.parameters()):
+            yield model
+        return
+    offload = model.parameter_offload
+    with GatheredParameters(model.module.parameters()):
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        offload.param_coordinator._invalidate_trace()
+        try:
+            yield model.module
+        finally:
+            offload._register_deepspeed_module(offload.module)

@@ -26,7 +26,7 @@ class CurriculumLearning(Section):
     schedule_config: ScheduleConfig = section(ScheduleConfig, "how the length grows")
 
 
-class ProgressiveLayerDrop(Section):
+class ProgressiveLayerDropSection(Section):
     """Layers that are skipped at random, more of them as training goes on."""
 
     enabled: bool = key(False, "skip layers at random")

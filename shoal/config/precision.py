@@ -63,7 +63,7 @@ class DataTypes(Section):
 
 
 @with_unsupported("precision")
-class Precision(Section):
+class PrecisionSection(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
     reduce_dtype: Dtype | None = key(

@@ -40,7 +40,7 @@ def read(text: str, name: str = "the configuration") -> Document:
 
     Raises: ConfigError: it is not JSON, even in this wider sense, or it has a key twice.
     """
-    reader = _Reader(text.removeprefix("\ufeff"), name)
+    reader = _JsonReader(text.removeprefix("\ufeff"), name)
     reader.skip()
     if reader.at >= len(reader.text):
         raise reader.error("the text is empty", "write at least {}.")
@@ -55,7 +55,7 @@ def read(text: str, name: str = "the configuration") -> Document:
     return Document(value, reader.lines)
 
 
-class _Reader:
+class _JsonReader:
     def __init__(self, text: str, name: str) -> None:
         self.text = text
         self.name = name

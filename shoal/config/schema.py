@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Literal
 
 from shoal.config.base import Dtype, Section, key, section
-from shoal.config.data_pipeline import CurriculumLearning, ProgressiveLayerDrop
+from shoal.config.data_pipeline import CurriculumLearning, ProgressiveLayerDropSection
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.own import Data, Debug, OffloadActivation, Units
 from shoal.config.parallel import Parallel, TensorParallel
-from shoal.config.precision import Bf16, DataTypes, Fp16, Precision, TorchAutocast
+from shoal.config.precision import Bf16, DataTypes, Fp16, PrecisionSection, TorchAutocast
 from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint
 from shoal.config.tuning import Elasticity
 from shoal.config.unsupported import with_unsupported
-from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfiler, Tensorboard, Wandb
+from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfilerSection, Tensorboard, Wandb
 from shoal.config.zero import ZeroOptimization
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -65,11 +65,13 @@ class Schema(Section):
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
-    flops_profiler: FlopsProfiler = section(FlopsProfiler, "operations of one step, by module")
+    flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "operations of one step, by module")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
     elasticity: Elasticity = section(Elasticity, "a batch size that many world sizes share")
     curriculum_learning: CurriculumLearning = section(CurriculumLearning, "short sequences first")
-    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "layers skipped at random")
+    progressive_layer_drop: ProgressiveLayerDropSection = section(
+        ProgressiveLayerDropSection, "layers skipped at random"
+    )
 
     compat: str | None = key(None, "a DeepSpeed version (`ds-0.18`) whose defaults apply; null: the newest")
     strict: bool | Literal["warn"] = key(True, "an unknown key is an error (true), or a warning ('warn')")
@@ -83,6 +85,8 @@ class Schema(Section):
         "'auto': state goes to the device first, then to host memory, then to the disk of nvme_path, by free space",
     )
     offload_activation: OffloadActivation = section(OffloadActivation, "saved activations on the host")
-    precision: Precision = section(Precision, "formats of communication and state, and numbers that are not finite")
+    precision: PrecisionSection = section(
+        PrecisionSection, "formats of communication and state, and numbers that are not finite"
+    )
     debug: Debug = section(Debug, "checks that cost time")
     data: Data = section(Data, "the position in the training data")

@@ -34,7 +34,7 @@ BOUND = re.compile(r" ([<>]=?) (\S+)")
 
 
 @dataclass
-class Row:
+class UnsupportedKey:
     """A key of the table.
 
     Args:
@@ -51,7 +51,7 @@ class Row:
     description: str
     support: str
     conditions: str
-    inner: list[Row] = field(default_factory=list)
+    inner: list[UnsupportedKey] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -71,10 +71,10 @@ class Row:
         return self.path + {"list of sections": "[]", "sections by name": ".<name>"}.get(self.takes, "")
 
 
-def _read() -> list[Row]:
+def _read() -> list[UnsupportedKey]:
     """The table's outermost rows, with the others inside them."""
-    above: list[Row] = []
-    outermost: list[Row] = []
+    above: list[UnsupportedKey] = []
+    outermost: list[UnsupportedKey] = []
     for line in Path(__file__).with_name("unsupported.txt").read_text(encoding="utf-8").splitlines():
         if not line or line.startswith("#"):
             continue
@@ -82,7 +82,7 @@ def _read() -> list[Row]:
         takes, _, default = takes.partition(" = ")
         del above[(len(line) - len(line.lstrip())) // 2 :]
         path = f"{above[-1].inner_path}.{name}" if above else name
-        row = Row(path, takes, default, description, support, conditions)
+        row = UnsupportedKey(path, takes, default, description, support, conditions)
         (above[-1].inner if above else outermost).append(row)
         above.append(row)
     return outermost
@@ -91,7 +91,7 @@ def _read() -> list[Row]:
 ROWS = _read()
 
 
-def all_rows() -> Iterator[Row]:
+def all_rows() -> Iterator[UnsupportedKey]:
     """Every row, each section before what is in it."""
     waiting = ROWS[::-1]
     while waiting:
@@ -107,7 +107,7 @@ def _type(text: str) -> Any:
     return Union[(*kinds, *((Literal[choices],) if choices else ()))]
 
 
-def _field(row: Row) -> tuple[Any, Any]:
+def _field(row: UnsupportedKey) -> tuple[Any, Any]:
     """The annotation and the field of a row's key, as ``create_model`` takes them."""
     if not row.is_section:
         bounds = {BOUNDS[sign]: json.loads(limit) for sign, limit in BOUND.findall(row.takes)}
@@ -128,7 +128,7 @@ def _field(row: Row) -> tuple[Any, Any]:
     return model, section(model, row.description)
 
 
-def _fields(rows: list[Row]) -> dict[str, Any]:
+def _fields(rows: list[UnsupportedKey]) -> dict[str, Any]:
     return {row.name: _field(row) for row in rows}
 
 

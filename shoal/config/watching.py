@@ -55,7 +55,7 @@ class CommsLogger(Section):
     debug: bool = key(False, "print its caller too")
 
 
-class FlopsProfiler(Section):
+class FlopsProfilerSection(Section):
     """Operations of one step, by module."""
 
     enabled: bool = key(False, "count the operations of one step")

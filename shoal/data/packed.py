@@ -43,8 +43,8 @@ class PackedTokens(Dataset[tuple[Tensor, Tensor]]):
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         start = index * self._length
-        piece = self._tokens[start : start + self._length + 1].long()
-        return piece[:-1], piece[1:]
+        part = self._tokens[start : start + self._length + 1].long()
+        return part[:-1], part[1:]
 
 
 def split(tokens: Tensor, validation_fraction: float, sequence_length: int) -> tuple[PackedTokens, PackedTokens]:

@@ -4,7 +4,7 @@
     curriculum_learning      curriculum_seqlen=N
     progressive_layer_drop   progressive_layer_drop=True, pld_theta=share
 
-Add a section as one more ``Source`` in ``Curriculum``.
+Add a section as one more ``CurriculumSection`` in ``Curriculum``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal.errors import UsageError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 
 
-class Source(Protocol):
+class CurriculumSection(Protocol):
     """One section. Steps are those done so far; ``names`` are the arguments of a forward."""
 
     names: tuple[str, ...]
@@ -86,7 +86,7 @@ class Curriculum:
     def __init__(self, config: Config) -> None:
         self.layer_drop: ProgressiveLayerDrop | None = None
         self.scheduler: CurriculumScheduler | None = None
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, CurriculumSection] = {}
         drop, curriculum = config.progressive_layer_drop, config.curriculum_learning
         if drop.enabled:
             self.layer_drop = ProgressiveLayerDrop(float(drop.theta), float(drop.gamma))
@@ -158,7 +158,7 @@ class Curriculum:
             source.go_to(num_steps, saved[name]["place"] if is_same else None)
 
 
-def _is_same(saved: Mapping[str, Any], source: Source) -> bool:
+def _is_same(saved: Mapping[str, Any], source: CurriculumSection) -> bool:
     return bool(_plain(saved["schedule"]) == _plain(source.schedule))
 
 

@@ -224,8 +224,8 @@ class OffloadStates:
         if step is None:
             return
         for group in self._states():
-            for piece in group.ranges:
-                held = step.optimizer.state.get(piece.param, {})
+            for part in group.ranges:
+                held = step.optimizer.state.get(part.param, {})
                 for key, value in list(held.items()):
                     if isinstance(value, torch.Tensor) and value.dim():
                         yield held, key
@@ -257,8 +257,8 @@ class OffloadStates:
 
 
 def _point(group: ParameterGroup) -> None:
-    for piece in group.ranges:
-        piece.param.data = group.main[piece.start : piece.stop]
+    for part in group.ranges:
+        part.param.data = group.main[part.start : part.stop]
 
 
 def _host_empty(numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:

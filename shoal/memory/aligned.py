@@ -1,15 +1,14 @@
-"""Host memory that begins on a page, as direct input and output wants it, and a fixed set of such buffers."""
+"""Host memory that begins on a page, as direct input and output wants it."""
 
 from __future__ import annotations
 
 import logging
 import mmap
-import threading
 from contextlib import suppress
 
 import torch
 
-from shoal.errors import OutOfMemoryError, UsageError
+from shoal.errors import OutOfMemoryError
 from shoal.memory.available import host_available_nbytes
 from shoal.text import format_bytes
 
@@ -87,75 +86,3 @@ def host_too_small(needed_nbytes: int) -> OutOfMemoryError:
         "run fewer ranks on this machine, or raise the limit.",
         code="host-too-small",
     )
-
-
-class BufferPool:
-    """``buffer_count`` equal buffers, allocated at the start. Any thread may take one and any may give it back.
-
-    Args:
-        buffer_nbytes: of one buffer; rounded up to whole pages.
-        is_pinned: as in ``aligned_empty``.
-
-    Raises: OutOfMemoryError: they do not fit the host's memory, which is asked before any of it is taken.
-    Memory: ``nbytes`` on the host until the pool and the buffers that are out are gone.
-    """
-
-    def __init__(self, buffer_count: int, buffer_nbytes: int, *, is_pinned: bool = False) -> None:
-        if buffer_count < 1 or buffer_nbytes < 1:
-            raise UsageError(
-                f"a pool of {buffer_count} buffers of {buffer_nbytes} bytes holds nothing.",
-                do="ask for at least one buffer of one byte.",
-            )
-        self.buffer_count = buffer_count
-        self.buffer_nbytes = round_up(buffer_nbytes, PAGE)
-        if self.nbytes > host_available_nbytes():
-            raise host_too_small(self.nbytes)
-        # One allocation, so that the memory cannot run out half-way and the log says once that it is not page-locked.
-        # Inherited by no child: data workers are forked while reads are in flight.
-        self._whole = aligned_empty(self.nbytes, is_pinned=is_pinned, is_inherited=False)
-        self._buffers: list[torch.Tensor] = list(self._whole.split(self.buffer_nbytes))
-        self._free = list(self._buffers)
-        self._changed = threading.Condition()
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer_count * self.buffer_nbytes
-
-    @property
-    def is_pinned(self) -> bool:
-        return bool(self._whole.is_pinned())
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def take(self, timeout_seconds: float = 600.0) -> torch.Tensor:
-        """A free buffer, [buffer_nbytes] uint8, whose values are whatever its last user left.
-
-        Raises: UsageError: none was given back in ``timeout_seconds``.
-        Order: blocks the host until one is free.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: bool(self._free), timeout_seconds):
-                raise UsageError(
-                    f"all {self.buffer_count} buffers were out for {timeout_seconds:g} seconds.",
-                    do="give buffers back, or raise buffer_count.",
-                    code="buffers-exhausted",
-                )
-            return self._free.pop()
-
-    def try_take(self) -> torch.Tensor | None:
-        """A free buffer, or None."""
-        with self._changed:
-            return self._free.pop() if self._free else None
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        """Return a buffer. Raises: UsageError: it is not this pool's, or was given back before."""
-        with self._changed:
-            if not any(buffer is own for own in self._buffers) or any(buffer is free for free in self._free):
-                raise UsageError(
-                    "this buffer is not one of the pool's that are out.",
-                    do="give back the tensor that take() returned, once, and not a view of it.",
-                )
-            self._free.append(buffer)
-            self._changed.notify()

@@ -26,7 +26,7 @@ from shoal.memory.aligned import PAGE, aligned_empty, round_up
 from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
 from shoal.memory.tier_error import failed, free_nbytes, no_room
-from shoal.memory.transfer import Extent, Traffic, Transfer, Way
+from shoal.memory.transfer import DiskTransfer, FileExtent, Traffic, Way
 
 logger = logging.getLogger("shoal")
 
@@ -72,19 +72,19 @@ class DiskTier:
                 f"{max_pending} must all be at least 1."
             )
         block_nbytes = round_up(block_nbytes, PAGE)
-        piece_nbytes = block_nbytes * -(-queue_depth // num_threads)
+        part_nbytes = block_nbytes * -(-queue_depth // num_threads)
         self._folder = PrivateFolder(Path(folder), rank=rank, job=job)
         try:
             is_direct = _takes_direct(self._folder, uses_direct)
-            self._way = Way(is_direct, checks_sums, block_nbytes, piece_nbytes)
+            self._way = Way(is_direct, checks_sums, block_nbytes, part_nbytes)
             self._threads = IoThreads(
-                num_threads, name=f"shoal-disk-{rank}", bounce_nbytes=piece_nbytes, max_pending=max_pending
+                num_threads, name=f"shoal-disk-{rank}", bounce_nbytes=part_nbytes, max_pending=max_pending
             )
         except BaseException:
             self._folder.remove()
             raise
         self._lock = threading.Lock()  # guards the counts and the extents
-        self._extents: dict[str, Extent] = {}
+        self._extents: dict[str, FileExtent] = {}
         self._num_made = 0
         self._promised_nbytes = 0
         self.traffic = Traffic()
@@ -101,7 +101,7 @@ class DiskTier:
         return self._way.is_direct
 
     @property
-    def extents(self) -> dict[str, Extent]:
+    def extents(self) -> dict[str, FileExtent]:
         """By name."""
         return dict(self._extents)
 
@@ -136,7 +136,7 @@ class DiskTier:
         with self._lock:
             self._promised_nbytes += nbytes
 
-    def allocate(self, name: str, nbytes: int) -> Extent:
+    def allocate(self, name: str, nbytes: int) -> FileExtent:
         """Room for ``nbytes``, taken on the disk at once, so that a later write finds it.
 
         Raises: UsageError: the name is taken, or the tier closed. OutOfMemoryError: no room; nothing is left behind.
@@ -165,12 +165,12 @@ class DiskTier:
                 self._folder.unlink(file_name)
                 raise failed(error, f"making room for {name!r}", path=path, start=0, nbytes=file_nbytes) from error
             self._num_made += 1
-            extent = Extent(name, nbytes, path, file_name, (status.st_dev, status.st_ino))
+            extent = FileExtent(name, nbytes, path, file_name, (status.st_dev, status.st_ino))
             self._extents[name] = extent
             self._promised_nbytes = max(0, self._promised_nbytes - file_nbytes)
         return extent
 
-    def free(self, extent: Extent) -> None:
+    def free(self, extent: FileExtent) -> None:
         """Give an extent's room back. Order: blocks the host until its reads and writes are done."""
         self._own(extent)
         extent.is_free = True
@@ -179,12 +179,12 @@ class DiskTier:
         with self._lock:
             del self._extents[extent.name]
 
-    def write(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
+    def write(self, extent: FileExtent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
         """Store a tensor's bytes at ``offset`` of the extent.
 
         Args:
             tensor: in host memory, contiguous, of any shape and dtype. Where it begins on a page (and ``offset`` is a
-                multiple of 4096) it is read where it lies, otherwise it is copied piece by piece.
+                multiple of 4096) it is read where it lies, otherwise it is copied part by part.
             offset: in bytes.
 
         Raises: UsageError: the tensor is elsewhere or too long, or the tier closed.
@@ -192,7 +192,7 @@ class DiskTier:
         """
         return self._submit(extent, tensor, offset, is_write=True)
 
-    def read(self, extent: Extent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
+    def read(self, extent: FileExtent, tensor: torch.Tensor, offset: int = 0) -> Ticket:
         """Fetch bytes at ``offset`` of the extent into a tensor. Arguments, errors and order: see ``write``.
 
         What was never written is an error of the ticket, never zeros; where a write failed, it is that write's.
@@ -207,7 +207,7 @@ class DiskTier:
         """Stop the threads and remove the files. Idempotent. What is pending fails: ``drain()`` first if it matters."""
         self._finalizer()
 
-    def _submit(self, extent: Extent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
+    def _submit(self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
         self._own(extent)
         if offset < 0 or offset + tensor.nbytes > extent.nbytes:
             raise UsageError(
@@ -215,7 +215,7 @@ class DiskTier:
                 do="allocate a larger extent, or move a smaller tensor.",
             )
         return self._threads.submit(
-            Transfer(
+            DiskTransfer(
                 extent,
                 tensor,
                 offset,
@@ -226,7 +226,7 @@ class DiskTier:
             )
         )
 
-    def _own(self, extent: Extent) -> None:
+    def _own(self, extent: FileExtent) -> None:
         if self._extents.get(extent.name) is not extent or extent.is_free:
             raise UsageError(f"{extent.name!r} is not an extent of this tier, or was freed.", where=str(self.path))
 

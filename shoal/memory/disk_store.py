@@ -20,7 +20,7 @@ from shoal.memory.aligned import PAGE, aligned_empty, round_up
 from shoal.memory.disk import DiskTier
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import CopyDone, mark
-from shoal.memory.transfer import Extent
+from shoal.memory.transfer import FileExtent
 
 _MAX_WRITES = 2  # under way, before the next one waits
 
@@ -30,7 +30,7 @@ class DiskBuffer:
     """One buffer of a ``DiskStore``, on the disk or in memory."""
 
     name: str
-    extent: Extent | None = None
+    extent: FileExtent | None = None
     memory: torch.Tensor | None = None  # [nbytes, in whole pages] uint8, while it is resident or being read
     read: Ticket | None = None
     is_resident: bool = False

@@ -2,9 +2,9 @@
 
     submit    wait while too many operations are unfinished. Then hold the operation back behind the earlier ones that
               touch the same bytes, if it or they write.
-    begin     nothing holds it back: a thread calls ``begin()``, which opens the file and cuts the work into pieces.
-    pieces    any thread takes any piece. After a failure the rest of that operation's pieces are skipped.
-    end       the last piece is done: ``end()`` closes the file; what was held back goes on; the ticket is done.
+    begin     nothing holds it back: a thread calls ``begin()``, which opens the file and cuts the work into parts.
+    parts    any thread takes any part. After a failure the rest of that operation's parts are skipped.
+    end       the last part is done: ``end()`` closes the file; what was held back goes on; the ticket is done.
 
 No thread ever waits for another operation, so operations cannot wait in a circle.
 """
@@ -22,7 +22,7 @@ import torch
 from shoal.errors import TierError, UsageError
 from shoal.memory.aligned import aligned_empty
 
-Piece = Callable[[torch.Tensor], None]  # what a thread does with its own bounce buffer at hand
+Part = Callable[[torch.Tensor], None]  # what a thread does with its own bounce buffer at hand
 
 
 class Operation(Protocol):
@@ -33,10 +33,10 @@ class Operation(Protocol):
     stop: int
     is_write: bool
 
-    def begin(self) -> Sequence[Piece]: ...
+    def begin(self) -> Sequence[Part]: ...
 
     def end(self, error: BaseException | None) -> None:
-        """Called once, also where ``begin`` or a piece raised ``error``, or where it never began."""
+        """Called once, also where ``begin`` or a part raised ``error``, or where it never began."""
 
 
 class Ticket:
@@ -80,7 +80,7 @@ class _Job:
         self.error: BaseException | None = None
         self.num_ahead = 0
         self.behind: list[_Job] = []
-        self.num_pieces_left = 0
+        self.num_parts_left = 0
 
     def holds_back(self, later: Operation) -> bool:
         mine = self.operation
@@ -99,7 +99,7 @@ class IoThreads:
 
     def __init__(self, num_threads: int, *, name: str, bounce_nbytes: int, max_pending: int) -> None:
         self._changed = threading.Condition()  # guards all below
-        self._queue: deque[tuple[_Job, Piece | None]] = deque()  # None: begin
+        self._queue: deque[tuple[_Job, Part | None]] = deque()  # None: begin
         self._pending: defaultdict[object, list[_Job]] = defaultdict(list)
         self._num_pending = 0
         self._max_pending = max_pending
@@ -159,7 +159,7 @@ class IoThreads:
             self._changed.wait_for(lambda: not (self._num_pending if key is None else self._pending.get(key)))
 
     def close(self, timeout_seconds: float = 30.0) -> None:
-        """Finish the pieces that run, fail what has not begun, and end the threads. Idempotent.
+        """Finish the parts that run, fail what has not begun, and end the threads. Idempotent.
 
         A thread that a dead device holds is left behind after ``timeout_seconds``; it is a daemon.
         """
@@ -191,20 +191,20 @@ class IoThreads:
             self._changed.wait_for(lambda: self._is_closed or bool(self._queue))
             if self._is_closed:
                 return False
-            job, piece = self._queue.popleft()
-        pieces: Sequence[Piece] = ()
+            job, part = self._queue.popleft()
+        parts: Sequence[Part] = ()
         try:
-            if piece is None:
-                pieces = job.operation.begin()
+            if part is None:
+                parts = job.operation.begin()
             elif job.error is None:
-                piece(bounce)
+                part(bounce)
         except BaseException as error:
             job.error = job.error or error
         with self._changed:
-            job.num_pieces_left += len(pieces) if piece is None else -1
-            if job.num_pieces_left:
-                if pieces:
-                    self._queue.extendleft((job, entry) for entry in reversed(pieces))  # before what came later
+            job.num_parts_left += len(parts) if part is None else -1
+            if job.num_parts_left:
+                if parts:
+                    self._queue.extendleft((job, entry) for entry in reversed(parts))  # before what came later
                     self._changed.notify_all()
                 return True
         self._finish(job)

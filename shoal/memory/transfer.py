@@ -1,12 +1,12 @@
-"""One read or write between a tensor and a file, cut into pieces that threads carry out in any order.
+"""One read or write between a tensor and a file, cut into parts that threads carry out in any order.
 
-Direct input and output wants address, length and offset in whole pages. A piece in whole pages goes straight between
+Direct input and output wants address, length and offset in whole pages. A part in whole pages goes straight between
 the tensor and the file; the rest goes through a thread's bounce buffer. For a write that covers part of a page, the
 page is read first.
 
     extent   |0.......|4096....|8192....|12288...| 16384 = the file's length: the extent's, in whole pages
     tensor         |-----------------------------|
-    pieces         |b |direct..|direct..|direct..|
+    parts         |b |direct..|direct..|direct..|
 
 With sums the unit is a block instead of a page: each block has its xxh3, is written whole and is checked whole before
 any of its bytes are used.
@@ -29,7 +29,7 @@ import xxhash
 from shoal.errors import ShoalError, TierError, UsageError
 from shoal.memory.aligned import PAGE, round_down, round_up
 from shoal.memory.intervals import Intervals
-from shoal.memory.io_threads import Piece
+from shoal.memory.io_threads import Part
 from shoal.memory.tier_error import failed, too_short
 
 _MAX_IDLE_CALLS = 8  # system calls in a row that may move nothing
@@ -42,7 +42,7 @@ class Way:
     is_direct: bool
     checks_sums: bool
     block_nbytes: int  # one request to the device; a multiple of a page
-    piece_nbytes: int  # one system call, which the kernel splits into requests; a multiple of ``block_nbytes``
+    part_nbytes: int  # one system call, which the kernel splits into requests; a multiple of ``block_nbytes``
 
     @property
     def grain(self) -> int:
@@ -51,7 +51,7 @@ class Way:
 
 
 @dataclass(eq=False)
-class Extent:
+class FileExtent:
     """Room on the disk for one thing, in a file of its own."""
 
     name: str
@@ -95,17 +95,17 @@ class Cut:
     is_bounced: bool
 
 
-def cut(start: int, stop: int, *, grain: int, piece_nbytes: int, is_aligned: bool) -> Iterator[Cut]:
-    """Cut ``[start, stop)`` at multiples of ``piece_nbytes``, and at the first and the last multiple of ``grain``.
+def cut(start: int, stop: int, *, grain: int, part_nbytes: int, is_aligned: bool) -> Iterator[Cut]:
+    """Cut ``[start, stop)`` at multiples of ``part_nbytes``, and at the first and the last multiple of ``grain``.
 
     Args:
         is_aligned: the memory of whole grains can be handed to the kernel as it is.
 
-    >>> [(c.start, c.stop, c.is_bounced) for c in cut(10, 41, grain=4, piece_nbytes=16, is_aligned=True)]
+    >>> [(c.start, c.stop, c.is_bounced) for c in cut(10, 41, grain=4, part_nbytes=16, is_aligned=True)]
     [(10, 12, True), (12, 16, False), (16, 32, False), (32, 40, False), (40, 41, True)]
     """
     while start < stop:
-        end = min(stop, round_down(start, piece_nbytes) + piece_nbytes)
+        end = min(stop, round_down(start, part_nbytes) + part_nbytes)
         if not is_aligned:
             yield Cut(start, end, True)
         elif start % grain:
@@ -119,7 +119,7 @@ def cut(start: int, stop: int, *, grain: int, piece_nbytes: int, is_aligned: boo
         start = end
 
 
-class Transfer:
+class DiskTransfer:
     """An operation of ``IoThreads``: ``tensor`` to or from ``[start, stop)`` of an extent.
 
     Args:
@@ -129,7 +129,7 @@ class Transfer:
 
     def __init__(
         self,
-        extent: Extent,
+        extent: FileExtent,
         tensor: torch.Tensor,
         start: int,
         *,
@@ -152,7 +152,7 @@ class Transfer:
         self._traffic = traffic
         self._fd = -1
 
-    def begin(self) -> list[Piece]:
+    def begin(self) -> list[Part]:
         """Open the file and cut the range.
 
         Raises: TierError: the file is not there, another, or too short, or the write of what is read failed.
@@ -198,7 +198,7 @@ class Transfer:
             self._start,
             self._stop,
             grain=self._way.grain,
-            piece_nbytes=self._way.piece_nbytes,
+            part_nbytes=self._way.part_nbytes,
             is_aligned=is_aligned,
         )
         return [partial(self._bounce if part.is_bounced else self._go_straight, part) for part in parts]
@@ -331,7 +331,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         raise UsageError(
             f"a disk is read to and written from contiguous host memory; this tensor is on {tensor.device.type}, "
             f"shape {tuple(tensor.shape)}, stride {tensor.stride()}.",
-            do="copy it into a staging buffer (BufferPool).",
+            do="copy it into a contiguous staging buffer on the host.",
         )
     found: Any = tensor.detach().reshape(-1)
     return found.view(torch.uint8) if found.numel() else torch.empty(0, dtype=torch.uint8)

@@ -17,7 +17,7 @@ from shoal.zero.step import ShardedStep
 
 
 class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
-    """Optimizer state keyed by the model's parameters, read from the pieces.
+    """Optimizer state keyed by the model's parameters, read from the parameter ranges.
 
     The 1-D ranges of main parameters that the optimizer steps are keys too; iterating leaves them out.
 
@@ -54,9 +54,9 @@ class StateByParameter(Mapping[nn.Parameter, dict[str, Any]]):
     def _read(self, group: ParameterGroup, slot: int) -> dict[str, Any]:
         parts: dict[str, list[torch.Tensor]] = defaultdict(list)
         found: dict[str, Any] = {}
-        for piece, segment in group.ranges_of(slot):
-            for key, value in self._step.optimizer.state.get(piece.param, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == piece.param.numel():
+        for owned, segment in group.ranges_of(slot):
+            for key, value in self._step.optimizer.state.get(owned.param, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() == 1 and value.numel() == owned.param.numel():
                     part = value[segment.start : segment.stop]
                     parts[key].append(part if group.disk is None else part.clone())
                 else:
@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # The base class is not initialised on purpose: groups, defaults and hooks are the wrapped optimizer's own.
         self.optimizer = step.optimizer
-        # Its own methods would look for the pieces, which hold its state, among its groups' parameters.
+        # Its own methods would look for the parameter ranges, which hold its state, among its groups' parameters.
         # So this one object has others until `let_go`; mypy lets nobody assign a method.
         self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
@@ -257,8 +257,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _load_resident(self, group: ParameterGroup, slot: int, values: Mapping[str, Any]) -> None:
         owned = sum(s.stop - s.start for _, s in group.ranges_of(slot))
         done = 0
-        for piece, segment in group.ranges_of(slot):
-            held = self.optimizer.state[piece.param]
+        for target, segment in group.ranges_of(slot):
+            held = self.optimizer.state[target.param]
             numel = segment.stop - segment.start
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
@@ -270,7 +270,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                             code="optimizer-state-size",
                         )
                     if key not in held:
-                        held[key] = torch.zeros_like(piece.param.detach(), dtype=value.dtype)
+                        held[key] = torch.zeros_like(target.param.detach(), dtype=value.dtype)
                     held[key][segment.start : segment.stop].copy_(value.reshape(-1)[done : done + numel])
                 else:
                     held[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,6 +1,6 @@
-"""Makes it loud when code that knows nothing of shards reads parameters at rest.
+"""Warns, or raises, when code that does not handle shards reads parameters that are sharded.
 
-``state_dict()``, ``copy.deepcopy()`` and ``torch.save()`` of a module find a stand-in where a parameter is not whole:
+``state_dict()``, ``copy.deepcopy()`` and ``torch.save()`` of a module find a placeholder where a parameter is sharded:
 its shape, and NaN. Nothing in that is an error to them, and a checkpoint of NaN is found out too late.
 """
 

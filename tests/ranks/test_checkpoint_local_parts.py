@@ -145,4 +145,4 @@ def test_other_parts_load_what_column_parts_saved(
         plan = reader.plan([target])
         reader.check(plan)
         reader.run(plan)
-        assert torch.equal(target.pieces[0], expected.pieces[0])
+        assert torch.equal(target.parts[0], expected.parts[0])

@@ -133,12 +133,12 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         client_state["list"].append(3)  # type: ignore[attr-defined]
         shards = engine.sharding.local_shards()
         everything = (*shards.model(), *shards.optimizer())
-        for piece in (piece for shard in everything if not shard.is_private for piece in shard.pieces):
-            piece.fill_(123.0)
+        for part in (part for shard in everything if not shard.is_private for part in shard.parts):
+            part.fill_(123.0)
         for group in engine.trained_groups:
             group.wait_for_readers()  # as every caller that changes state
-        for piece in (piece for shard in everything if shard.is_private for piece in shard.pieces):
-            piece.fill_(123.0)
+        for part in (part for shard in everything if shard.is_private for part in shard.parts):
+            part.fill_(123.0)
         assert engine.optimizer is not None
         assert engine.sharding.step is not None
         for group in engine.optimizer.param_groups:

@@ -63,7 +63,7 @@ def step_sharded(case: Case, make: Make, size: int, *, knows_layout: bool) -> li
     """The same on ``size`` ranks; every rank owns one range of one buffer.
 
     Args:
-        knows_layout: the pieces say where parameters lie, else the optimizer has to ask.
+        knows_layout: the parts say where parameters lie, else the optimizer has to ask.
     """
     entries = [(f"p{g}.{i}", shape, g) for g, group in enumerate(case.groups) for i, shape in enumerate(group)]
     layout = lay_out(entries, num_shards=size, alignment=case.alignment)
@@ -98,7 +98,7 @@ def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, kno
     for step in range(case.num_steps):
         grads = case.gradients(step)
         gradient = _bucket(layout, grads)[begin:end]
-        pieces = []
+        parts = []
         for group, low, param in params:
             param.grad = gradient[low : low + param.numel()].clone()
             members = [i for i, slot in enumerate(layout.specs) if slot.group == group]
@@ -108,7 +108,7 @@ def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, kno
                 for s in layout.segments_in(begin + low, begin + low + param.numel())
                 if s.slot in members and grads[s.slot] is not None
             )
-            pieces.append(
+            parts.append(
                 OwnedRange(
                     param,
                     optimizer.param_groups[group],
@@ -119,5 +119,5 @@ def _steps(case: Case, make: Make, layout: BufferLayout, comm: Communicator, kno
                     layout.shard_numel if knows_layout else None,
                 )
             )
-        optimizer.step_unit(pieces, comm)
+        optimizer.step_unit(parts, comm)
     return master

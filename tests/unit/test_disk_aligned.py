@@ -1,11 +1,10 @@
-"""Memory on pages, pools of buffers, sets of ranges, and what the host has left."""
+"""Memory on pages, sets of ranges, and what the host has left."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.errors import OutOfMemoryError, UsageError
 from shoal.memory import aligned
-from shoal.memory.aligned import BufferPool, aligned_empty
+from shoal.memory.aligned import aligned_empty
 from shoal.memory.available import host_available_nbytes
 from shoal.memory.intervals import Intervals
 
@@ -34,7 +32,7 @@ def test_no_bytes_are_an_empty_tensor() -> None:
     assert aligned_empty(0).shape == (0,)
 
 
-def test_memory_that_cannot_be_locked_is_ordinary_and_the_log_says_so_once_for_a_pool(
+def test_memory_that_cannot_be_locked_is_ordinary_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(nbytes: int) -> torch.Tensor:
@@ -43,60 +41,12 @@ def test_memory_that_cannot_be_locked_is_ordinary_and_the_log_says_so_once_for_a
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(aligned, "_pinned", refuse)
     with caplog.at_level(logging.WARNING, logger="shoal"):
-        pool = BufferPool(3, 4096, is_pinned=True)
+        memory = aligned_empty(12288, is_pinned=True)
     assert [record.getMessage() for record in caplog.records] == [
         "12 KiB of host memory could not be page-locked (CUDA error: out of memory); ordinary memory takes its place, "
         "so copies to the device are slower."
     ]
-    assert pool.take().shape == (4096,)
-
-
-def test_a_pool_has_so_many_buffers_and_no_more() -> None:
-    pool = BufferPool(2, 5000)
-    assert (pool.nbytes, pool.buffer_nbytes, pool.num_free) == (16384, 8192, 2)
-    first, second = pool.take(), pool.take()
-    assert first.data_ptr() % 4096 == second.data_ptr() % 4096 == 0
-    assert abs(first.data_ptr() - second.data_ptr()) == 8192
-    assert pool.try_take() is None
-    with pytest.raises(UsageError, match=r"all 2 buffers were out for 0\.01 seconds"):
-        pool.take(timeout_seconds=0.01)
-    pool.give_back(first)
-    assert pool.take() is first
-
-
-def test_a_thread_that_waits_for_a_buffer_gets_the_one_given_back() -> None:
-    pool = BufferPool(1, 4096)
-    buffer = pool.take()
-    taken: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: taken.append(pool.take(timeout_seconds=20)))
-    thread.start()
-    pool.give_back(buffer)
-    thread.join()
-    assert taken[0] is buffer
-
-
-def test_a_buffer_is_given_back_once_and_to_its_own_pool() -> None:
-    pool, other = BufferPool(2, 4096), BufferPool(1, 4096)
-    buffer = pool.take()
-    for wrong in (other.take(), buffer[:10]):
-        with pytest.raises(UsageError, match="not one of the pool's that are out"):
-            pool.give_back(wrong)
-    pool.give_back(buffer)
-    with pytest.raises(UsageError, match="not one of the pool's that are out"):
-        pool.give_back(buffer)
-    assert pool.num_free == 2
-
-
-@pytest.mark.parametrize(("count", "nbytes"), [(0, 4096), (1, 0), (-1, -1)])
-def test_a_pool_of_nothing_is_refused(count: int, nbytes: int) -> None:
-    with pytest.raises(UsageError, match="holds nothing"):
-        BufferPool(count, nbytes)
-
-
-def test_a_pool_that_does_not_fit_the_host_is_refused_before_it_takes_memory() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"1 TiB \(1099511627776 bytes\) are needed, .* are available") as found:
-        BufferPool(1024, 2**30)
-    assert found.value.code == "host-too-small"
+    assert memory.shape == (12288,)
 
 
 def test_a_limit_on_the_address_space_is_obeyed() -> None:
@@ -104,20 +54,19 @@ def test_a_limit_on_the_address_space_is_obeyed() -> None:
     program = """
 import resource, torch
 from shoal.errors import OutOfMemoryError
-from shoal.memory.aligned import BufferPool, aligned_empty
+from shoal.memory.aligned import aligned_empty
 from shoal.memory.available import host_available_nbytes
 pages = int(open("/proc/self/statm").read().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (pages + 2**28, pages + 2**28))
 print(2**27 < host_available_nbytes() <= 2**28)
-BufferPool(1, 2**20).take().fill_(1)
-for make in (lambda: BufferPool(4, 2**28), lambda: aligned_empty(2**30)):
-    try:
-        make()
-    except OutOfMemoryError as error:
-        print(error.code, "1 GiB (1073741824 bytes) are needed" in str(error), "bytes) are available" in str(error))
+aligned_empty(2**20).fill_(1)
+try:
+    aligned_empty(2**30)
+except OutOfMemoryError as error:
+    print(error.code, "1 GiB (1073741824 bytes) are needed" in str(error), "bytes) are available" in str(error))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
-    assert done.stdout.splitlines() == ["True", "host-too-small True True", "host-too-small True True"], done.stderr
+    assert done.stdout.splitlines() == ["True", "host-too-small True True"], done.stderr
 
 
 def a_host(root: Path, files: dict[str, str]) -> Path:

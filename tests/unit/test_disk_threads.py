@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import TierError, UsageError
-from shoal.memory.io_threads import IoThreads, Piece
+from shoal.memory.io_threads import IoThreads, Part
 
 
 class Step:
@@ -33,11 +33,11 @@ class Step:
         self.log, self.name, self.num_chunks, self.gate, self.error = log, name, num_chunks, gate, error
         self.ended_with: list[BaseException | None] = []
 
-    def begin(self) -> Sequence[Piece]:
+    def begin(self) -> Sequence[Part]:
         self.log.append(f"{self.name} begins")
-        return [self._piece] * self.num_chunks
+        return [self._part] * self.num_chunks
 
-    def _piece(self, bounce: torch.Tensor) -> None:
+    def _part(self, bounce: torch.Tensor) -> None:
         assert bounce.shape == (4096,)
         if self.gate is not None:
             assert self.gate.wait(20)

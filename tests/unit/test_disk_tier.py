@@ -113,7 +113,7 @@ def test_chunks_cover_a_range_once_and_only_aligned_ones_are_direct(
     start: int, length: int, grain: int, num_grains: int, is_aligned: bool
 ) -> None:
     size = grain * num_grains
-    parts = list(cut(start, start + length, grain=grain, piece_nbytes=size, is_aligned=is_aligned))
+    parts = list(cut(start, start + length, grain=grain, part_nbytes=size, is_aligned=is_aligned))
     assert [part.start for part in parts] == [start, *(part.stop for part in parts[:-1])][: len(parts)]
     assert (parts[-1].stop if parts else start) == start + length
     for part in parts:
@@ -124,7 +124,7 @@ def test_chunks_cover_a_range_once_and_only_aligned_ones_are_direct(
 
 
 def test_an_aligned_unit_is_split_into_few_large_parts() -> None:
-    parts = list(cut(0, 5 * 2**20 + 100, grain=4096, piece_nbytes=2 * 2**20, is_aligned=True))
+    parts = list(cut(0, 5 * 2**20 + 100, grain=4096, part_nbytes=2 * 2**20, is_aligned=True))
     assert parts == [
         Cut(0, 2097152, False),
         Cut(2097152, 4194304, False),

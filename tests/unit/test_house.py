@@ -261,17 +261,7 @@ def test_no_modules_import_each_other_but_the_known_ones() -> None:
 
 # Class names that two modules still share. Delete an entry with its second class.
 SHARED_CLASS_NAMES = {
-    "Call",  # comm: a collective of a memory group; zero: a forward call of a unit
-    "Extent",  # memory: a file's range; mesh: degree and stride of an axis
-    "FlopsProfiler",  # config: the section; observe: the profiler
-    "Plan",
-    "Precision",
-    "ProgressiveLayerDrop",  # config: the section; models: the schedule
-    "Reader",
-    "Row",  # config: of the list of unsupported keys; sharding: of the table
-    "Source",
-    "Stored",
-    "Transfer",
+    "Plan",  # engine: the settings of a run; zero: of the core
 }
 
 

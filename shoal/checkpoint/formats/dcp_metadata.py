@@ -39,7 +39,7 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class FileRange:
-    """A piece of a file: what ``torch.save`` made of one chunk, or of one object that is no tensor."""
+    """A part of a file: what ``torch.save`` made of one chunk, or of one object that is no tensor."""
 
     file: str
     offset: int

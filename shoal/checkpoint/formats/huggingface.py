@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 
 from shoal.checkpoint.blocks import TensorEntry, plan_file, write_file
-from shoal.checkpoint.formats.safetensors_file import Header, Stored, read_header, read_range
+from shoal.checkpoint.formats.safetensors_file import Header, StoredTensor, read_header, read_range
 from shoal.checkpoint.formats.target import new_folder, split
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
@@ -138,7 +138,7 @@ class SafetensorsWeights:
 
         Raises: CheckpointError: the file cannot be read.
         """
-        stored: Stored = self.tensors[name]
+        stored: StoredTensor = self.tensors[name]
         if not 0 <= begin <= end <= stored.numel:
             raise IndexError(f"elements {begin} to {end} of {name!r}, which has {stored.numel}")
         self.num_bytes_read += (end - begin) * stored.dtype.itemsize

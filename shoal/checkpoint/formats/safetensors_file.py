@@ -27,7 +27,7 @@ _METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where one tensor lies."""
 
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Stored:
 class Header:
     """What one file holds."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
 
 
@@ -73,8 +73,8 @@ def read_header(file: Reader, where: str) -> Header:
     return Header(_places(table, 8 + length, file.nbytes, where), metadata)
 
 
-def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     spans: list[tuple[int, int, str]] = []
     for name, entry in table.items():
         if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
@@ -88,7 +88,7 @@ def _places(table: dict[str, Any], data: int, nbytes: int, where: str) -> dict[s
             )
         if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
             raise _damaged(where, f"shape or offsets of {name[:200]!r} are not counts")
-        stored = Stored(SAFETENSORS_DTYPES[dtype], tuple(shape), data + offsets[0])
+        stored = StoredTensor(SAFETENSORS_DTYPES[dtype], tuple(shape), data + offsets[0])
         if offsets[1] - offsets[0] != stored.numel * stored.dtype.itemsize:
             raise _damaged(where, f"{name[:200]!r} of shape {shape} and dtype {dtype} has offsets {offsets}")
         spans.append((offsets[0], offsets[1], name))
@@ -118,7 +118,7 @@ def _damaged(where: str, what: str) -> CheckpointError:
     return damaged_copy(f"this is no whole safetensors file: {what}.", where)
 
 
-def read_range(file: Reader, stored: Stored, begin: int, end: int, where: str) -> torch.Tensor:
+def read_range(file: Reader, stored: StoredTensor, begin: int, end: int, where: str) -> torch.Tensor:
     """Elements ``[begin, end)`` of a flattened tensor, 1-D, on CPU.
 
     Raises: CheckpointError: the file cannot be read.

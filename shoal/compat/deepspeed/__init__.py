@@ -16,9 +16,9 @@ from typing import Any
 from shoal.compat.absent import absent_class, absent_function
 from shoal.compat.absent_modules import KERNELS as _KERNELS
 from shoal.compat.absent_modules import SERVING as _SERVING
+from shoal.compat.accelerator import get_accelerator
 from shoal.compat.deepspeed import comm, utils
 from shoal.compat.deepspeed import comm as dist
-from shoal.compat.deepspeed.accelerator import get_accelerator
 from shoal.compat.deepspeed.runtime import zero
 from shoal.compat.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from shoal.compat.deepspeed.runtime.dataloader import DeepSpeedDataLoader

@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from shoal.compat.accelerator import get_accelerator
 from shoal.compat.announce import TESTED
-from shoal.compat.deepspeed.accelerator import get_accelerator
 from shoal.compat.distribution import alias_version
 from shoal.compat.finder import real_deepspeed
 from shoal.compat.op_builders import __compatible_ops__

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.compat.deepspeed.monitor.config import DeepSpeedMonitorConfig
+from shoal.compat.monitors import DeepSpeedMonitorConfig
 from shoal.config import Config, load
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.errors import ConfigError as DeepSpeedConfigError

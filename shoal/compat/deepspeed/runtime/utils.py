@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from shoal.comm.world import current_world
-from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.compat.accelerator import get_accelerator
 from shoal.compat.partitioned_tensor import PartitionedTensor
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import UsageError

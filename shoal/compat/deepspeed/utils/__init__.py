@@ -6,9 +6,6 @@ from shoal.compat.deepspeed.runtime.dataloader import RepeatingLoader
 from shoal.compat.deepspeed.utils import groups
 from shoal.compat.deepspeed.utils.comms_logging import get_caller_func
 from shoal.compat.deepspeed.utils.groups import *  # noqa: F403
-from shoal.compat.deepspeed.utils.init_on_device import OnDevice
-from shoal.compat.deepspeed.utils.logging import log_dist, log_dist_once, logger, set_log_level_from_string
-from shoal.compat.deepspeed.utils.nvtx import instrument_w_nvtx
 from shoal.compat.deepspeed.utils.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -34,6 +31,14 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
+from shoal.compat.small_functions import (
+    OnDevice,
+    instrument_w_nvtx,
+    log_dist,
+    log_dist_once,
+    set_log_level_from_string,
+)
+from shoal.engine.log import logger
 
 __all__ = [
     "OnDevice",

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.compat.deepspeed.accelerator import get_accelerator
-from shoal.compat.deepspeed.utils.logging import logger
-from shoal.engine.log import say_on_rank_0
+from shoal.compat.accelerator import get_accelerator
+from shoal.engine.log import logger, say_on_rank_0
 from shoal.observe.collectives import trimmed_mean
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"

@@ -11,10 +11,10 @@ from shoal.compat.deepspeed.runtime.zero.partition_parameters import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from shoal.compat.deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
 from shoal.compat.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 from shoal.compat.table_finder import submodules_of
 from shoal.compat.zero_init import Init as MiCS_Init
+from shoal.compat.zero_init import unwrap_model_for_generation
 from shoal.zero.hook_switch import ParameterOffload as DeepSpeedZeRoOffload
 
 __getattr__ = submodules_of(__name__)

@@ -6,10 +6,9 @@ from enum import Enum
 
 import torch
 
-from shoal.compat.deepspeed.accelerator import get_accelerator
+from shoal.compat.accelerator import get_accelerator
 from shoal.compat.parameters import ZeroParamStatus
-from shoal.compat.tensor_constructors import zero_wrapper_for_fp_tensor_constructor
-from shoal.compat.zero_init import Init
+from shoal.compat.zero_init import Init, zero_wrapper_for_fp_tensor_constructor
 from shoal.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 
 

@@ -134,7 +134,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """Of layers that give back ``(output, bias)``, the bias to be added later: outputs and biases side by side."""
+    """Of layers that return ``(output, bias)``, the bias to be added later: outputs and biases side by side."""
 
     def _added(self, total: Any, new: Any) -> Any:
         output, bias = new

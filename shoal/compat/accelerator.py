@@ -1,10 +1,11 @@
-"""DeepSpeed's ``get_accelerator()``: its methods call torch's module of the device."""
+"""``deepspeed.accelerator``: the one accelerator of this process, whose methods call torch's module of the device."""
 
 from __future__ import annotations
 
 import os
 import resource
 from contextlib import nullcontext
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from shoal.compat import op_builders
 from shoal.compat.absent import not_built
 from shoal.compat.environment import local_size
+from shoal.errors import UsageError
 from shoal.host_heap import resident_nbytes
 
+SUPPORTED_ACCELERATOR_LIST = ["cuda", "cpu"]
 _CPU_ONLY_BACKEND, _CUDA_BACKEND = "gloo", "nccl"
 
 
@@ -290,3 +293,24 @@ class DeepSpeedAccelerator:
 
 def _peak() -> int:
     return max(resident_nbytes(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+@cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """What torch finds, or the CPU. Found once."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return DeepSpeedAccelerator(found.type if found is not None else "cpu")
+
+
+def set_accelerator(accel_obj: DeepSpeedAccelerator) -> None:
+    """Raises: UsageError: it is not the accelerator that torch computes on."""
+    if accel_obj is not get_accelerator():
+        raise UsageError(
+            f"set_accelerator({accel_obj!r}): Shoal computes on torch's own accelerator, {get_accelerator()!r}.",
+            do="leave it out; hide the devices (CUDA_VISIBLE_DEVICES=) to compute on the CPU.",
+            code="accelerator",
+        )
+
+
+def is_current_accelerator_supported() -> bool:
+    return get_accelerator().device_name() in SUPPORTED_ACCELERATOR_LIST

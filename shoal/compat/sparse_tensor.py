@@ -1,13 +1,20 @@
-"""``deepspeed.runtime.sparse_tensor``: rows of a table, as indices and values.
+"""``deepspeed.runtime.sparse_tensor``: rows of a table, as indices and values, and their exchange by a script.
 
 rows 1 and 4 of a table of 6 x 2     indices [1, 4]   values [[.1, .2], [.3, .4]]   dense_size [6, 2]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Protocol
+
 import torch
 
+from shoal.comm.protocol import Communicator
 from shoal.errors import AssertedUsageError
+from shoal.sharding.sparse_sum import exchange_counts, gather_padded
+
+_LABEL = "sparse gradients of a script"
 
 
 class SparseTensor:
@@ -86,4 +93,30 @@ class SparseTensor:
         )
 
 
-__all__ = ["SparseTensor"]
+class SparseRows(Protocol):
+    """DeepSpeed's ``SparseTensor``: shapes [n] and [n, width]."""
+
+    indices: Any
+    values: Any
+    orig_dense_tensor: Any
+
+    def to_coo_tensor(self) -> torch.Tensor: ...
+
+
+def gather_lengths(comm: Communicator, value: torch.Tensor) -> list[int]:
+    """The first dimension of every rank's tensor. Communicates: 8 bytes per rank."""
+    return exchange_counts(comm, len(value), value.device, label=_LABEL)
+
+
+@torch.no_grad()
+def gather_parts(comm: Communicator, value: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Every rank's tensor. Communicates: one all_gather of the longest.
+
+    Args:
+        lengths: the first dimension of every rank's tensor.
+    """
+    most, shape = max(lengths), value.shape[1:]
+    numel = most * shape.numel()
+    full = gather_padded(comm, value.reshape(-1), numel, label=_LABEL) if numel else value.new_empty(0)
+    rows = full.view(comm.size, most, *shape)
+    return [rows[rank, :length].clone() for rank, length in enumerate(lengths)]

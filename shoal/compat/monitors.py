@@ -1,0 +1,124 @@
+"""``deepspeed.monitor``: the sections of a config that name the writers, and the monitors that write to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.comm.world import current_world
+from shoal.config.watching import Comet as CometConfig
+from shoal.config.watching import CsvMonitor as CSVConfig
+from shoal.config.watching import Tensorboard as TensorBoardConfig
+from shoal.config.watching import Wandb as WandbConfig
+from shoal.observe.monitor import CometWriter, Event, make_monitor
+
+
+@dataclass(frozen=True)
+class DeepSpeedMonitorConfig:
+    """The writers' sections; all of them are disabled by default."""
+
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = field(default_factory=CSVConfig)
+    comet: CometConfig = field(default_factory=CometConfig)
+
+    @property
+    def enabled(self) -> bool:
+        """Is any writer enabled?"""
+        return any(each.enabled for each in (self.tensorboard, self.wandb, self.csv_monitor, self.comet))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The sections of a config's dict."""
+    return DeepSpeedMonitorConfig(
+        TensorBoardConfig(**param_dict.get("tensorboard", {})),
+        WandbConfig(**param_dict.get("wandb", {})),
+        CSVConfig(**param_dict.get("csv_monitor", {})),
+        CometConfig(**param_dict.get("comet", {})),
+    )
+
+
+class MonitorMaster:
+    """Writes on rank 0; elsewhere it does nothing.
+
+    Args:
+        monitor_config: what ``get_monitor_config`` returned, or a whole configuration.
+    """
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self._monitor = make_monitor(monitor_config, current_world().rank)
+        sections = monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb, monitor_config.comet
+        self.enabled = any(section.enabled for section in sections)
+
+    @property
+    def comet_experiment(self) -> Any:
+        """Comet's experiment; None without one, and on every rank but 0."""
+        writers = self._monitor.writers if self._monitor is not None else ()
+        return next((writer.experiment for writer in writers if isinstance(writer, CometWriter)), None)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Each event: name, value, number of samples or step."""
+        if self._monitor is not None:
+            self._monitor.write_events(event_list)
+
+    def close(self) -> None:
+        """Write out what is held back, and close the files; done at the end of the process too."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+
+class OneMonitor:
+    """Writes on rank 0 where its section is enabled. The section's keys are its attributes.
+
+    Args:
+        config: the section.
+        whole: a configuration that has nothing but that section.
+    """
+
+    def __init__(self, config: Any, whole: DeepSpeedMonitorConfig) -> None:
+        self.config = config
+        self._master = MonitorMaster(whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "config":
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Each event: name, value, number of samples or step."""
+        self._master.write_events(event_list)
+
+
+class TensorBoardMonitor(OneMonitor):
+    """Writes TensorBoard's event files."""
+
+    def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
+        super().__init__(tensorboard_config, DeepSpeedMonitorConfig(tensorboard=tensorboard_config))
+
+
+class WandbMonitor(OneMonitor):
+    """Logs to Weights & Biases."""
+
+    def __init__(self, wandb_config: WandbConfig) -> None:
+        super().__init__(wandb_config, DeepSpeedMonitorConfig(wandb=wandb_config))
+
+
+class csvMonitor(OneMonitor):
+    """Writes CSV files."""
+
+    def __init__(self, csv_config: CSVConfig) -> None:
+        super().__init__(csv_config, DeepSpeedMonitorConfig(csv_monitor=csv_config))
+
+
+class CometMonitor(OneMonitor):
+    """Logs to Comet."""
+
+    def __init__(self, comet_config: CometConfig) -> None:
+        super().__init__(comet_config, DeepSpeedMonitorConfig(comet=comet_config))
+
+    @property
+    def experiment(self) -> Any:
+        """Comet's experiment; None while the section is off, and on every rank but 0."""
+        return self._master.comet_experiment

@@ -86,7 +86,7 @@ class ShardedStep:
             if group.is_state_offloaded:
                 assert self.cpu_optimizer is not None
                 group.updates = self.cpu_optimizer
-                group.gradient.is_offloaded = not group.gradient.is_whole
+                group.gradient.accumulator.is_offloaded = not group.gradient.is_whole
             group.ranges = list(self._ranges_of(group))
 
     @property

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
-from shoal.sharding.gradient import sum_of_squares, sums_of_squares
+from shoal.sharding.gradient_norm import sum_of_squares, sums_of_squares
 from shoal.zero import step_status
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes

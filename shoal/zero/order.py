@@ -6,7 +6,7 @@ recorded anew: nothing is wrong, only slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shoal.sharding.unit import Unit
 
@@ -89,13 +89,20 @@ class UnitOrder:
         if self._is_following:
             yield from self._recorded[self._key][len(self._visited) :]
 
-    def reuse_distance(self, unit: Unit) -> int | None:
-        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown."""
+    def reuse_distance(self, unit: Unit, running: Collection[Unit] = ()) -> int | None:
+        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown.
+
+        Args:
+            running: units whose forward runs ``unit``. They are gathered, so a use of theirs gathers nothing.
+
+        It is 0 for the last unit of forward and those that run it: backward begins with them. The same on every rank,
+        since it is counted in units used, which every rank uses in the same order.
+        """
         if not self._is_following:
             return None
         numel = 0
         for later, _ in self._recorded[self._key][len(self._visited) :]:
             if later is unit:
                 return numel
-            numel += later.numel
+            numel += 0 if later in running else later.numel
         return None

@@ -1,7 +1,7 @@
 """Runs the table on a live model: what happens before and after each unit's forward and backward.
 
 pre-forward     gather the unit, and those that come next
-post-forward    release it
+post-forward    release it, unless backward begins with it
 pre-backward    reduce the units that backward has left; gather the unit, in reverse order
 gradient ready  the unit's last one? -> reduce (or at the next unit's pre-backward, see ``reducer``), release
 end of backward reduce what is left, release everything
@@ -292,9 +292,7 @@ class ShardedModel:
                 candidate.release()
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
-        if not self._max_reuse_numel:
-            return False
-        distance = self.order.reuse_distance(unit)
+        distance = self.order.reuse_distance(unit, self._running)
         return distance is not None and distance <= self._max_reuse_numel and self.live_numel() <= self._max_live_numel
 
     def live_numel(self) -> int:
@@ -485,13 +483,23 @@ class ShardedModel:
     # other callers
 
     def release_all(self) -> None:
-        """Between two passes: release every unit that is not pinned, prefetched or kept. Communicates nothing.
+        """Between two passes: release every unit that is not pinned. Communicates nothing.
 
         What a coming pass through a graph with ``create_graph`` needs stays.
         """
         if not self._is_kept:
             for unit in self.sharded:
                 unit.release()
+
+    def release_kept(self, units: Sequence[Unit] | None = None) -> None:
+        """Shards are about to change: release units (None: all) that a forward left gathered for its backward.
+
+        Within a pass this does nothing. Communicates nothing, and raises nothing about peers that are gone.
+        """
+        if self._pass is None and not self._running and not self._is_kept:
+            for unit in self.sharded if units is None else units:
+                if unit.state is UnitState.FULL:
+                    unit.release()
 
     @contextmanager
     def gathered(self, units: Sequence[Unit], *, keep_user_views: bool = False) -> Iterator[None]:

@@ -143,6 +143,7 @@ class ShardedModel:
             device=device,
         )
         self._has_disk = any(unit.is_on_disk for unit in self.units)
+        self._has_host_updates = any(group.is_state_offloaded for group in self.trained_groups)
         # The units whose forward is watched: the sharded ones, and the model itself where it is none of them.
         self._readers = list(self.sharded)
         self._modules = dict(modules)
@@ -290,6 +291,9 @@ class ShardedModel:
             is_needed = any(candidate is running or candidate in running.shared for running in self._running)
             if not is_needed and not self._is_kept and not self._is_worth_keeping(candidate):
                 candidate.release()
+        updated = self.order.after_update(self.live_numel()) if self._has_host_updates else None
+        if updated is not None:
+            updated.start_gather()
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
         distance = self.order.reuse_distance(unit, self._running)

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.errors import NonFiniteError
 from tests.ranks.test_offload import MODEL, VOCABULARY, make_apart
@@ -406,3 +408,66 @@ def test_micro_batches_are_added_on_the_host_and_the_sum_does_not_return_to_the_
         parts = 3 if "data_types" not in keys else 1 + 2 * 2  # parts of a 16-bit sum are sent in fp32
         assert sent == parts * nbytes
         assert fetched == fetches * 2 * 3  # in 2 steps, of 3 groups
+
+
+def gathers_ahead(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Where the host waits in a forward; then the units gathered, in order, with the forwards between them.
+
+    The update of each unit takes until the forward of the unit before it has run.
+    """
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
+    engine, *_ = shoal.initialize(model=model, config=settings)
+    cpu, order, stalls = engine.sharding.step.cpu_optimizer, [], []
+    has_run = [threading.Event() for _ in range(4)]
+    plain = cpu._on_thread
+
+    def slowly(update: Callable[[], Any]) -> Any:
+        number = len(started)
+        started.append(number)
+
+        def run() -> Any:
+            if number and not has_run[number - 1].wait(3):
+                stalls.append(f"the forward of unit {number - 1} waits for the update of unit {number}")
+            return update()
+
+        return plain(run)
+
+    for step in range(3):
+        if step == 2:
+            started: list[int] = []
+            cpu._on_thread = slowly
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+
+    def has_computed(number: int, *_: Any) -> None:
+        order.append(f"forward {number}")
+        has_run[number].set()
+
+    for number, layer in enumerate(model):
+        layer.register_forward_hook(partial(has_computed, number), prepend=True)  # before Shoal's post-forward
+    with current_world().recorder.recording() as entries:
+        for unit in engine.sharded.sharded:
+            start = unit.start_gather
+            unit.start_gather = lambda start=start, unit=unit, **how: (
+                order.append(f"gather {unit.name}") if unit.is_released else None,
+                start(**how),
+            )
+        engine(torch.ones(2, 8))
+    assert len(entries) == 4
+    found = list(order)  # destroy() gathers too
+    engine.destroy()
+    return stalls, found
+
+
+def test_a_unit_is_gathered_ahead_once_its_update_is_done_and_no_forward_waits_for_the_next_units_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_apart(monkeypatch)
+    settings = config(3, ("optimizer",), precision="fp32")
+    del settings["zero_optimization"]["offload_optimizer"]["super_offload"]
+    for stalls, order in run_ranks(2, gathers_ahead, settings):
+        assert stalls == []
+        assert order == [
+            *("gather 0", "forward 0", "gather 1", "forward 1"),
+            *("gather 2", "forward 2", "gather 3", "forward 3"),
+        ]

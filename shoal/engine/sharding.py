@@ -65,6 +65,7 @@ class Sharding:
 
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
+        self.model.release_kept()
         if self.step is not None:
             self.step.synchronize()
             if self.failure is None:
@@ -100,6 +101,7 @@ class Sharding:
         assert step is not None
         if step.cpu_optimizer is not None:
             step.cpu_optimizer.is_likely = not is_clipped
+        self.model.release_all()
         self._axes.drain()  # peers may still be reading the shards that are about to change
         step.begin()
         try:

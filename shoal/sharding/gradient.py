@@ -12,7 +12,7 @@ latest at the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,15 +20,14 @@ from typing import Any
 import torch
 
 from shoal.comm.protocol import Work
-from shoal.memory.stream_copies import CopyDone
+from shoal.sharding.accumulator import Accumulator, UnsyncedGradient, take_gradients
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import Segment
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.placement import Placement
+from shoal.sharding.sparse_sum import coalesced
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Row
-
-NORM_BLOCK_NUMEL = 1 << 17  # 512 KiB of fp32
 
 
 class GradientState(Enum):
@@ -53,40 +52,6 @@ class GradientPolicy:
     reduce_dtype: torch.dtype | None = None
     pre_scale: float = 1.0
     post_scale: float = 1.0
-
-
-def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
-    """Sum of squares of a 1-D tensor, in fp32 (fp64 for fp64). Shape: [].
-
-    A 16-bit tensor on CPU is converted block by block, in cache: a norm that converts as it reads takes twice as long.
-    """
-    if flat.device.type != "cpu" or flat.dtype not in (torch.float16, torch.bfloat16):
-        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
-    else:
-        parts = [torch.linalg.vector_norm(block.float()) for block in flat.split(NORM_BLOCK_NUMEL)]
-        norm = torch.linalg.vector_norm(torch.stack(parts))
-    return norm * norm
-
-
-def sums_of_squares(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """``sum_of_squares`` of each; on an accelerator in one kernel for all of a dtype. Shape of each: []."""
-    if not flats or flats[0].device.type == "cpu":
-        return [sum_of_squares(flat) for flat in flats]
-    found = [torch.zeros((), dtype=torch.float32, device=flat.device) if not flat.numel() else flat for flat in flats]
-    for dtype in {flat.dtype for flat in flats if flat.numel()}:
-        places = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        norms = torch._foreach_norm([flats[index] for index in places], 2, dtype=wide)
-        for index, square in zip(places, torch._foreach_mul(norms, norms), strict=True):
-            found[index] = square
-    return found
-
-
-def coalesced(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sparse gradient with one entry a row, entries of a row added up in ``dtype`` (fp32 at least), as ``dtype``."""
-    wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.to(torch.float32)
-    return wide.coalesce().to(dtype)
 
 
 class GradientBuffer:
@@ -124,8 +89,8 @@ class GradientBuffer:
         self.policy = policy
         self.axes = axes
         self.is_view = is_view
-        self.dtype = policy.accumulate_dtype or parameters.dtype
-        self._sum_dtype = sum_dtype or self.dtype
+        dtype = policy.accumulate_dtype or parameters.dtype
+        self._sum_dtype = sum_dtype or dtype
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))  # a gradient arrived on this rank since the last step
         self.num_reductions = 0  # ever begun: distinguishes one step's gradient from the next one's
@@ -134,133 +99,58 @@ class GradientBuffer:
         self.is_alone = parameters.comm.size == 1 and len(axes) == 1  # is there one rank?
         self.is_whole = self.is_alone or not row.is_gradient_sharded  # is the accumulator the whole buffer?
         self._is_whole_at_step = not row.gradient_at_step.is_sharded
-        self._accumulator: torch.Tensor | None = None
-        self._views: list[torch.Tensor] = []
-        self._unsynced: torch.Tensor | None = None  # [numel] whole, of passes in ``no_sync``
-        self._unsynced_views: list[torch.Tensor] = []
+        self.accumulator = Accumulator(parameters, staging, dtype, is_whole=self.is_whole)
+        self._unsynced = UnsyncedGradient(self.layout, parameters.full.device)
         self._shown: list[torch.Tensor] = []  # by parameter, what ``.grad`` was set to
         self._work: Work | None = None
-        self._reader: Work | None = None  # the last collective that peers read the accumulator for
         self._after: Callable[[], None] | None = None
         self._moved: dict[str, Any] | None = None  # what ``export`` gave, while ``offload_states`` has it
-        self.is_offloaded = False  # a sharded accumulator moves to the host whenever it has been reduced into
-        self._fetch: Callable[[], torch.Tensor] | None = None  # returns the accumulator that was offloaded
-        self._offloaded_version = 0
-        self.offloaded_norm_squared: torch.Tensor | None = None  # of an accumulator that is on the host
 
     # memory
 
-    def offload(self, fetch: Callable[[], torch.Tensor], copied: CopyDone, *, is_for_step: bool) -> None:
-        """Release the device copy of the accumulator. The next access fetches it from the host.
-
-        Args:
-            fetch: returns the values; may block the host.
-            copied: the copy to the host; the memory is reused after it.
-            is_for_step: the step will ask for the norm, so it is computed now.
-        """
-        owned = self.owned()
-        self.offloaded_norm_squared = sums_of_squares([owned])[0] if is_for_step else None
-        self._offloaded_version = owned._version
-        self._fetch, self._accumulator = fetch, None
-        self._staging.shards.release(owned, copied)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The accumulator's."""
+        return self.accumulator.dtype
 
     @property
     def version(self) -> tuple[int, int]:
         """Changes with the values: the number of reductions, and the version counter of the memory."""
-        return self.num_reductions, self._offloaded_version if self._fetch is not None else self.owned()._version
+        on_host = self.accumulator.host_version
+        return self.num_reductions + self.accumulator.num_fetches, (
+            self.owned()._version if on_host is None else on_host
+        )
 
-    def _fetch_back(self) -> None:
-        if self._fetch is not None:
-            fetch, self._fetch, self.offloaded_norm_squared = self._fetch, None, None
-            host = fetch()
-            self._accumulator = self._staging.shards.acquire(host.numel(), host.dtype).copy_(host)
-            self.num_reductions += 1  # the caller may change them from now on
-
-    def accumulator(self) -> torch.Tensor:
-        """The accumulator, allocated at the first call."""
-        self._fetch_back()
-        if self._accumulator is None:
-            device = self.buffer.full.device
-            if self.is_whole:
-                flat = self.buffer.comm.empty(self.layout.numel, self.dtype, device)
-                self._views = self._views_of(flat)
-            else:
-                numel = self.buffer.end - self.buffer.begin
-                if self.is_offloaded:
-                    flat = self._staging.shards.acquire(numel, self.dtype)
-                else:
-                    flat = torch.empty(numel, dtype=self.dtype, device=device)
-            flat.zero_()
-            self._accumulator = flat
-        return self._accumulator
-
-    def _drop_accumulator(self) -> None:
-        if self._accumulator is not None and self.is_offloaded:
-            self._staging.shards.discard(self._accumulator)
-        self._accumulator, self._views = None, []
-
-    def _views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
+    @property
+    def offloaded_norm_squared(self) -> torch.Tensor | None:
+        """The sum of squares of an accumulator that is on the host; None: it is on the device."""
+        return self.accumulator.host_norm_squared
 
     def owned(self) -> torch.Tensor:
         """The range of the reduced gradient that this rank's optimizer reads. Shape: [owned numel]."""
-        accumulator = self.accumulator()
-        if self.is_whole and not self._is_whole_at_step:
-            return accumulator[self.buffer.begin : self.buffer.end]
-        return accumulator
+        flat = self.accumulator.memory()
+        return flat[self.buffer.begin : self.buffer.end] if self.is_whole and not self._is_whole_at_step else flat
 
     @property
     def nbytes_unsynced(self) -> int:
         """Bytes of the gradients of passes in ``no_sync``."""
-        return 0 if self._unsynced is None else self._unsynced.nbytes
+        return 0 if self._unsynced.flat is None else self._unsynced.flat.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes that the accumulator holds, or will."""
-        numel = self.layout.numel if self.is_whole else self.buffer.end - self.buffer.begin
-        return numel * self.dtype.itemsize
+        return self.accumulator.numel * self.dtype.itemsize
 
     def _widen(self) -> None:
         """Several micro-batches are added up: from now on in the dtype of such sums."""
-        if self.dtype == self._sum_dtype:
-            return
-        self._fetch_back()
-        self.dtype = self._sum_dtype
-        if self._reader is not None:
-            self._reader.drain()
-            self._reader = None
-        narrow = self._accumulator
-        self._drop_accumulator()
-        if narrow is not None and self.state is not GradientState.NONE:
-            self.accumulator().copy_(narrow)
+        if self.dtype != self._sum_dtype:
+            self.accumulator.widen(self._sum_dtype, is_kept=self.state is not GradientState.NONE)
 
     # from parameter.grad
 
-    def _take(self, views: Sequence[torch.Tensor], *, add: bool) -> None:
-        """Move the parameters' gradients into ``views``: add them, or copy them, with zeros for those that are None."""
-        targets, gradients = [], []
-        for index, (parameter, view) in enumerate(zip(self.parameters, views, strict=True)):
-            gradient = parameter.grad
-            if gradient is not None:
-                self.has_grad[index] = 1
-                parameter.grad = None
-                if gradient.is_sparse:
-                    if not add:
-                        view.zero_()
-                    view.add_(coalesced(gradient, view.dtype))
-                    continue
-                targets.append(view)
-                gradients.append(gradient)
-            elif not add:
-                view.zero_()
-        if targets and add:
-            torch._foreach_add_(targets, gradients)
-        elif targets:
-            torch._foreach_copy_(targets, gradients)
-
     def has_unreduced(self) -> bool:
         """Is there a gradient that no reduction has seen?"""
-        return self._unsynced is not None or self._has_new()
+        return self._unsynced.flat is not None or self._has_new()
 
     def _has_new(self) -> bool:
         if self._shown:
@@ -279,27 +169,19 @@ class GradientBuffer:
         if not self.is_whole:
             if self._sum_dtype != self.buffer.dtype:
                 self._widen()
-                self._unsynced_memory()
-                self._take(self._unsynced_views, add=True)
+                self._unsynced.add(self.parameters, self.has_grad, self.dtype)
             return
         if self.state is GradientState.ACCUMULATING:
             self._widen()
         self._accumulate_whole()
 
     def _accumulate_whole(self) -> None:
-        self.accumulator()
-        if self._reader is not None:
-            # Only this one: draining the whole axis would hold every unit up for the slowest rank.
-            self._reader.drain()
-            self._reader = None
-        self._take(self._views, add=self.state is GradientState.ACCUMULATING)
+        self.accumulator.memory()
+        self.accumulator.wait_for_reader()
+        take_gradients(
+            self.parameters, self.accumulator.views, self.has_grad, add=self.state is GradientState.ACCUMULATING
+        )
         self.state = GradientState.ACCUMULATING
-
-    def _unsynced_memory(self) -> torch.Tensor:
-        if self._unsynced is None:
-            self._unsynced = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.buffer.full.device)
-            self._unsynced_views = self._views_of(self._unsynced)
-        return self._unsynced
 
     # over the ranks
 
@@ -326,13 +208,13 @@ class GradientBuffer:
             self._widen()
         self._accumulate_whole()
         policy = self.policy
-        flat, owned = self.accumulator(), self.owned()
+        flat, owned = self.accumulator.memory(), self.owned()
         sent = policy.reduce_dtype or self.dtype
         if policy.pre_scale != 1.0:
             flat.mul_(policy.pre_scale)
         self.state = GradientState.REDUCING
         if sent == self.dtype:
-            self._work = self._reader = self._redistribute(flat, owned)
+            self._work = self.accumulator.reader = self._redistribute(flat, owned)
             return
         staging = self._staging.acquire(self.layout, sent)
         staging.flat.copy_(flat)
@@ -353,36 +235,36 @@ class GradientBuffer:
         policy = self.policy
         if not at_step:
             self._widen()
-        is_accumulator_sent = self.is_whole or self._unsynced is not None
+        is_accumulator_sent = self.is_whole or self._unsynced.flat is not None
         sent = policy.reduce_dtype or (self.dtype if is_accumulator_sent else self.buffer.dtype)
         was_reduced = self.state is GradientState.REDUCED
         add = was_reduced or self.state is GradientState.ACCUMULATING
         staging = self._staging.acquire(self.layout, sent)
-        if self._unsynced is None:
-            self._take(staging.views, add=False)
+        if self._unsynced.flat is None:
+            take_gradients(self.parameters, staging.views, self.has_grad, add=False)
         else:
-            self._take(self._unsynced_views, add=True)
-            staging.flat.copy_(self._unsynced)
-            self._drop_unsynced()
+            self._unsynced.add(self.parameters, self.has_grad, self.dtype)
+            staging.flat.copy_(self._unsynced.memory(self.dtype))
+            self._unsynced.drop()
         if policy.pre_scale != 1.0:
             staging.flat.mul_(policy.pre_scale)
-        owned = self.owned()
-        self.state = GradientState.REDUCING
         to = self.row.gradient_at_step if at_step or self.is_whole else self.row.gradient_between
+        has_replicas = len(self.axes) > 1
         # What was summed over the replicas already must not be summed again: a late part has a shard of its own.
-        late = torch.empty_like(owned) if was_reduced and len(self.axes) > 1 and not self._is_whole_at_step else None
-        if late is not None:
-            work = self._redistribute(staging.flat, late, to=to)
-        else:
-            work = self._redistribute(staging.flat, owned, to=to, accumulate=add and not self._is_whole_at_step)
-        self._work = work
+        has_own_shard = was_reduced and has_replicas and not self._is_whole_at_step
+        is_added_on_host = self.accumulator.is_on_host and (was_reduced or not at_step or not has_replicas)
+        owned = self.accumulator.new_part() if is_added_on_host else self.owned()
+        target = torch.empty_like(owned) if has_own_shard and not is_added_on_host else owned
+        self.state = GradientState.REDUCING
+        accumulate = add and target is owned and not is_added_on_host and not self._is_whole_at_step
+        work = self._work = self._redistribute(staging.flat, target, to=to, accumulate=accumulate)
 
         def after() -> None:
             if self._is_whole_at_step:
                 owned.add_(staging.flat)
             self._staging.release(self.layout, staging, work)
-            if late is not None:
-                owned.add_(late)
+            if target is not owned:
+                owned.add_(target)
 
         self._after = after
 
@@ -408,12 +290,14 @@ class GradientBuffer:
             self.reduce(at_step=True)
             self.wait(at_step=True)
             return
-        self.num_reductions += 1
         if self.state is GradientState.NONE:  # nothing was reduced: the memory may hold the last step's values
-            self.accumulator().zero_()
-        owned = self.owned()
-        shard = FlatBuffer(self.buffer.label, self.axes, self.row.gradient_between, owned, owned)
-        shard.redistribute(self.row.gradient_at_step).wait()
+            self.num_reductions += 1
+            self.accumulator.memory().zero_()
+        if len(self.axes) > 1:
+            self.num_reductions += 1
+            owned = self.owned()
+            shard = FlatBuffer(self.buffer.label, self.axes, self.row.gradient_between, owned, owned)
+            shard.redistribute(self.row.gradient_at_step).wait()
         self.state = GradientState.REDUCED
 
     def norm_part(self) -> torch.Tensor:
@@ -437,25 +321,22 @@ class GradientBuffer:
             self._shown = []
             for parameter in self.parameters:
                 parameter.grad = None
-        self._fetch = self.offloaded_norm_squared = None
-        if self.is_offloaded or self.is_view:
-            self._drop_accumulator()
-            self._reader = None
+        self.accumulator.forget_host()
+        if self.accumulator.is_offloaded or self.is_view:
+            self.accumulator.drop()
+            self.accumulator.reader = None
         self.state = GradientState.NONE
         self.has_grad = bytearray(len(self.parameters))
         self._work, self._after = None, None
         self._moved = None
-        self._drop_unsynced()
-
-    def _drop_unsynced(self) -> None:
-        self._unsynced, self._unsynced_views = None, []
+        self._unsynced.drop()
 
     # as a view in parameter.grad
 
     def value(self, slot: int) -> torch.Tensor:
         """The sum for one parameter, in its shape: the memory itself, or a sparse tensor."""
-        self.accumulator()
-        return self._views[slot]
+        self.accumulator.memory()
+        return self.accumulator.views[slot]
 
     def _replace(self, slot: int, value: torch.Tensor | None) -> None:
         """The script has set another gradient, or none."""
@@ -507,9 +388,7 @@ class GradientBuffer:
 
     def _leave_memory(self) -> None:
         """The script may keep what it has seen: the sum continues in other memory."""
-        seen, self._accumulator = self._accumulator, None
-        if seen is not None:
-            self.accumulator().copy_(seen)
+        self.accumulator.move()
 
     # to and from a checkpoint
 
@@ -520,13 +399,13 @@ class GradientBuffer:
         self.take_back()
         gradients = {str(i): _dense(p.grad) for i, p in enumerate(self.parameters) if p.grad is not None}
         saved = None
-        if self.state is not GradientState.NONE or self._unsynced is not None or gradients:
+        if self.state is not GradientState.NONE or self._unsynced.flat is not None or gradients:
             saved = {
                 "is_wide": self.dtype == self._sum_dtype,
                 "state": self.state.value,
                 "touched": list(self.has_grad),
-                "accumulator": None if self.state is GradientState.NONE else self.accumulator(),
-                "held": self._unsynced,
+                "accumulator": None if self.state is GradientState.NONE else self.accumulator.memory(),
+                "held": self._unsynced.flat,
                 "gradients": gradients,
             }
         self._show()
@@ -539,11 +418,11 @@ class GradientBuffer:
         if saved["is_wide"]:
             self._widen()
         if saved["accumulator"] is not None:
-            self.accumulator().copy_(saved["accumulator"])
+            self.accumulator.memory().copy_(saved["accumulator"])
         self.state = GradientState(saved["state"])
         self.has_grad = bytearray(saved["touched"])
         if saved["held"] is not None:
-            self._unsynced_memory().copy_(saved["held"])
+            self._unsynced.memory(self.dtype).copy_(saved["held"])
         for index, parameter in enumerate(self.parameters):
             value = saved["gradients"].get(str(index))
             parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
@@ -580,8 +459,8 @@ class GradientBuffer:
     def free(self) -> None:
         """Free all memory."""
         self.reset()
-        self._reader = None
-        self._drop_accumulator()
+        self.accumulator.reader = None
+        self.accumulator.drop()
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

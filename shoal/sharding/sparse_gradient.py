@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from shoal.sharding.gradient import GradientBuffer, GradientState, coalesced
+from shoal.sharding.gradient import GradientBuffer, GradientState
 from shoal.sharding.layout import Segment
-from shoal.sharding.sparse_sum import exchange_counts, sum_rows
+from shoal.sharding.sparse_sum import coalesced, exchange_counts, sum_rows
 
 _DENSE = -1  # in place of a number of rows: this rank's gradient is not sparse
 
@@ -47,7 +47,7 @@ class SparseGradient(GradientBuffer):
             return
         self.has_grad[0] = 1
         if self._part is not None:
-            self.dtype = self._sum_dtype
+            self.accumulator.dtype = self._sum_dtype
         new = coalesced(gradient, self._sum_dtype) if gradient.is_sparse else gradient.to(self._sum_dtype)
         self._part = new if self._part is None else _plus(self._part, new)
         if self.state is GradientState.NONE:
@@ -167,7 +167,7 @@ class SparseGradient(GradientBuffer):
     def reset(self) -> None:
         super().reset()
         self._part = self._total = None
-        self.dtype = self.policy.accumulate_dtype or self.buffer.dtype
+        self.accumulator.dtype = self.policy.accumulate_dtype or self.buffer.dtype
 
     # to and from a checkpoint
 
@@ -192,7 +192,7 @@ class SparseGradient(GradientBuffer):
     def restore(self, saved: Mapping[str, Any]) -> None:
         self.reset()
         if saved["is_wide"]:
-            self.dtype = self._sum_dtype
+            self.accumulator.dtype = self._sum_dtype
         self.state = GradientState(saved["state"])
         self.has_grad = bytearray(saved["touched"])
         self._part, self._total = self._unpack(saved["part"]), self._unpack(saved["total"])

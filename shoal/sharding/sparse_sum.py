@@ -23,6 +23,12 @@ from shoal.device import is_fake, read_vector
 INDEX_NBYTES = 8
 
 
+def coalesced(gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sparse gradient with one entry a row, entries of a row added up in ``dtype`` (fp32 at least), as ``dtype``."""
+    wide = gradient if gradient.dtype in (torch.float32, torch.float64) else gradient.to(torch.float32)
+    return wide.coalesce().to(dtype)
+
+
 class SparseSum:
     """``all_reduce`` and ``reduce_scatter`` of a flat embedding gradient along one axis, as ``Communicator`` has them.
 

@@ -61,6 +61,8 @@ class Unit:
         self._works: list[Work] = []
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
+        # A step has started an update on the host since the last gather. The same on every rank: no thread is asked.
+        self.has_pending_update = False
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value})"
@@ -127,6 +129,7 @@ class Unit:
 
     def finish_updates(self) -> None:
         """Wait for updates of the groups on the host; work queued on the device afterwards sees their parameters."""
+        self.has_pending_update = False
         for group in self.trained:
             if group.updates is not None:
                 group.updates.finish(group)

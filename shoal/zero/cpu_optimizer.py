@@ -21,11 +21,11 @@ Sources: ZeRO-Offload (arXiv:2101.06840), section 4; SuperOffload (arXiv:2509.21
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,7 +33,11 @@ from shoal.device import Device, host_empty, is_fake
 from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
 from shoal.optim.host_rules import Rule, RuleName, kind_of
+from shoal.sharding.gradient_norm import sum_of_squares
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
+from shoal.sharding.staging import MAX_SHARDS
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
@@ -72,8 +76,22 @@ class _Transfer:
     parameters: torch.Tensor | None = None  # [owned numel]: rounded, on their way back
     undo: list[torch.Tensor] = field(default_factory=list)  # [owned numel] each: main parameters and states before
     arrival: CopyDone | None = None  # of ``gradient``
+    addition: Future[torch.Tensor | None] | None = None  # the last one to ``gradient``; for the step with its norm
     version: tuple[int, int] | None = None  # of what ``gradient`` holds
     update: _Update | None = None
+
+    def values(self) -> torch.Tensor:
+        """See ``HostGradient``."""
+        assert self.gradient is not None and self.arrival is not None
+        self.arrival.block()
+        if self.addition is not None:
+            self.addition.result()
+        return self.gradient
+
+    def sum_of_squares(self) -> torch.Tensor:
+        """See ``HostGradient``."""
+        found = None if self.addition is None else self.addition.result()
+        return sum_of_squares(self.values()) if found is None else found
 
 
 class CpuOptimizer:
@@ -113,11 +131,14 @@ class CpuOptimizer:
         self._is_pinned = is_pinned
         self._thread: ThreadPoolExecutor | None = None
         self._transfers: dict[ParameterGroup, _Transfer] = {}
+        # By numel and dtype, host memory for parts and the addition that reads it.
+        self._parts: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Future[torch.Tensor | None]]]] = {}
 
     @property
     def host_nbytes(self) -> int:
         """Bytes on their way between device and host, and of what can be restored."""
         held = [t for transfer in self._transfers.values() for t in (transfer.parameters, *transfer.undo)]
+        held += [part for parts in self._parts.values() for part, _ in parts]
         held += [transfer.gradient for transfer in self._transfers.values() if not transfer.is_only_copy]
         return sum(tensor.nbytes for tensor in held if tensor is not None) + self._step.scratch_nbytes
 
@@ -132,17 +153,21 @@ class CpuOptimizer:
         Args:
             at_step: it is the gradient for the step; else one micro-batch of several was added.
         """
-        gradient = group.gradient
-        if not (at_step or gradient.is_offloaded):
+        transfer, accumulator = self._transfer(group), group.gradient.accumulator
+        if not (at_step or accumulator.is_offloaded):
             return
-        self.send(group)
+        if accumulator.part is None:
+            self.send(group)
+            copied = transfer.arrival
+        else:
+            copied = self._add(group, accumulator.part, is_for_step=at_step)
+        if accumulator.is_offloaded:
+            assert copied is not None
+            accumulator.offload(transfer, copied, is_for_step=at_step)
+            transfer.version = group.gradient.version
         if at_step:
             group.wait_for_readers()
             self._start_ahead(group)
-        if gradient.is_offloaded:
-            arrival = self._transfer(group).arrival
-            assert arrival is not None
-            gradient.offload(partial(self.gradient, group), arrival, is_for_step=at_step)
 
     def send(self, group: ParameterGroup) -> None:
         """Start to copy a group's reduced gradient to the host, unless it is there. Does not block the host."""
@@ -150,20 +175,57 @@ class CpuOptimizer:
         if transfer.version == group.gradient.version and transfer.gradient is not None:
             return
         gradient = group.gradient.owned()
-        version = group.gradient.version
-        transfer.is_only_copy = group.gradient.is_offloaded
-        self.synchronize(group)  # an update still reads the last step's gradient
+        is_freed = transfer.is_only_copy = group.gradient.accumulator.is_offloaded
+        self._wait_for_readers(group)
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
-        transfer.arrival = self._copy(gradient, transfer.gradient, is_source_freed=group.gradient.is_offloaded)
-        transfer.version = version
+        transfer.arrival = self._copy(gradient, transfer.gradient, is_source_freed=is_freed)
+        transfer.version = group.gradient.version
+
+    def _wait_for_readers(self, group: ParameterGroup) -> None:
+        """Wait for an update that reads the last step's gradient, and for an addition to one that was dropped."""
+        self.synchronize(group)
+        addition, self._transfer(group).addition = self._transfer(group).addition, None
+        if addition is not None:
+            addition.result()
+
+    def _add(self, group: ParameterGroup, part: torch.Tensor, *, is_for_step: bool) -> CopyDone:
+        """Add what one more micro-batch gave to the gradient on the host.
+
+        Returns: the end of the copy of ``part`` to the host. Order: the addition runs on the thread of the updates;
+        blocks the host until the last addition but one of this size is done.
+        """
+        transfer = self._transfer(group)
+        total, arrival = transfer.gradient, transfer.arrival
+        assert total is not None and arrival is not None
+        self.synchronize(group)
+        parts = self._parts.setdefault((part.numel(), part.dtype), deque())
+        if len(parts) < MAX_SHARDS:
+            host = host_empty(part.numel(), part.dtype, part.device, is_pinned=self._is_pinned)
+        else:
+            host, reader = parts.popleft()
+            reader.result()
+        copied = self._copy(part, host, is_source_freed=True)
+
+        def run() -> torch.Tensor | None:
+            arrival.block()
+            copied.block()
+            with torch.no_grad():
+                total.add_(host)
+            return sum_of_squares(total) if is_for_step else None
+
+        transfer.addition = self._on_thread(run)
+        parts.append((host, transfer.addition))
+        return copied
+
+    def _on_thread(self, run: Callable[[], _Result]) -> Future[_Result]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-cpu-optimizer")
+        return self._thread.submit(run)
 
     def gradient(self, group: ParameterGroup) -> torch.Tensor:
         """A group's gradient on the host. Order: blocks the host until it is there. Shape: [owned numel]."""
-        transfer = self._transfer(group)
-        assert transfer.gradient is not None and transfer.arrival is not None
-        transfer.arrival.block()
-        return transfer.gradient
+        return self._transfer(group).values()
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
         if self._copies is None or is_fake(source):
@@ -258,8 +320,6 @@ class CpuOptimizer:
         self, group: ParameterGroup, updates: list[_RangeUpdate], gradient_scale: float, *, is_ahead: bool
     ) -> _Update:
         transfer, version = self._transfer(group), group.gradient.version
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-cpu-optimizer")
         is_sent_back = group.has_own_main and (is_ahead or not group.buffer.is_shard_offloaded)
         target = self.rounded(group) if is_sent_back else group.buffer.shard if group.has_own_main else None
         gradient, arrival = transfer.gradient, transfer.arrival
@@ -284,7 +344,7 @@ class CpuOptimizer:
                 ).wait()
             self.update_seconds += time.perf_counter() - begin
 
-        return _Update(updates, gradient_scale, version, self._thread.submit(run), is_ahead, is_sent_back)
+        return _Update(updates, gradient_scale, version, self._on_thread(run), is_ahead, is_sent_back)
 
     def rounded(self, group: ParameterGroup) -> torch.Tensor:
         """Host memory for the rounded parameters. Shape: [owned numel]."""
@@ -354,6 +414,7 @@ class CpuOptimizer:
             self._thread = None
         self._step.close()
         self._transfers.clear()
+        self._parts.clear()
 
 
 def _count(updates: Sequence[_RangeUpdate]) -> None:

@@ -134,6 +134,7 @@ class EngineParameters(ParameterOwner):
             if group.is_trained:
                 self.set_local_parameter(parameter, value)
             else:
+                self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
                 buffer.comm.drain()
                 with buffer.resident_shard():
                     buffer.shard[part.start : part.stop].copy_(value)
@@ -211,6 +212,7 @@ class EngineParameters(ParameterOwner):
         """Set the main parameter and the parameter. Called with the same value on every rank. Communicates nothing."""
         group, slot, segment = self._find(parameter)
         _check_shape(value, group.buffer.layout.specs[slot])
+        self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
         group.buffer.comm.drain()
         if segment:
             part = self._part(group, slot, segment, value)
@@ -229,6 +231,7 @@ class EngineParameters(ParameterOwner):
         if segment is None:
             return
         _check_numel(value, segment)
+        self._sharded.release_kept([self._sharded.unit_of[id(parameter)]])
         group.buffer.comm.drain()
         with group.resident():
             group.main[segment.start : segment.stop].copy_(value.reshape(-1))

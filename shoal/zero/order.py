@@ -6,7 +6,7 @@ recorded anew: nothing is wrong, only slower.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shoal.sharding.unit import Unit
 
@@ -66,14 +66,14 @@ class UnitOrder:
         """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
 
         Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be
-        released.
+        released. A unit whose update on the host is pending, and those after it, wait for ``after_update``.
         """
         if not self._is_following or not self._prefetch_numel:
             return []
         chosen: list[Unit] = []
         numel = 0
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
-            if in_backward != self._visited[-1][1]:
+            if in_backward != self._visited[-1][1] or (unit.has_pending_update and unit.is_released):
                 break
             if live_numel + numel + unit.numel > self._max_live_numel:
                 break
@@ -84,18 +84,35 @@ class UnitOrder:
                 numel += unit.numel
         return chosen
 
+    def after_update(self, live_numel: int) -> Unit | None:
+        """The next unit, if its update on the host is pending: gathered when this unit's forward has been queued.
+
+        Gathering waits for the update and so blocks the host; before this unit's forward, that would idle the device.
+        """
+        later = next((unit for unit, _ in self.upcoming() if unit.is_released), None)
+        if later is None or not self._prefetch_numel or live_numel + later.numel > self._max_live_numel:
+            return None
+        return later if later.has_pending_update else None
+
     def upcoming(self) -> Iterator[tuple[Unit, bool]]:
         """The units that come next and whether in backward, up to the pass's end: to be read from a disk ahead."""
         if self._is_following:
             yield from self._recorded[self._key][len(self._visited) :]
 
-    def reuse_distance(self, unit: Unit) -> int | None:
-        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown."""
+    def reuse_distance(self, unit: Unit, running: Collection[Unit] = ()) -> int | None:
+        """Elements gathered for other units before ``unit`` is used again; None: it is not, or it is unknown.
+
+        Args:
+            running: units whose forward runs ``unit``. They are gathered, so a use of theirs gathers nothing.
+
+        It is 0 for the last unit of forward and those that run it: backward begins with them. The same on every rank,
+        since it is counted in units used, which every rank uses in the same order.
+        """
         if not self._is_following:
             return None
         numel = 0
         for later, _ in self._recorded[self._key][len(self._visited) :]:
             if later is unit:
                 return numel
-            numel += later.numel
+            numel += 0 if later in running else later.numel
         return None

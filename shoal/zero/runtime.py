@@ -1,7 +1,7 @@
 """Runs the table on a live model: what happens before and after each unit's forward and backward.
 
 pre-forward     gather the unit, and those that come next
-post-forward    release it
+post-forward    release it, unless backward begins with it
 pre-backward    reduce the units that backward has left; gather the unit, in reverse order
 gradient ready  the unit's last one? -> reduce (or at the next unit's pre-backward, see ``reducer``), release
 end of backward reduce what is left, release everything
@@ -143,6 +143,7 @@ class ShardedModel:
             device=device,
         )
         self._has_disk = any(unit.is_on_disk for unit in self.units)
+        self._has_host_updates = any(group.is_state_offloaded for group in self.trained_groups)
         # The units whose forward is watched: the sharded ones, and the model itself where it is none of them.
         self._readers = list(self.sharded)
         self._modules = dict(modules)
@@ -290,11 +291,12 @@ class ShardedModel:
             is_needed = any(candidate is running or candidate in running.shared for running in self._running)
             if not is_needed and not self._is_kept and not self._is_worth_keeping(candidate):
                 candidate.release()
+        updated = self.order.after_update(self.live_numel()) if self._has_host_updates else None
+        if updated is not None:
+            updated.start_gather()
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
-        if not self._max_reuse_numel:
-            return False
-        distance = self.order.reuse_distance(unit)
+        distance = self.order.reuse_distance(unit, self._running)
         return distance is not None and distance <= self._max_reuse_numel and self.live_numel() <= self._max_live_numel
 
     def live_numel(self) -> int:
@@ -485,13 +487,23 @@ class ShardedModel:
     # other callers
 
     def release_all(self) -> None:
-        """Between two passes: release every unit that is not pinned, prefetched or kept. Communicates nothing.
+        """Between two passes: release every unit that is not pinned. Communicates nothing.
 
         What a coming pass through a graph with ``create_graph`` needs stays.
         """
         if not self._is_kept:
             for unit in self.sharded:
                 unit.release()
+
+    def release_kept(self, units: Sequence[Unit] | None = None) -> None:
+        """Shards are about to change: release units (None: all) that a forward left gathered for its backward.
+
+        Within a pass this does nothing. Communicates nothing, and raises nothing about peers that are gone.
+        """
+        if self._pass is None and not self._running and not self._is_kept:
+            for unit in self.sharded if units is None else units:
+                if unit.state is UnitState.FULL:
+                    unit.release()
 
     @contextmanager
     def gathered(self, units: Sequence[Unit], *, keep_user_views: bool = False) -> Iterator[None]:

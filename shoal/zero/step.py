@@ -86,7 +86,7 @@ class ShardedStep:
             if group.is_state_offloaded:
                 assert self.cpu_optimizer is not None
                 group.updates = self.cpu_optimizer
-                group.gradient.is_offloaded = not group.gradient.is_whole
+                group.gradient.accumulator.is_offloaded = not group.gradient.is_whole
             group.ranges = list(self._ranges_of(group))
 
     @property
@@ -205,6 +205,7 @@ class ShardedStep:
         works = []
         batch: list[ParameterGroup] = []
         for unit in units:
+            unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
             for group in unit.trained:
                 if not self._batch_numel or self._is_whole_tensor or group.updates or group.disk:
                     works += self._step_group(group, gradient_scale, has_grad[group])

@@ -11,7 +11,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.device import read_vector
 from shoal.errors import ModelError
-from shoal.sharding.gradient import sums_of_squares
+from shoal.sharding.gradient_norm import sums_of_squares
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes

@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.errors import NonFiniteError
 from tests.ranks.test_offload import MODEL, VOCABULARY, make_apart
@@ -340,3 +342,132 @@ def test_gradients_on_their_way_to_the_host_use_two_buffers_which_the_ledger_cou
         assert len(seen) == 2
         assert nbytes == 2 * owned
         assert ledger >= nbytes
+
+
+def accumulates(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], int, int, int]:
+    """Main parameters and norms; bytes of gradients that went to the host, and fetches back, in a step; bytes of all.
+
+    The bytes of all are those of this rank's gradients, once.
+    """
+    engine, *_ = shoal.initialize(model=copy.deepcopy(MODEL), config=settings)
+    cpu, sent, norms = engine.sharding.step.cpu_optimizer, [], []
+    gradients = [group.gradient for group in engine.trained_groups]
+    is_managed = settings.get("managed_gradient_accumulation", True)
+    if cpu is not None:
+        plain = cpu._copy
+
+        def count(source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> Any:
+            sent.append(source.nbytes * is_source_freed)
+            return plain(source, target, is_source_freed=is_source_freed)
+
+        cpu._copy = count
+    for number in range(6):
+        generator = torch.Generator().manual_seed(10 * number + engine.global_rank)
+        tokens = torch.randint(VOCABULARY, (2, 5), generator=generator)
+        if number == 3:
+            sent.clear()
+        engine.backward(torch.nn.functional.cross_entropy(engine(tokens).float().flatten(0, 1), tokens.flatten()))
+        if is_managed or number % 3 == 2:
+            engine.step()
+        if number % 3 == 2:
+            norms.append(engine.get_global_grad_norm())
+    fetches = sum(gradient.accumulator.num_fetches for gradient in gradients)
+    values = {n: engine.access.full_parameter(p) for n, p in engine.module.named_parameters() if p.requires_grad}
+    nbytes = sum(gradient.nbytes for gradient in gradients)
+    engine.destroy()
+    return values, norms, sum(sent), fetches, nbytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "world", "fetches"),
+    [
+        ({}, 2, 0),
+        ({"managed_gradient_accumulation": False}, 2, 0),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, 2, 0),
+        # The sum over the replicas needs the whole sum on the device, once a step.
+        ({"zero_optimization": {"mics_shard_size": 2}}, 4, 1),
+    ],
+    ids=["managed", "unmanaged", "16-bit sum", "replicas"],
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_micro_batches_are_added_on_the_host_and_the_sum_does_not_return_to_the_device(
+    stage: int, keys: dict[str, Any], world: int, fetches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settings(*places: str) -> dict[str, Any]:
+        made = config(stage, places, accumulation=3, clip=0.5)
+        return {**made, **keys, "zero_optimization": {**made["zero_optimization"], **keys.get("zero_optimization", {})}}
+
+    make_apart(monkeypatch, is_apart=False)
+    plain = run_ranks(world, accumulates, settings())
+    make_apart(monkeypatch)
+    for one, (values, norms, sent, fetched, nbytes) in zip(
+        plain, run_ranks(world, accumulates, settings("optimizer")), strict=True
+    ):
+        assert norms == one[1]
+        assert all(torch.equal(value, one[0][name]) for name, value in values.items())
+        parts = 3 if "data_types" not in keys else 1 + 2 * 2  # parts of a 16-bit sum are sent in fp32
+        assert sent == parts * nbytes
+        assert fetched == fetches * 2 * 3  # in 2 steps, of 3 groups
+
+
+def gathers_ahead(settings: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Where the host waits in a forward; then the units gathered, in order, with the forwards between them.
+
+    The update of each unit takes until the forward of the unit before it has run.
+    """
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
+    engine, *_ = shoal.initialize(model=model, config=settings)
+    cpu, order, stalls = engine.sharding.step.cpu_optimizer, [], []
+    has_run = [threading.Event() for _ in range(4)]
+    plain = cpu._on_thread
+
+    def slowly(update: Callable[[], Any]) -> Any:
+        number = len(started)
+        started.append(number)
+
+        def run() -> Any:
+            if number and not has_run[number - 1].wait(3):
+                stalls.append(f"the forward of unit {number - 1} waits for the update of unit {number}")
+            return update()
+
+        return plain(run)
+
+    for step in range(3):
+        if step == 2:
+            started: list[int] = []
+            cpu._on_thread = slowly
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+
+    def has_computed(number: int, *_: Any) -> None:
+        order.append(f"forward {number}")
+        has_run[number].set()
+
+    for number, layer in enumerate(model):
+        layer.register_forward_hook(partial(has_computed, number), prepend=True)  # before Shoal's post-forward
+    with current_world().recorder.recording() as entries:
+        for unit in engine.sharded.sharded:
+            start = unit.start_gather
+            unit.start_gather = lambda start=start, unit=unit, **how: (
+                order.append(f"gather {unit.name}") if unit.is_released else None,
+                start(**how),
+            )
+        engine(torch.ones(2, 8))
+    assert len(entries) == 4
+    found = list(order)  # destroy() gathers too
+    engine.destroy()
+    return stalls, found
+
+
+def test_a_unit_is_gathered_ahead_once_its_update_is_done_and_no_forward_waits_for_the_next_units_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_apart(monkeypatch)
+    settings = config(3, ("optimizer",), precision="fp32")
+    del settings["zero_optimization"]["offload_optimizer"]["super_offload"]
+    for stalls, order in run_ranks(2, gathers_ahead, settings):
+        assert stalls == []
+        assert order == [
+            *("gather 0", "forward 0", "gather 1", "forward 1"),
+            *("gather 2", "forward 2", "gather 3", "forward 3"),
+        ]

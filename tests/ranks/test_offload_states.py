@@ -133,8 +133,8 @@ def storages(engine: shoal.Engine) -> list[StorageWeakRef]:
     assert engine.optimizer is not None
     for state in engine.trained_groups:
         tensors.append(state.main)
-        if not state.gradient.is_offloaded:  # an offloaded one takes a staging buffer when it is asked
-            tensors.append(state.gradient.accumulator())
+        if not state.gradient.accumulator.is_offloaded:  # an offloaded one takes a staging buffer when it is asked
+            tensors.append(state.gradient.accumulator.memory())
         tensors += [
             value
             for piece in state.ranges

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from shoal.comm.single import SingleCommunicator
-from shoal.sharding.gradient import coalesced
-from shoal.sharding.sparse_sum import SparseSum, add_rows, rows_in, sparse_names
+from shoal.sharding.sparse_sum import SparseSum, add_rows, coalesced, rows_in, sparse_names
 
 
 @pytest.mark.parametrize("width", [1, 3, 4, 7, 64])

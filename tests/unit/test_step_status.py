@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.comm.single import SingleCommunicator
 from shoal.comm.threads import run_ranks
 from shoal.mesh import Mesh
-from shoal.sharding.gradient import sum_of_squares, sums_of_squares
+from shoal.sharding.gradient_norm import sum_of_squares, sums_of_squares
 from shoal.zero import step_status
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes
@@ -41,6 +41,8 @@ class Operations(TorchDispatchMode):
 
 
 class Group:
+    replica = 0, 1
+
     def __init__(self, flat: torch.Tensor, offloaded: torch.Tensor | None = None) -> None:
         self.gradient: Any = SimpleNamespace(
             norm_part=lambda: flat, offloaded_norm_squared=offloaded, has_grad=bytearray(b"\1")

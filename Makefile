@@ -1,10 +1,10 @@
-# make test | test-clients | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it
+# make test | test-nightly | test-clients | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it
 # reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-clients lint quickstart bench docs clean
+.PHONY: help setup test test-nightly test-clients lint quickstart bench docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,6 +18,8 @@ SETUP_INPUTS := pyproject.toml constraints.txt
 TEST_WORKERS ?= 2
 TESTS ?= tests/unit tests/ranks tests/device
 CLIENT_TESTS ?= tests/clients
+RANDOM_TESTS ?= tests/ranks/test_zero_property.py tests/ranks/test_offload_composition.py
+NIGHTLY_SECONDS ?= 7200
 MINUTES ?= 3
 
 # One thread a process: tests and benchmarks start several processes, which would otherwise fight for the cores.
@@ -25,6 +27,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 help:
 	@echo "make test        set up, run the tests (TESTS='tests/unit/test_x.py' for some of them)"
+	@echo "make test-nightly  set up, run what is too long for make test: any three settings together, and the random tests longer"
 	@echo "make test-clients  set up a third environment with Accelerate, Transformers and the others, run Shoal under them"
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
@@ -57,6 +60,12 @@ setup: $(VENV)/.stamp
 
 test: $(VENV)/.stamp-test
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+# The second line draws 50 times as many examples as make test does, other ones each time.
+test-nightly: $(VENV)/.stamp-test
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/nightly
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --hypothesis-profile thorough \
+	    --timeout $(NIGHTLY_SECONDS) $(RANDOM_TESTS)
 
 lint: $(VENV)/.stamp-lint
 	$(BIN)/ruff check .

@@ -41,12 +41,17 @@ class MadeOptimizer:
         groups: the parameters of each of its groups.
         is_direct: it steps the model's own parameters, not ranges of flat main parameters.
         notes: lines for start-up.
+        dtypes: of each parameter, by ``id``, before the model is cast to the config's.
     """
 
     optimizer: torch.optim.Optimizer | None = None
     groups: list[list[nn.Parameter]] = field(default_factory=list)
     is_direct: bool = False
     notes: list[str] = field(default_factory=list)
+    dtypes: dict[int, torch.dtype] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtypes", {id(p): p.dtype for group in self.groups for p in group})
 
     def sparse(self, model: nn.Module) -> set[int] | None:
         """The ``id`` of each parameter whose gradient the optimizer gets as a sparse tensor; None: it is not direct."""

@@ -263,7 +263,7 @@ def _make_step(
     step: ShardedStep
     if made.is_direct:
         step = DirectStep(made.optimizer, sharded.trained_groups, axes.shard)
-        import_state(step)
+        import_state(step, made.dtypes)
         return step
     section = config.zero_optimization.offload_optimizer
     step = ShardedStep(
@@ -277,7 +277,7 @@ def _make_step(
         num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
         pins_host=plan.zero.pins_state,
     )
-    import_state(step)
+    import_state(step, made.dtypes)
     if sharded.disks.state is not None:
         sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
     return step

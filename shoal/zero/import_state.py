@@ -6,6 +6,7 @@ ranges that hold it, in the main parameters' dtype, and the whole is freed on ev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from shoal.zero.step import ShardedStep
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
 
-def import_state(step: ShardedStep) -> None:
+def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> None:
     """Move the state of the user's parameters to the ranges. Every rank calls with the same state.
+
+    Args:
+        given_dtypes: of each parameter, by ``id``, when the optimizer was passed: state of that dtype follows the main
+            parameters'.
 
     Optimizers that need whole parameters (LAMB, Muon) begin anew. Communicates nothing.
     """
@@ -40,7 +45,10 @@ def import_state(step: ShardedStep) -> None:
             for own, wide in zip(held, ranges, strict=True)
         ]
         dtypes = [
-            {key: group.main.dtype if value.dtype == parameter.dtype else value.dtype for key, value in wide.items()}
+            {
+                key: group.main.dtype if value.dtype == given_dtypes[id(parameter)] else value.dtype
+                for key, value in wide.items()
+            }
             for wide, parameter in zip(ranges, parameters, strict=True)
         ]
         step.allocate_state(group, scalars, dtypes)

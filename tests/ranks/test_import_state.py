@@ -109,6 +109,22 @@ def test_state_in_16_bits_continues_in_the_main_parameters_dtype() -> None:
     run_ranks(2, rank)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_state_of_an_fp32_model_follows_the_parameters_to_bf16_where_there_are_no_main_parameters(stage: int) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+    def rank() -> None:
+        model = net()
+        optimizer = torch.optim.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.25, fused=True)
+        engine, *_ = shoal.initialize(model=model, optimizer=optimizer, config=settings(stage, bf16=bf16))
+        engine.backward(loss_of(engine, 0))
+        engine.step()
+        assert {state["sum"].dtype for state in engine.optimizer.state.values()} == {torch.bfloat16}
+        engine.destroy()
+
+    run_ranks(1, rank)
+
+
 def test_what_a_constructor_made_on_the_meta_device_begins_with_its_value() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 1))

@@ -1,0 +1,257 @@
+"""The composition matrix: the settings that change how a step is computed or where its state lies, as data.
+
+``AXES`` has a line for each axis: its values, and what each adds to the config. ``covering`` picks combinations so that
+every two (or three) values of different axes occur together in one of them. ``REFUSALS`` are the values that the engine
+refuses together, with the error's code; they occur in no combination and are asserted one by one.
+
+To add an axis, add a line to ``AXES``. What the config cannot say, the test does itself: the key ``run`` has fields of
+``Run``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Values = dict[str, dict[str, Any]]
+Combination = dict[str, str]  # by axis
+
+
+def _switch(**sections: Any) -> Values:
+    return {"no": {}, "yes": sections}
+
+
+def _zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": keys}
+
+
+def _run(**fields: Any) -> dict[str, Any]:
+    return {"run": fields}
+
+
+def _optimizer(name: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1, **params}}}
+
+
+# Adam divides by the root of the gradient's own square: with a larger eps than usual, rounding errors of tiny gradients
+# stay tiny in the update.
+_EPS = 1e-3
+
+AXES: dict[str, Values] = {
+    # layout
+    "stage": {str(stage): _zero(stage=stage) for stage in range(4)},
+    "ranks": {str(number): _run(ranks=number) for number in (1, 2, 3, 4)},
+    "hybrid": {
+        "no": {},
+        "mics": _zero(mics_shard_size=2),
+        "replicas": {"parallel": {"dp_replicate": 2}},
+        "hpz": _zero(zero_hpz_partition_size=2),
+    },
+    "units": {"blocks": {"units": {"classes": ["Block"]}}, "found": {}, "root": {"units": {"names": ["blocks"]}}},
+    "small": _switch(**_zero(stage3_param_persistence_threshold=40, stage3_model_persistence_threshold=100)),
+    # where state lies
+    "state": {
+        "device": {},
+        "host": _zero(offload_optimizer={"device": "cpu"}),
+        "ahead": _zero(offload_optimizer={"device": "cpu", "super_offload": True}),
+        "ratio": _zero(offload_optimizer={"device": "cpu", "ratio": 0.5}),
+        "disk": _zero(offload_optimizer={"device": "nvme"}),
+    },
+    "parameters": {
+        "device": {},
+        "host": _zero(offload_param={"device": "cpu"}),
+        "disk": _zero(offload_param={"device": "nvme", "max_in_cpu": 0}),
+    },
+    "host memory": {"the device's": {}, "apart": _run(is_host_separate=True)},
+    "recompute": {
+        "no": {},
+        "blocks": {"activation_checkpointing": {"modules": ["Block"]}},
+        "host": {"activation_checkpointing": {"modules": ["Block"], "cpu_checkpointing": True}},
+        "offload": {"offload_activation": {"device": "cpu"}},
+    },
+    # how a step is computed. Sums over ranks have another order than on one process. In 16 bits that may change the
+    # last bit of a parameter and so the next gradient: the bounds are some last bits (2**-8 in bf16, 2**-11 in fp16).
+    "precision": {
+        "fp32": _run(bound=1e-6),
+        "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-8)},
+        "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}, **_run(dtype="float16", scale=128, bound=2**-10)},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-8)},
+        "bf16 alone": {
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            **_run(dtype="bfloat16", has_main=False, bound=2**-5),
+        },
+    },
+    "accumulation": {str(number): {"gradient_accumulation_steps": number} for number in (1, 4)},
+    "clipping": _switch(gradient_clipping=0.05),
+    "optimizer": {
+        "AdamW": _optimizer("AdamW", eps=_EPS),
+        "momentum": _optimizer("SGD", momentum=0.9),
+        "Adagrad": _optimizer("Adagrad", eps=_EPS),
+        "client": {**_optimizer("AdamW", eps=_EPS), **_run(is_client=True)},
+    },
+    "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
+    "gathering": {
+        "ahead": {},
+        "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),
+        "kept": _zero(stage3_max_reuse_distance=1_000_000_000),
+    },
+    "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
+    "between": {
+        "nothing": {},
+        "evaluation": _run(between="evaluate"),
+        "offload_states": _run(between="offload_states"),
+        "resume": _run(between="resume"),
+        "resume async": {"checkpoint": {"async_save": True}, **_run(between="resume")},
+    },
+    # the model
+    "built": {"plainly": {}, "zero.Init": _run(is_early=True)},
+    "head": {"tied": {}, "own": _run(is_tied=False)},
+    "heads": {"7": _run(heads=7), "6 and 3": _run(heads=6, kv_heads=3)},
+    "sharing": {"no": {}, **{kind: _run(sharing=kind) for kind in ("weight", "module", "twice")}},
+    "spare": {"no": {}, **{kind: _run(spare=kind) for kind in ("unused", "frozen")}},
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Values, of two or more axes, that the engine refuses together with the error ``code``."""
+
+    values: Mapping[str, tuple[str, ...]]
+    code: str
+
+
+REFUSALS = (
+    Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
+    Refusal({"ranks": ("1", "3"), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a test does beside the config, and how exact the result has to be.
+
+    Args:
+        bound: largest difference of a parameter, relative to its largest value.
+        is_early: build the model under ``zero.Init``.
+    """
+
+    ranks: int = 2
+    bound: float = 0.0
+    dtype: str = "float32"
+    has_main: bool = True
+    scale: float = 1.0
+    autocast: bool = False
+    is_host_separate: bool | None = None
+    is_client: bool = False
+    style: str = "engine"
+    between: str = "nothing"
+    is_early: bool = False
+    is_tied: bool = True
+    heads: int = 7
+    kv_heads: int | None = None
+    sharing: str = "no"
+    spare: str = "no"
+
+
+def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
+    """The config of a combination, and what the test does beside it."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage3_param_persistence_threshold": 0},
+    }
+    for axis, value in combination.items():
+        _merge(settings, AXES[axis][value])
+    return settings, Run(**settings.pop("run", {}))
+
+
+def _merge(into: dict[str, Any], fragment: Mapping[str, Any]) -> None:
+    for key, value in fragment.items():
+        if isinstance(value, dict):
+            _merge(into.setdefault(key, {}), value)
+        else:
+            into[key] = value
+
+
+def refusal(combination: Mapping[str, str]) -> Refusal | None:
+    """What is refused in a combination, which may lack axes; None: nothing."""
+    for each in REFUSALS:
+        if all(combination.get(axis) in values for axis, values in each.values.items()):
+            return each
+    return None
+
+
+def refused() -> Iterator[tuple[Combination, str]]:
+    """Every refused set of values, in an otherwise plain combination, with the code of its error."""
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    for each in REFUSALS:
+        for values in itertools.product(*each.values.values()):
+            yield {**plain, **dict(zip(each.values, values, strict=True))}, each.code
+
+
+Pair = tuple[str, str]  # an axis and one of its values
+
+
+def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) -> list[Combination]:
+    """Combinations in which any ``strength`` values of different axes occur together, unless they are refused.
+
+    Each combination begins with a set of values that is not covered yet, and takes for each further axis the value that
+    covers the most. Of some such combinations the best is kept.
+    Source: Cohen et al., The AETG System (1997).
+    """
+    chosen = random.Random(seed)
+    missing: dict[tuple[Pair, ...], None] = {}  # a dict, since a set has another order in each process
+    for names in itertools.combinations(axes, strength):
+        for values in itertools.product(*(axes[name] for name in names)):
+            if refusal(dict(zip(names, values, strict=True))) is None:
+                missing[tuple(zip(names, values, strict=True))] = None
+    order = {name: number for number, name in enumerate(axes)}
+    found: list[Combination] = []
+    while missing:
+        first = dict(next(iter(missing)))
+        rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(4)]
+        row = max(rows, key=lambda row: len(_covered(row, missing, strength)))
+        if not (covered := _covered(row, missing, strength)):
+            raise ValueError(f"{first} is refused together with every value of another axis")
+        for values in covered:
+            del missing[values]
+        found.append({name: row[name] for name in axes})
+    return found
+
+
+def _complete(
+    first: Combination,
+    axes: Mapping[str, Values],
+    missing: Mapping[tuple[Pair, ...], None],
+    strength: int,
+    order: Mapping[str, int],
+    chosen: random.Random,
+) -> Combination:
+    row = dict(first)
+    for name in chosen.sample(others := [name for name in axes if name not in first], len(others)):
+        allowed = [value for value in axes[name] if refusal({**row, name: value}) is None]
+        if not allowed:
+            return {}
+        chosen.shuffle(allowed)
+        gain = dict.fromkeys(allowed, 0)
+        for rest in itertools.combinations(row.items(), strength - 1):
+            for value in allowed:
+                values = tuple(sorted((*rest, (name, value)), key=lambda pair: order[pair[0]]))
+                gain[value] += values in missing
+        row[name] = max(allowed, key=gain.__getitem__)
+    return {name: row[name] for name in axes}
+
+
+def _covered(row: Combination, missing: Mapping[tuple[Pair, ...], None], strength: int) -> list[tuple[Pair, ...]]:
+    return [values for values in itertools.combinations(row.items(), strength) if values in missing]
+
+
+def named(combination: Combination) -> str:
+    """A combination by the values that are not their axis's first, as a test's name."""
+    return (
+        ", ".join(f"{axis} {value}" for axis, value in combination.items() if value != next(iter(AXES[axis])))
+        or "plain"
+    )

@@ -1,0 +1,46 @@
+"""Any two settings together train as one process in plain PyTorch does; three together: tests/nightly."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.errors import ShoalError
+from tests.composition import AXES, REFUSALS, Combination, covering, named, refusal, refused, settings_of
+from tests.composition_runs import check, train
+
+PAIRS = covering(2)
+
+
+@pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))
+def test_any_two_settings_together_end_where_one_process_ends(combination: Combination) -> None:
+    check(combination)
+
+
+@pytest.mark.parametrize(("combination", "code"), [pytest.param(c, code, id=named(c)) for c, code in refused()])
+def test_settings_that_exclude_each_other_are_refused_with_a_code(combination: Combination, code: str) -> None:
+    with pytest.raises(ShoalError) as caught:
+        train(*settings_of(combination))
+    assert caught.value.code == code
+
+
+def test_every_two_values_of_different_axes_are_covered_or_refused() -> None:
+    axes = list(AXES)
+    for index, one in enumerate(axes):
+        for other in axes[index + 1 :]:
+            found = {(row[one], row[other]) for row in PAIRS}
+            for pair in ((a, b) for a in AXES[one] for b in AXES[other]):
+                assert (pair in found) == (refusal(dict(zip((one, other), pair, strict=True))) is None)
+    assert {axis for each in REFUSALS for axis in each.values} <= set(AXES)
+
+
+def test_one_more_axis_is_one_more_line() -> None:
+    axes = {**AXES, "tp": {"1": {}, "2": {"parallel": {"tp": 2}}}}
+    rows = covering(2, axes)
+    assert {(row["tp"], row["stage"]) for row in rows} == {(tp, stage) for tp in "12" for stage in "0123"}
+    assert len(rows) <= len(PAIRS) + 6
+
+
+def test_a_value_that_is_refused_with_every_value_of_another_axis_is_an_error() -> None:
+    hopeless = {"stage": {"0": {}}, "state": {"host": {}, "disk": {}}, "heads": AXES["heads"]}
+    with pytest.raises(ValueError, match="is refused together with every value of another axis"):
+        covering(2, hopeless)

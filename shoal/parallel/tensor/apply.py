@@ -128,6 +128,7 @@ class _Splitter:
         for name, style in self.styles.items():
             if style.kind in (*_COLUMNS, *_ROWS, "vocab"):
                 self._add_layer(name, style, ranges.get(name), gathers_logits)
+        self._check_tied()
 
     def apply(self) -> TensorParallelModel:
         """Replace parameters and classes, register hooks."""
@@ -189,6 +190,8 @@ class _Splitter:
         weight, comm, kind = getattr(module, "weight", None), self.comm, style.kind
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise _misfit(name, style, f"{type(module).__name__} has no weight of two dims")
+        if isinstance(module, nn.Embedding) != (kind == "vocab"):
+            raise _misfit(name, style, f"it is of the class {type(module).__name__}")
         is_transposed = type(module).__name__.endswith("Conv1D")
         dim = 0 if kind == "vocab" else int(is_transposed) if kind in _COLUMNS else 1 - int(is_transposed)
         numel = weight.shape[dim]
@@ -230,12 +233,14 @@ class _Splitter:
         assert isinstance(parameter, nn.Parameter)
         part = Part(tuple(parameter.shape), dim, ranges)
         if self.parts.setdefault(id(parameter), part) != part:
-            tied = [name for name, other in self.model.named_parameters(remove_duplicate=False) if other is parameter]
-            raise ModelError(
-                f"the parameter {join(module, name)} is tied ({', '.join(tied)}), and the plan splits it in two ways.",
-                do='split tied modules alike: "vocab" for the embedding and "vocab_head" for the head.',
-                code="tensor-parallel-plan",
-            )
+            raise _tied(join(module, name), "in two ways")
+
+    def _check_tied(self) -> None:
+        """Raise where a module would compute with a part of a weight, not knowing that it is one."""
+        for name, module in self.modules.items():
+            if id(module._parameters.get("weight")) in self.parts and name not in self.layers:
+                split = next(other for other, layer in self.layers.items() if layer.module.weight is module.weight)
+                raise _tied(join(name, "weight"), f"for {split} alone")
 
     def _add_adapters(self, name: str, base: _Layer) -> None:
         """Split LoRA's matrices as their base layer: B of a column, A of a row; the other one stays whole."""
@@ -319,8 +324,8 @@ class _Splitter:
                 stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
         if not stacks:
             raise ModelError(
-                f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose input "
-                "can be split along the sequence.",
+                f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose "
+                "input can be split along the sequence.",
                 do="turn sequence parallelism off.",
                 code="tensor-parallel",
             )
@@ -357,6 +362,14 @@ def _set_sizes(layer: _Layer) -> None:
     if layer.kind == "vocab" and padding is not None:
         ((start, stop),) = layer.ranges
         layer.module.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
+
+
+def _tied(parameter: str, how: str) -> ModelError:
+    return ModelError(
+        f"the parameter {parameter} is tied, and the plan splits it {how}.",
+        do='split tied modules alike: "vocab" for the embedding and "vocab_head" for the head.',
+        code="tensor-parallel-plan",
+    )
 
 
 def _misfit(name: str, style: ParallelStyle, why: str) -> ModelError:

@@ -62,13 +62,12 @@ class ColumnParallelLinear(nn.Module):
 
     tensor_split: LayerSplit
     weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.tensor_split
         whole = split.region.enter(input, f"{split.name} in") if split.communicates else input
         weight: torch.Tensor = self.weight
-        bias: torch.Tensor | None = self.bias
+        bias: torch.Tensor | None = getattr(self, "bias", None)
         if split.computed is not None:
             weight = take(weight, 1 if split.is_transposed else 0, split.computed)
             bias = None if bias is None else take(bias, 0, split.computed)
@@ -81,7 +80,6 @@ class RowParallelLinear(nn.Module):
 
     tensor_split: LayerSplit
     weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.tensor_split
@@ -92,7 +90,8 @@ class RowParallelLinear(nn.Module):
         if split.forks:
             split.region.fork.end()
         output = split.region.leave(output, f"{split.name} out")
-        return output if self.bias is None else output + self.bias
+        bias: torch.Tensor | None = getattr(self, "bias", None)
+        return output if bias is None else output + bias
 
 
 class VocabParallelEmbedding(nn.Module):

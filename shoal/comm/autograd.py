@@ -199,7 +199,8 @@ class _AllToAllUneven(torch.autograd.Function):
 
 
 def _sum(tensor: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
-    full = comm.empty(tensor.numel(), tensor.dtype, tensor.device).view(tensor.shape).copy_(tensor)
+    # resize_(): a view could not be changed in place by the caller
+    full = comm.empty(tensor.numel(), tensor.dtype, tensor.device).resize_(tensor.shape).copy_(tensor)
     comm.all_reduce(full.view(-1), label=label).drain()
     return full
 
@@ -263,5 +264,5 @@ def _as_one(parts: Sequence[torch.Tensor], comm: Communicator) -> torch.Tensor:
 def _concatenated(stacked: torch.Tensor, dim: int) -> torch.Tensor:
     """The tensors along dim 0 of ``stacked``, concatenated along ``dim`` of theirs."""
     if dim % (stacked.dim() - 1) == 0:
-        return stacked.flatten(0, 1)
+        return stacked.resize_(stacked.shape[0] * stacked.shape[1], *stacked.shape[2:])
     return torch.cat(stacked.unbind(0), dim)

@@ -15,6 +15,7 @@ Source: GPT-2's shape and initialisation (Radford et al. 2019), rotary positions
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -137,12 +138,11 @@ class Attention(nn.Module):
         self.out = Linear(config.hidden_size, config.hidden_size, _residual_std(config))
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, width = hidden.shape
-        qkv = self.qkv(hidden).view(batch, length, 3, self.num_heads, width // self.num_heads)  # [B, L, 3, H, E]
+        qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))  # [B, L, 3, H, E]
         query, key = rotate(qkv[:, :, :2], cos, sin).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, E] each
         value = qkv[:, :, 2].transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
@@ -189,6 +189,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self.loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
@@ -218,7 +219,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
+        return self.loss_function(logits, targets)
 
     @torch.no_grad()
     def generate(
@@ -250,6 +251,11 @@ class GPT(nn.Module):
         finally:
             self.train(was_training)
         return tokens
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean loss, in fp32, per target that is not -100."""
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
 def rotations(length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

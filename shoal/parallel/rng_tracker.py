@@ -55,7 +55,7 @@ class RngTracker:
                 code="rng-tracker",
             )
         self._seeds.add(seed)
-        self._states[name] = _state_of_seed(seed)
+        self._states[name] = state_of_seed(seed)
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
@@ -69,18 +69,18 @@ class RngTracker:
                 do="call model_parallel_cuda_manual_seed(seed), or add(name, seed).",
                 code="rng-tracker",
             )
-        before = _current()
-        _set_current(self._states[name])
+        before = current_state()
+        set_current_state(self._states[name])
         try:
             yield
         finally:
-            self._states[name] = _current()
-            _set_current(before)
+            self._states[name] = current_state()
+            set_current_state(before)
 
     def seed_model_parallel(self, seed: int, model_parallel_rank: int) -> None:
         """Seed the generator with ``seed``, and the model-parallel state with one that differs from rank to rank."""
         self.reset()
-        _set_current(_state_of_seed(seed))
+        set_current_state(state_of_seed(seed))
         self.add(MODEL_PARALLEL, seed + _OFFSET + model_parallel_rank)
 
 
@@ -91,12 +91,12 @@ def _device() -> Device:
     return Device(torch.device(accelerator.type, torch.accelerator.current_device_index()))
 
 
-def _current() -> torch.Tensor:
+def current_state() -> torch.Tensor:
     device = _device()
     return next(iter(device.generator_states().values())) if device.is_cuda else torch.get_rng_state()
 
 
-def _set_current(state: torch.Tensor) -> None:
+def set_current_state(state: torch.Tensor) -> None:
     device = _device()
     if device.is_cuda:
         device.set_generator_states(dict.fromkeys(device.generator_states(), state))
@@ -104,5 +104,5 @@ def _set_current(state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
 
-def _state_of_seed(seed: int) -> torch.Tensor:
+def state_of_seed(seed: int) -> torch.Tensor:
     return torch.Generator(_device().torch_device).manual_seed(seed).get_state()

@@ -1,0 +1,381 @@
+"""Split a model over the ranks of the tensor parallel axis, in place.
+
+    split = parallelize(model, world.communicator("tp", mesh))      # the plan of the model's family
+    split.parts["model.layers.0.self_attn.q_proj.weight"]          # which elements this rank holds
+
+Everything is checked before anything is changed. Each rank takes its parts of its own values: the ranks must have the
+same, or the model must be on the meta device. Afterwards the ranks' inputs must be the same too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ModelError
+from shoal.parallel.tensor.attention import HeadSplit, numel_of, split_heads
+from shoal.parallel.tensor.cross_entropy import VocabParallelLoss
+from shoal.parallel.tensor.hooks import InputHook, Stack
+from shoal.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    LayerSplit,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    split_class,
+)
+from shoal.parallel.tensor.parts import Part, Range, even_range, even_ranges, length
+from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
+from shoal.parallel.tensor.region import TensorRegion
+
+__all__ = ["Part", "TensorParallelModel", "parallelize"]
+
+_COLUMNS = ("column", "column_gather_output", "vocab_head")
+_ROWS = ("row", "row_split_input")
+
+
+@dataclass(frozen=True)
+class TensorParallelModel:
+    """What a rank holds of a model that was split.
+
+    Args:
+        parts: by parameter name, of a tied parameter under all its names; one that is absent is whole on every rank.
+        partial: names of whole parameters of which each rank has a part of the gradient: the sum over the ranks is the
+            gradient.
+        styles: by module name, the style that was applied.
+    """
+
+    parts: Mapping[str, Part]
+    partial: frozenset[str]
+    styles: Mapping[str, str] = field(default_factory=dict)
+
+
+def parallelize(
+    model: nn.Module,
+    comm: Communicator,
+    plan: Plan | None = None,
+    *,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+    strict: bool = True,
+) -> TensorParallelModel:
+    """Split ``model`` over the ranks of ``comm``, in place.
+
+    Args:
+        plan: the style of each module by name; None: ``plan_for(model)``.
+        sequence_parallel: split the activations between the split layers along the sequence.
+        loss_parallel: the model's head returns this rank's logits, from which its ``loss_function`` computes the loss.
+            Off: the head gathers the logits.
+        strict: a linear layer that the plan does not name is an error.
+
+    Raises: ModelError: a plan that does not fit the model, before anything is changed.
+    Communicates: nothing.
+    Memory: this rank's parts; the memory of the whole parameters is released.
+    """
+    splitter = _Splitter(model, comm, plan_for(model) if plan is None else plan, sequence_parallel, strict)
+    loss = splitter.find_loss() if loss_parallel else None
+    splitter.prepare(gathers_logits=not loss_parallel)
+    if comm.size == 1:
+        return TensorParallelModel({}, frozenset(), splitter.plan)
+    if loss is not None:
+        setattr(loss[0], "loss_function", loss[1])  # noqa: B010 - a property, or a plain attribute, of the model
+    return splitter.apply()
+
+
+@dataclass
+class _Layer:
+    """One module that is split: the ranges along the split dim, and whether the rank holds only them."""
+
+    module: nn.Module
+    kind: str
+    dim: int
+    ranges: tuple[Range, ...]
+    is_whole: bool = False
+    splits_bias: bool = False
+    split: LayerSplit | None = None
+
+
+class _Splitter:
+    """Resolves a plan for one model, checks it, and applies it."""
+
+    def __init__(self, model: nn.Module, comm: Communicator, plan: Plan, sequence: bool, strict: bool) -> None:
+        self.model, self.comm = model, comm
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        keys = match(plan, list(self.modules))
+        self.plan = {name: plan[key] for name, key in keys.items()}
+        self.styles = {name: parse_style(plan[key], key) for name, key in keys.items()}
+        if strict:
+            self._check_covered()
+        self.prepared = [name for name, style in self.styles.items() if style.kind == "prepare_input"]
+        self.plain = TensorRegion(comm)
+        self.stack_region = TensorRegion(comm, splits_sequence=True) if sequence else self.plain
+        self.stacks = self._find_stacks() if sequence else []
+        self.heads: list[HeadSplit] = []
+        self.layers: dict[str, _Layer] = {}
+        self.parts: dict[int, Part] = {}  # by id of the parameter
+
+    def prepare(self, *, gathers_logits: bool) -> None:
+        """Decide the ranges of every layer; raise what is wrong with them."""
+        ranges: dict[str, tuple[tuple[Range, ...], bool]] = {}
+        for name, module in self.modules.items():
+            split = split_heads(name, module, self.styles, self.comm)
+            if split is not None:
+                self.heads.append(split)
+                ranges.update(split.ranges)
+        for name, style in self.styles.items():
+            if style.kind in (*_COLUMNS, *_ROWS, "vocab"):
+                self._add_layer(name, style, ranges.get(name), gathers_logits)
+        self._check_tied()
+
+    def apply(self) -> TensorParallelModel:
+        """Replace parameters and classes, register hooks."""
+        for parameter in self.model.parameters():
+            part = self.parts.get(id(parameter))
+            if part is not None:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
+                if gradient is not None:
+                    parameter.grad = part.of(gradient).clone(memory_format=torch.contiguous_format)
+        behaviours: dict[str, type[nn.Module]] = {
+            **dict.fromkeys(_COLUMNS, ColumnParallelLinear),
+            **dict.fromkeys(_ROWS, RowParallelLinear),
+        }
+        replaced: set[int] = set()
+        for layer in self.layers.values():
+            if id(layer.module) not in replaced:
+                replaced.add(id(layer.module))
+                behaviour = behaviours.get(layer.kind, VocabParallelEmbedding)
+                layer.module.__class__ = split_class(type(layer.module), behaviour)
+                layer.module.tensor_split = layer.split  # type: ignore[assignment]
+                _set_sizes(layer)
+        for name in self.prepared:
+            InputHook(name, self.region_of(name), forks=self._forks(name)).register(self.modules[name])
+        for split in self.heads:
+            split.apply()
+        for stack in self.stacks:
+            stack.register()
+        names = list(self.model.named_parameters(remove_duplicate=False))
+        parts = {name: self.parts[id(parameter)] for name, parameter in names if id(parameter) in self.parts}
+        return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan)
+
+    def region_of(self, name: str) -> TensorRegion:
+        """The region of a module: sequence parallel between the first and the last layer of a stack."""
+        return self.stack_region if any(stack.contains(name) for stack in self.stacks) else self.plain
+
+    def find_loss(self) -> tuple[nn.Module, VocabParallelLoss]:
+        """The module with the loss function that a vocabulary parallel head needs, and the function.
+
+        Raises: ModelError: the model does not call such a function.
+        """
+        heads = [name for name, style in self.styles.items() if style.kind == "vocab_head"]
+        owner = next((module for module in self.modules.values() if hasattr(module, "loss_function")), None)
+        loss_type = getattr(owner, "loss_type", None)  # Transformers'; None: that of a causal model
+        if len(heads) != 1 or owner is None or loss_type not in (None, "ForCausalLM"):
+            raise ModelError(
+                f"the loss of {type(self.model).__name__} cannot be computed from split logits: it has {len(heads)} "
+                f"vocabulary parallel heads and {'no loss_function' if owner is None else f'the loss {loss_type}'}.",
+                do="turn loss_parallel off: the head then gathers the logits.",
+                code="tensor-parallel",
+            )
+        vocab_size = numel_of(self.modules[heads[0]], is_output=True)
+        return owner, VocabParallelLoss(self.comm, vocab_size, shifts=hasattr(owner, "loss_type"))
+
+    def _add_layer(
+        self, name: str, style: ParallelStyle, given: tuple[tuple[Range, ...], bool] | None, gathers_logits: bool
+    ) -> None:
+        module = _linear(self.modules[name])
+        weight, comm, kind = getattr(module, "weight", None), self.comm, style.kind
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            raise _misfit(name, style, f"{type(module).__name__} has no weight of two dims")
+        if isinstance(module, nn.Embedding) != (kind == "vocab"):
+            raise _misfit(name, style, f"it is of the class {type(module).__name__}")
+        is_transposed = type(module).__name__.endswith("Conv1D")
+        dim = 0 if kind == "vocab" else int(is_transposed) if kind in _COLUMNS else 1 - int(is_transposed)
+        numel = weight.shape[dim]
+        blocks = style.block_sizes(numel) if kind == "column" else (numel,)
+        if given is None and (not blocks or min(blocks) < comm.size):
+            raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
+        ranges, is_whole = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), False)
+        layer = _Layer(module, kind, dim, ranges, is_whole, splits_bias=kind in _COLUMNS and not is_whole)
+        gathers = kind == "column_gather_output" or (kind == "vocab_head" and gathers_logits)
+        if gathers and given is not None:
+            raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")
+        layer.split = LayerSplit(
+            self._path(name),
+            self.region_of(name),
+            is_transposed=is_transposed,
+            communicates=not self._is_prepared(name),
+            computed=ranges if is_whole else None,
+            widths=self._widths(blocks) if gathers else None,
+            own_input=ranges if kind == "row_split_input" else None,
+            own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
+            forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
+        )
+        self._add(self._path(name), layer)
+        if module is not self.modules[name]:
+            self._add_adapters(name, layer)
+
+    def _widths(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(length(even_ranges(blocks, self.comm.size, rank)) for rank in range(self.comm.size))
+
+    def _add(self, name: str, layer: _Layer) -> None:
+        self.layers[name] = layer
+        if layer.is_whole:
+            return
+        self._hold(name, "weight", layer.module.weight, layer.dim, layer.ranges)
+        if layer.splits_bias and getattr(layer.module, "bias", None) is not None:
+            self._hold(name, "bias", layer.module.bias, 0, layer.ranges)
+
+    def _hold(self, module: str, name: str, parameter: object, dim: int, ranges: tuple[Range, ...]) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        part = Part(tuple(parameter.shape), dim, ranges)
+        if self.parts.setdefault(id(parameter), part) != part:
+            raise _tied(join(module, name), "in two ways")
+
+    def _check_tied(self) -> None:
+        """Raise where a module would compute with a part of a weight, not knowing that it is one."""
+        for name, module in self.modules.items():
+            if id(module._parameters.get("weight")) in self.parts and name not in self.layers:
+                split = next(other for other, layer in self.layers.items() if layer.module.weight is module.weight)
+                raise _tied(join(name, "weight"), f"for {split} alone")
+
+    def _add_adapters(self, name: str, base: _Layer) -> None:
+        """Split LoRA's matrices as their base layer: B of a column, A of a row; the other one stays whole."""
+        wrapper = self.modules[name]
+        if getattr(wrapper, "lora_magnitude_vector", None):
+            raise ModelError(f"{name} has a DoRA magnitude, which cannot be split.", do="set use_dora=False.")
+        is_column = base.kind in _COLUMNS
+        for adapter, module in getattr(wrapper, "lora_B" if is_column else "lora_A", {}).items():
+            path = join(name, f"lora_{'B' if is_column else 'A'}.{adapter}")
+            assert base.split is not None
+            split = LayerSplit(
+                path,
+                base.split.region,
+                communicates=base.split.communicates,
+                computed=base.split.computed,
+                forks=base.split.forks,
+            )
+            dim = 0 if is_column else 1
+            self._add(path, _Layer(module, base.kind, dim, base.ranges, base.is_whole, is_column, split))
+
+    def _partial(self) -> frozenset[str]:
+        """Names of whole parameters of which this rank computes a part of the gradient."""
+        whole_in_region = {  # after the region's end, where all ranks compute the same
+            id(parameter)
+            for name, layer in self.layers.items()
+            if layer.kind in _ROWS
+            for parameter in (getattr(layer.module, "bias", None), *self._parameters(name, "lora_B"))
+        }
+        whole_columns = {
+            id(parameter) for layer in self.layers.values() if layer.is_whole for parameter in layer.module.parameters()
+        }
+        found = set()
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            module = name.rpartition(".")[0]
+            style = self.styles.get(module)
+            is_prepared = self._is_prepared(name) and id(parameter) not in whole_in_region
+            in_stack = any(stack.contains(name) for stack in self.stacks)
+            is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
+            if is_prepared or in_stack or is_asked_for or id(parameter) in whole_columns:
+                found.add(name)
+        return frozenset(found)
+
+    def _parameters(self, layer: str, submodule: str) -> list[nn.Parameter]:
+        """The parameters of a submodule of the LoRA layer around ``layer``."""
+        wrapper = self.modules[layer.removesuffix(".base_layer")]
+        return list(getattr(wrapper, submodule, nn.ModuleDict()).parameters())
+
+    def _is_prepared(self, name: str) -> bool:
+        return any(name.startswith(f"{parent}.") for parent in self.prepared)
+
+    def _forks(self, name: str) -> bool:
+        """Whether random numbers are drawn in a prepared module, on activations that are split nowhere else."""
+        return self.region_of(name) is self.plain and has_dropout(self.modules[name])
+
+    def _path(self, name: str) -> str:
+        return join(name, "base_layer") if hasattr(self.modules[name], "base_layer") else name
+
+    def _check_covered(self) -> None:
+        """Raise where a linear layer has no style, and no module around it that is left whole."""
+
+        def is_covered(name: str) -> bool:
+            parents = (name[:end] for end, letter in enumerate(f"{name}.") if letter == ".")
+            return any(self.styles[parent].kind != "prepare_input" for parent in parents if parent in self.styles)
+
+        missing = [name for name, module in self.modules.items() if is_linear(module) and not is_covered(name)]
+        if missing:
+            listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            raise ModelError(
+                f"the tensor parallel plan says nothing of {len(missing)} linear layers: {listed}.",
+                do='add a key for each ("replicate" leaves it whole), or set strict=False to leave all of them whole.',
+                code="tensor-parallel-plan",
+            )
+
+    def _find_stacks(self) -> list[Stack]:
+        split = [name for name, style in self.styles.items() if style.kind in ("column", "row")]
+        stacks: list[Stack] = []
+        for name, module in self.modules.items():
+            is_inside = any(stack.contains(name) for stack in stacks)
+            is_split = any(layer.startswith(f"{name}.") for layer in split)
+            if isinstance(module, nn.ModuleList) and is_split and not is_inside:
+                stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
+        if not stacks:
+            raise ModelError(
+                f"{type(self.model).__name__} has no ModuleList of layers that the plan splits: no first layer whose "
+                "input can be split along the sequence.",
+                do="turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
+        return stacks
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether the module or one inside it has a dropout with a probability above 0."""
+    for inner in module.modules():
+        if isinstance(inner, nn.Dropout) and inner.p > 0:
+            return True
+        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(inner).items()):
+            return True
+    return False
+
+
+def _linear(module: nn.Module) -> nn.Module:
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Module)
+    return base
+
+
+def _set_sizes(layer: _Layer) -> None:
+    """The sizes that torch's and Transformers' modules print and that LoRA reads."""
+    if layer.is_whole:
+        return
+    names = {"vocab": ("num_embeddings",)}.get(
+        layer.kind, ("out_features", "nf") if layer.kind in _COLUMNS else ("in_features", "nx")
+    )
+    for name in names:
+        if hasattr(layer.module, name):
+            setattr(layer.module, name, length(layer.ranges))
+    padding = getattr(layer.module, "padding_idx", None)
+    if layer.kind == "vocab" and padding is not None:
+        ((start, stop),) = layer.ranges
+        layer.module.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
+
+
+def _tied(parameter: str, how: str) -> ModelError:
+    return ModelError(
+        f"the parameter {parameter} is tied, and the plan splits it {how}.",
+        do='split tied modules alike: "vocab" for the embedding and "vocab_head" for the head.',
+        code="tensor-parallel-plan",
+    )
+
+
+def _misfit(name: str, style: ParallelStyle, why: str) -> ModelError:
+    blocks = "" if style.blocks == (1,) else f" in blocks of {style.blocks}"
+    return ModelError(
+        f"{name} cannot be split as {style.kind}{blocks}: {why}.",
+        do="correct its key in the plan, or take fewer tensor parallel ranks.",
+        code="tensor-parallel-plan",
+    )

@@ -1,0 +1,155 @@
+"""Split the heads of an attention module: the ranges of its projections, and what else in it depends on its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ModelError
+from shoal.parallel.tensor.families import ATTENTION_RULES, HEAD_ATTRIBUTES, HEAD_SIZE_ATTRIBUTES, AttentionRule
+from shoal.parallel.tensor.heads import LocalHeads, local_heads, projection_ranges
+from shoal.parallel.tensor.parts import Range, as_ranges
+from shoal.parallel.tensor.plan import ParallelStyle, join
+
+
+class LocalConfig:
+    """A config in which some values are this rank's; every other one is read from the model's config."""
+
+    def __init__(self, config: Any, values: Mapping[str, Any]) -> None:
+        self._config = config
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["_config"], name)
+
+
+@dataclass(frozen=True)
+class HeadSplit:
+    """The heads of one attention module on this rank.
+
+    Args:
+        ranges: by module name, the elements that this rank computes, and whether the projection stays whole.
+    """
+
+    rule: AttentionRule
+    core: nn.Module
+    heads: LocalHeads
+    num_heads: int
+    head_size: int
+    ranges: Mapping[str, tuple[tuple[Range, ...], bool]]
+
+    def apply(self) -> None:
+        """Change the attributes that count heads, and take this rank's heads of arguments that have one entry each."""
+        values = {
+            "heads": len(self.heads.query),
+            "kv_heads": len(self.heads.kv),
+            "groups": self.heads.groups,
+            "width": len(self.heads.query) * self.head_size,
+        }
+        changed_config = {}
+        for name, value in {**HEAD_ATTRIBUTES, **self.rule.attributes}.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner == "config":
+                changed_config[attribute] = values[value]
+            elif isinstance(vars(self.core).get(name), int):
+                setattr(self.core, name, values[value])
+        if changed_config:
+            self.core.config = LocalConfig(self.core.config, changed_config)  # type: ignore[assignment]
+        if self.rule.head_arguments:
+            self.core.register_forward_pre_hook(self._own_heads, with_kwargs=True)
+
+    def _own_heads(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = {
+            name: self._own(value)
+            for name, value in kwargs.items()
+            if name in self.rule.head_arguments and isinstance(value, torch.Tensor)
+        }
+        return args, {**kwargs, **changed}
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's heads of [B, H, ...] or [B * H, 1, L]; a tensor that is the same for all heads as it is."""
+        start, stop = self.heads.query[0], self.heads.query[-1] + 1
+        if tensor.dim() == 4 and tensor.shape[1] == self.num_heads:
+            return tensor[:, start:stop]
+        if tensor.dim() == 3 and tensor.shape[0] % self.num_heads == 0:
+            by_head = tensor.view(-1, self.num_heads, *tensor.shape[1:])
+            return by_head[:, start:stop].flatten(0, 1)
+        return tensor
+
+
+def split_heads(
+    name: str, module: nn.Module, styles: Mapping[str, ParallelStyle], comm: Communicator
+) -> HeadSplit | None:
+    """How the heads of ``module`` are split, or None where it is no attention that the plan splits.
+
+    Raises: ModelError: fewer heads than ranks, or projections of which the plan names only some.
+    """
+    rule = next((rule for rule in ATTENTION_RULES if rule.describes(module)), None)
+    if rule is None:
+        return None
+    names = [join(name, child) for child in (*rule.projections, rule.out)]
+    split = [child for child in names if child in styles and styles[child].kind in ("column", "row")]
+    if not split:
+        return None
+    if split != names:
+        raise ModelError(
+            f"the tensor parallel plan splits {', '.join(split)}, but not all projections of this attention.",
+            where=name,
+            do=f"split all of {', '.join(names)}, or none.",
+            code="tensor-parallel-plan",
+        )
+    core = module.get_submodule(rule.core) if rule.core else module
+    *projections, out = (module.get_submodule(child) for child in (*rule.projections, rule.out))
+    in_numel = numel_of(out, is_output=False)
+    num_heads, num_kv_heads = _count(core, rule, in_numel, [numel_of(child, is_output=True) for child in projections])
+    if num_heads < comm.size:
+        raise ModelError(
+            f"{name} has {num_heads} attention heads, too few for {comm.size} tensor parallel ranks.",
+            do=f"take at most {num_heads} tensor parallel ranks.",
+            code="tensor-parallel",
+        )
+    heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=comm.size, rank=comm.rank)
+    ranges = {
+        join(name, child): projection_ranges(
+            rule.layout, index, numel_of(projection, is_output=True), heads, num_heads, num_kv_heads
+        )
+        for index, (child, projection) in enumerate(zip(rule.projections, projections, strict=True))
+    }
+    ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), False
+    return HeadSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges)
+
+
+def numel_of(module: nn.Module, *, is_output: bool) -> int:
+    """The input or output elements of a linear layer."""
+    base = getattr(module, "base_layer", module)
+    is_transposed = type(base).__name__.endswith("Conv1D")
+    weight = base.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[int(is_output == is_transposed)]
+
+
+def _count(core: nn.Module, rule: AttentionRule, in_numel: int, out_numels: list[int]) -> tuple[int, int]:
+    """The numbers of query heads and of key-value heads."""
+    head_size = next((vars(core)[name] for name in HEAD_SIZE_ATTRIBUTES if name in vars(core)), 0)
+    counts = [vars(core)[name] for name, what in HEAD_ATTRIBUTES.items() if what == "heads" and name in vars(core)]
+    num_heads = in_numel // head_size if head_size else counts[0] if counts else 0
+    if num_heads < 1 or in_numel % num_heads:
+        raise ModelError(
+            f"the number of heads of {type(core).__name__} is not known: it has none of "
+            f"{', '.join((*HEAD_SIZE_ATTRIBUTES, 'num_heads'))}.",
+            do="set one of these attributes, or skip the module in the plan.",
+            code="tensor-parallel",
+        )
+    if rule.layout == "heads":
+        return num_heads, num_heads
+    if rule.layout == "separate":
+        return num_heads, num_heads * out_numels[1] // out_numels[0]
+    head_size = in_numel // num_heads
+    return num_heads, (out_numels[0] // head_size - num_heads) // 2

@@ -1,0 +1,133 @@
+"""What the common families call the parts of their attention and feed-forward modules, and what changes in them: data.
+
+A rule names submodules; a module that has all of them (and the values of ``when``) is one that the rule describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shoal.parallel.tensor.heads import Layout
+
+HEAD_ATTRIBUTES: Mapping[str, str] = {
+    "num_heads": "heads",
+    "n_heads": "heads",
+    "n_head": "heads",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "num_kv_heads": "kv_heads",
+    "num_key_value_groups": "groups",
+    "n_rep": "groups",
+    "split_size": "width",  # GPT-2: where query, key and value are cut
+    "all_head_size": "width",  # BERT
+}
+"""Attributes of an attention module that the split changes where the module has them, and what each becomes:
+``heads``, ``kv_heads`` and ``groups`` of this rank, or ``width``, the elements of this rank's query heads."""
+
+
+@dataclass(frozen=True)
+class AttentionRule:
+    """An attention module: its projections, how heads lie in them, and what else depends on the number of heads.
+
+    Args:
+        projections: submodules whose output is split; for ``separate`` the query's first.
+        out: the submodule whose input is split.
+        layout: how the projections' outputs are made of heads.
+        core: the submodule that computes the attention and has its attributes; "" for the module itself.
+        when: attributes of the module, with the values for which the rule applies.
+        attributes: as HEAD_ATTRIBUTES, beside it; ``config.NAME`` changes the module's view of its config.
+        head_arguments: arguments of ``forward`` with one entry per head, of which a rank takes its own.
+    """
+
+    projections: tuple[str, ...]
+    out: str
+    layout: Layout
+    core: str = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    head_arguments: tuple[str, ...] = ()
+
+    def describes(self, module: nn.Module) -> bool:
+        """Whether the module has the submodules and values of this rule."""
+        return _has(module, (*self.projections, self.out)) and all(
+            getattr(module, name, None) == value for name, value in self.when.items()
+        )
+
+
+ATTENTION_RULES: tuple[AttentionRule, ...] = (
+    # DeepSeek's MLA: the latent projections before these stay whole
+    AttentionRule(("q_b_proj", "kv_b_proj"), "o_proj", "heads"),
+    AttentionRule(("q_proj", "kv_b_proj"), "o_proj", "heads"),
+    # Llama, Qwen 2 and 3, Mistral, Mixtral, Gemma, and most that came after them
+    AttentionRule(("q_proj", "k_proj", "v_proj"), "o_proj", "separate"),
+    AttentionRule(("q_proj", "k_proj", "v_proj"), "out_proj", "separate", attributes={"embed_dim": "width"}),  # OPT
+    AttentionRule(("q_proj", "k_proj", "v_proj"), "dense", "separate"),  # Phi
+    AttentionRule(("self.query", "self.key", "self.value"), "output.dense", "separate", core="self"),  # BERT, RoBERTa
+    # Phi-3 cuts queries off by the config's number of heads
+    AttentionRule(("qkv_proj",), "o_proj", "blocks", attributes={"config.num_attention_heads": "heads"}),
+    AttentionRule(("c_attn",), "c_proj", "blocks"),  # GPT-2
+    AttentionRule(("qkv",), "out", "blocks"),  # shoal.models.gpt
+    AttentionRule(
+        ("query_key_value",), "dense", "groups", when={"new_decoder_architecture": True},
+        head_arguments=("alibi", "attention_mask"),
+    ),  # Falcon 40B
+    AttentionRule(
+        ("query_key_value",), "dense", "blocks", when={"new_decoder_architecture": False, "multi_query": True},
+        head_arguments=("alibi", "attention_mask"),
+    ),  # Falcon 7B
+    # BLOOM, GPT-NeoX, Falcon without multi-query: [q k v] per head; alibi, and a mask that contains it, per head too
+    AttentionRule(("query_key_value",), "dense", "heads", head_arguments=("alibi", "attention_mask")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FeedForwardRule:
+    """A feed-forward module: what is split by columns (with the number of fused blocks), and what by rows."""
+
+    up: tuple[str, ...]
+    down: str
+    num_blocks: int = 1
+
+    def describes(self, module: nn.Module) -> bool:
+        """Whether the module has the submodules of this rule."""
+        return _has(module, (*self.up, self.down))
+
+
+FEED_FORWARD_RULES: tuple[FeedForwardRule, ...] = (
+    FeedForwardRule(("gate_proj", "up_proj"), "down_proj"),  # Llama and most that came after it
+    FeedForwardRule(("gate_up_proj",), "down_proj", num_blocks=2),  # Phi-3
+    FeedForwardRule(("fc1",), "fc2"),  # OPT, Phi
+    FeedForwardRule(("c_fc",), "c_proj"),  # GPT-2
+    FeedForwardRule(("dense_h_to_4h",), "dense_4h_to_h"),  # BLOOM, Falcon, GPT-NeoX
+    FeedForwardRule(("intermediate.dense",), "output.dense"),  # BERT
+    FeedForwardRule(("w1", "w3"), "w2"),  # Mixtral's experts, Llama as Meta wrote it
+    FeedForwardRule(("up",), "down"),  # shoal.models.gpt
+)
+
+HEAD_SIZE_ATTRIBUTES = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
+"""Attributes with the size of a head of the output projection's input; without one, the number of heads is read."""
+
+REPLICATED_LINEARS = (
+    "score", "classifier", "qa_outputs", "v_head", "value_head", "summary",
+    "pooler.dense", "transform.dense", "lm_head.dense", "seq_relationship",
+    "project_in", "project_out", "mlp.gate", "shared_expert_gate", "q_a_proj", "kv_a_proj_with_mqa",
+)  # fmt: skip
+"""Ends of the names of linear modules that stay whole: small heads, routers, latent projections."""
+
+
+def has_path(module: nn.Module, path: str) -> bool:
+    """Whether the module has a submodule at this dotted path."""
+    for name in path.split("."):
+        children = module._modules
+        if children.get(name) is None:
+            return False
+        module = module.get_submodule(name)
+    return True
+
+
+def _has(module: nn.Module, paths: tuple[str, ...]) -> bool:
+    return all(has_path(module, path) for path in paths)

@@ -1,0 +1,145 @@
+"""The split layers: column and row parallel linear, vocabulary parallel embedding.
+
+    column   y = x W^T + b       W [out, in] and b [out] split along out: each rank computes its part of y
+    row      y = sum x W^T + b   W [out, in] split along in: each rank has its part of x
+    vocab    y = sum W[tokens]   W [V, D] split along V: a rank looks up its own tokens, zeros elsewhere
+
+A module stays the object that it is: its class becomes a subclass of its own (``split_class``), so that names, hooks,
+state dict keys and ``isinstance`` keep their meaning. A linear is any module that multiplies by ``weight`` and adds
+``bias``.
+
+Source: Megatron-LM, section 3 (arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shoal.comm import autograd
+from shoal.comm.protocol import Communicator
+from shoal.parallel.tensor.parts import Range, take
+from shoal.parallel.tensor.region import TensorRegion
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSplit:
+    """How one linear or embedding is split, which its class of this file reads.
+
+    Args:
+        is_transposed: the weight is [in, out] (GPT-2's Conv1D).
+        communicates: whether the layer itself enters (column) or leaves (row) the region; a column's input may have
+            entered with a module around it.
+        computed: the output elements that this rank computes of a weight that it holds whole; None: all that it holds.
+        widths: the output elements of every rank, which are gathered; None: the output stays split.
+        own_input: the input elements of this rank, taken from an input that all ranks have whole.
+        own_tokens: the rows of a vocabulary parallel embedding on this rank.
+        forks: whether the random states differ until this layer is left.
+    """
+
+    name: str
+    region: TensorRegion
+    is_transposed: bool = False
+    communicates: bool = True
+    computed: tuple[Range, ...] | None = None
+    widths: tuple[int, ...] | None = None
+    own_input: tuple[Range, ...] | None = None
+    own_tokens: Range = (0, 0)
+    forks: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:
+        return self
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear whose output elements are split over the ranks."""
+
+    tensor_split: LayerSplit
+    weight: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        split = self.tensor_split
+        whole = split.region.enter(input, f"{split.name} in") if split.communicates else input
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = getattr(self, "bias", None)
+        if split.computed is not None:
+            weight = take(weight, 1 if split.is_transposed else 0, split.computed)
+            bias = None if bias is None else take(bias, 0, split.computed)
+        output = F.linear(whole, weight.t() if split.is_transposed else weight, bias)
+        return output if split.widths is None else gather_last(output, split.region.comm, split.widths, split.name)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear whose input elements are split over the ranks; the bias is added once, after the sum."""
+
+    tensor_split: LayerSplit
+    weight: nn.Parameter
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        split = self.tensor_split
+        own = input
+        if split.own_input is not None:
+            own = take(split.region.copy(input, f"{split.name} in"), -1, split.own_input)
+        output = F.linear(own, self.weight.t() if split.is_transposed else self.weight)
+        if split.forks:
+            split.region.fork.end()
+        output = split.region.leave(output, f"{split.name} out")
+        bias: torch.Tensor | None = getattr(self, "bias", None)
+        return output if bias is None else output + bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are split over the ranks: a range of the vocabulary each."""
+
+    tensor_split: LayerSplit
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        split = self.tensor_split
+        start, stop = split.own_tokens
+        # What is out of the vocabulary is looked up by the first or the last rank, where torch's own error is raised.
+        own = input < stop if split.region.comm.rank < split.region.comm.size - 1 else input >= start
+        if 0 < split.region.comm.rank < split.region.comm.size - 1:
+            own = own & (input >= start)
+        looked_up: torch.Tensor = super().forward(torch.where(own, input - start, 0))
+        partial = looked_up.masked_fill(~own.unsqueeze(-1), 0.0)
+        return autograd.all_reduce(partial, split.region.comm, label=f"{split.name} out")
+
+
+def _split_class(base: type[nn.Module], behaviour: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``base`` whose ``forward`` is that of ``behaviour``; one for all calls."""
+    return type(f"{behaviour.__name__.partition('Parallel')[0]}Parallel{base.__name__}", (behaviour, base), {})
+
+
+split_class = cast(Callable[[type[nn.Module], type[nn.Module]], type[nn.Module]], cache(_split_class))
+
+
+def gather_last(tensor: torch.Tensor, comm: Communicator, widths: Sequence[int], label: str) -> torch.Tensor:
+    """The ranks' tensors, of different widths, concatenated along the last dim; every rank computes the same from them.
+
+    Communicates: one all-gather of the widest rank's tensor per rank.
+    """
+    apply: Callable[..., torch.Tensor] = _GatherLast.apply
+    return apply(tensor, comm, tuple(widths), label)
+
+
+class _GatherLast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, comm: Communicator, widths: tuple[int, ...], label: str
+    ) -> torch.Tensor:
+        ctx.own = sum(widths[: comm.rank]), widths[comm.rank]
+        padded = F.pad(tensor, (0, max(widths) - tensor.shape[-1]))
+        gathered = torch.empty((comm.size, *padded.shape), dtype=tensor.dtype, device=tensor.device)
+        comm.all_gather(gathered.view(-1), padded.contiguous().view(-1), label=f"{label} gather").drain()
+        return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        start, width = ctx.own
+        return gradient.narrow(-1, start, width), None, None, None

@@ -1,0 +1,303 @@
+"""Plans: which module is split how, as data; and the plan for a model.
+
+    {"layers.*.self_attn.q_proj": "column", "layers.*.self_attn.o_proj": "row", "lm_head": "vocab_head"}
+
+``*`` stands for one part of a name, such as an index. A key may leave out the beginning of a name ("layers.*" for
+"model.layers.*"). The styles are those of ``STYLES``; the names of Transformers' plans are accepted too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.parallel.tensor.families import (
+    ATTENTION_RULES,
+    FEED_FORWARD_RULES,
+    REPLICATED_LINEARS,
+    AttentionRule,
+    FeedForwardRule,
+)
+from shoal.text import did_you_mean
+
+Plan = Mapping[str, str]
+
+Kind = Literal[
+    "column", "row", "vocab", "vocab_head", "column_gather_output", "row_split_input",
+    "prepare_input", "replicate", "replicate_sum_gradient", "skip",
+]  # fmt: skip
+
+STYLES: Mapping[Kind, str] = {
+    "column": "output elements split; column:3: inside three equal fused blocks, column:64,16,16: of these sizes",
+    "row": "input elements split, outputs summed",
+    "vocab": "an embedding split along the vocabulary",
+    "vocab_head": "a linear to logits, split along the vocabulary; the logits are gathered, or with loss_parallel stay "
+    "split",
+    "column_gather_output": "as column; the outputs are gathered",
+    "row_split_input": "as row, of an input that every rank has whole",
+    "prepare_input": "a module around column linears, whose input enters the split region once for all of them",
+    "replicate": "whole on every rank",
+    "replicate_sum_gradient": "whole on every rank; the gradient is summed over the ranks",
+    "skip": "whole on every rank, with all its submodules",
+}
+
+ALIASES: Mapping[str, str] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "local_colwise": "column",
+    "local_rowwise": "row",
+    "packed_colwise": "column:2",
+    "local_packed_colwise": "column:2",
+    "colwise_rep": "column_gather_output",
+    "colwise_gather_output": "column_gather_output",
+    "rowwise_rep": "row_split_input",
+    "rowwise_split_input": "row_split_input",
+    "embedding_rowwise": "vocab",
+    "replicated": "replicate",
+    "mla_kv_a_proj": "replicate",
+    "replicated_with_grad_allreduce": "replicate_sum_gradient",
+    "sequence": "replicate",  # under sequence parallelism every whole module of a layer is computed on a part of it
+    "sequence_parallel": "replicate",
+}
+"""Names of Transformers, PyTorch and Megatron, and what they are here."""
+
+
+@dataclass(frozen=True)
+class ParallelStyle:
+    """A style of a plan: the kind, and the fused blocks of a column's output (one number: that many equal blocks)."""
+
+    kind: Kind
+    blocks: tuple[int, ...] = (1,)
+
+    def block_sizes(self, numel: int) -> tuple[int, ...]:
+        """The sizes of the blocks of ``numel`` output elements; empty where they do not add up to it."""
+        if len(self.blocks) > 1:
+            return self.blocks if sum(self.blocks) == numel else ()
+        (num_blocks,) = self.blocks
+        return (numel // num_blocks,) * num_blocks if numel % num_blocks == 0 else ()
+
+
+def parse_style(text: str, key: str) -> ParallelStyle:
+    """The style that ``text`` names.
+
+    Raises: ModelError: there is none of this name.
+    """
+    kind, _, blocks = ALIASES.get(text, text).partition(":")
+    sizes = tuple(int(size) if size.strip().isdigit() else 0 for size in blocks.split(",")) if blocks else (1,)
+    if kind not in get_args(Kind) or min(sizes) < 1 or (blocks and kind != "column"):
+        raise ModelError(
+            f"the plan asks for {key!r}: {text!r}, but no style is called so{did_you_mean(kind, STYLES) or '.'}",
+            do=f"take one of {', '.join(STYLES)}, or column:N for N fused blocks.",
+            code="tensor-parallel-plan",
+        )
+    return ParallelStyle(cast(Kind, kind), sizes)
+
+
+def match(plan: Plan, names: Sequence[str]) -> dict[str, str]:
+    """The key of ``plan`` that names each module.
+
+    Raises: ModelError: keys that name no module, or modules named by two keys, with all names.
+    """
+    found: dict[str, list[str]] = {}
+    unmatched = []
+    for key in plan:
+        pattern = re.escape(key).replace(r"\*", "[^.]+")
+        matched = [name for name in names if re.fullmatch(pattern, name)]
+        matched = matched or [name for name in names if re.fullmatch(rf"(?:.+\.)?{pattern}", name)]
+        if not matched:
+            unmatched.append(key)
+        for name in matched:
+            found.setdefault(name, []).append(key)
+    if unmatched:
+        known = sorted({generic(name) for name in names if name})
+        raise ModelError(
+            f"the tensor parallel plan names modules that the model does not have: {', '.join(unmatched)}"
+            f"{did_you_mean(unmatched[0], known) or '.'}",
+            do="correct or delete these keys; names are those of model.named_modules(), with * for one part.",
+            code="tensor-parallel-plan",
+        )
+    twice = {name: keys for name, keys in found.items() if len(keys) > 1}
+    if twice:
+        listed = "; ".join(f"{name} by {' and '.join(keys)}" for name, keys in list(twice.items())[:8])
+        more = f"; and {len(twice) - 8} more" if len(twice) > 8 else ""
+        raise ModelError(
+            f"the tensor parallel plan names {len(twice)} modules twice: {listed}{more}.",
+            do="leave one key for each module.",
+            code="tensor-parallel-plan",
+        )
+    return {name: keys[0] for name, keys in found.items()}
+
+
+def generic(name: str) -> str:
+    """A name with ``*`` for every index."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def plan_for(
+    model: nn.Module,
+    *,
+    layer_specs: Sequence[Mapping[str, Any]] = (),
+    use_default_specs: bool = True,
+    attention_rules: Sequence[AttentionRule] = ATTENTION_RULES,
+    feed_forward_rules: Sequence[FeedForwardRule] = FEED_FORWARD_RULES,
+) -> dict[str, str]:
+    """The plan for a model: DeepSpeed's ``layer_specs``, then Transformers' own plan, then the rules for families.
+
+    Transformers' own plan is followed where it splits a module. Where it says nothing, or gathers or replicates what a
+    rule splits (fused projections), the rules for families hold. The embedding and the head that the model names are
+    split along the vocabulary.
+
+    Args:
+        layer_specs: DeepSpeed's ``partition_config.layer_specs``.
+        use_default_specs: whether anything but ``layer_specs`` is looked at.
+
+    Raises: ModelError: a model without anything to split, or a layer spec that cannot be followed.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    styles: dict[str, str] = {}
+    if use_default_specs:
+        styles.update(_own_plan(model, modules))
+        styles.update(_by_rules(modules, styles, attention_rules, feed_forward_rules))
+        styles.update(_vocabulary(model, modules))
+        for name, module in modules.items():
+            if name not in styles and is_linear(module) and generic(name).endswith(REPLICATED_LINEARS):
+                styles[name] = "replicate"
+    styles.update(_by_layer_specs(layer_specs, modules, model))
+    if not any(parse_style(style, name).kind in ("column", "row", "vocab") for name, style in styles.items()):
+        raise ModelError(
+            f"no rule splits anything of {type(model).__name__}.",
+            do='pass a plan: {"layers.*.up": "column", "layers.*.down": "row"}.',
+            code="tensor-parallel-plan",
+        )
+    return _with_wildcards(styles, modules)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether the module is a linear layer of torch or of GPT-2 (Conv1D), wrapped by a LoRA layer or not."""
+    base = getattr(module, "base_layer", module)
+    return isinstance(base, nn.Linear) or type(base).__name__.endswith("Conv1D")
+
+
+def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """What Transformers says of the model's modules: ``base_model_tp_plan`` and ``_tp_plan``. Experts stay whole."""
+    own = dict(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})
+    own.update(getattr(model, "_tp_plan", None) or {})
+    styles: dict[str, str] = {}
+    for key, style in own.items():
+        pattern = re.compile(r"(?:.+\.)?" + re.escape(key).replace(r"\*", "[0-9]+"))
+        known = style in ALIASES or style in STYLES
+        styles.update({name: ALIASES.get(style, style) for name in modules if known and pattern.fullmatch(name)})
+    return styles
+
+
+def _by_rules(
+    modules: Mapping[str, nn.Module],
+    own: Mapping[str, str],
+    attention_rules: Sequence[AttentionRule],
+    feed_forward_rules: Sequence[FeedForwardRule],
+) -> dict[str, str]:
+    styles: dict[str, str] = {}
+
+    def add(parent: str, child: str, style: str) -> None:
+        name = join(parent, child)
+        if own.get(name, "replicate") in ("replicate", "column_gather_output", "row_split_input"):
+            styles[name] = style
+
+    for name, module in modules.items():
+        attention = next((rule for rule in attention_rules if rule.describes(module)), None)
+        feed_forward = next((rule for rule in feed_forward_rules if rule.describes(module)), None)
+        if attention is not None:
+            styles[join(name, attention.core)] = "prepare_input"
+            for child in attention.projections:
+                add(name, child, "column")
+            add(name, attention.out, "row")
+        elif feed_forward is not None:
+            if len(feed_forward.up) > 1:
+                styles[name] = "prepare_input"
+            num_blocks = feed_forward.num_blocks
+            for child in feed_forward.up:
+                add(name, child, f"column:{num_blocks}" if num_blocks > 1 else "column")
+            add(name, feed_forward.down, "row")
+    return styles
+
+
+def _vocabulary(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The embedding and the head, where the model has Transformers' methods for them or Shoal's names."""
+    styles = {}
+    for getter, attribute, style in (
+        ("get_input_embeddings", "embedding", "vocab"),
+        ("get_output_embeddings", "head", "vocab_head"),
+    ):
+        module = getattr(model, getter)() if hasattr(model, getter) else getattr(model, attribute, None)
+        for name, candidate in modules.items():
+            if candidate is module and getattr(getattr(candidate, "weight", None), "dim", lambda: 0)() == 2:
+                styles[name] = style
+    return styles
+
+
+def _by_layer_specs(
+    specs: Sequence[Mapping[str, Any]], modules: Mapping[str, nn.Module], model: nn.Module
+) -> dict[str, str]:
+    """The styles of DeepSpeed's ``layer_specs``; the first spec that matches a module's weight holds."""
+    model_type = str(getattr(getattr(model, "config", None), "model_type", "")).lower()
+    styles: dict[str, str] = {}
+    for number, spec in enumerate(specs):
+        kind = spec.get("partition_type", "column")
+        if kind not in ("column", "row", "skip"):
+            raise ModelError(
+                f"partition_config.layer_specs[{number}] has partition_type {kind!r}.",
+                do="take column, row or skip.",
+                code="tensor-parallel-plan",
+            )
+        if spec.get("model_types") and model_type not in [name.lower() for name in spec["model_types"]]:
+            continue
+        style = "column_gather_output" if kind == "column" and spec.get("gather_output") else kind
+        matched = False
+        for name, module in modules.items():
+            weight = getattr(getattr(module, "base_layer", module), "weight", None)
+            if weight is None or not any(re.match(pattern, f"{name}.weight") for pattern in spec["patterns"]):
+                continue
+            matched = True
+            is_fused = style == "column" and spec.get("shape")
+            styles.setdefault(name, f"column:{_blocks(spec, number)}" if is_fused else style)
+        if not matched:
+            raise ModelError(
+                f"partition_config.layer_specs[{number}] matches no weight: {', '.join(spec['patterns'])}.",
+                do="correct the patterns; they are matched with the names of parameters from their beginning.",
+                code="tensor-parallel-plan",
+            )
+    return styles
+
+
+def _blocks(spec: Mapping[str, Any], number: int) -> str:
+    """The blocks of a fused weight: ``shape`` is [number of blocks or their sizes, -1]; dim 0 is split inside each."""
+    first = spec["shape"][0]
+    if spec.get("partition_dim", 0) not in (0, None) or len(spec["shape"]) != 2:
+        raise ModelError(
+            f"partition_config.layer_specs[{number}] has shape {spec['shape']} and partition_dim "
+            f"{spec.get('partition_dim')}, which cannot be followed.",
+            do="give a shape of two entries, [number of fused blocks or list of their sizes, -1], and partition_dim 0.",
+            code="tensor-parallel-plan",
+        )
+    return str(first) if isinstance(first, int) else ",".join(str(size) for size in first)
+
+
+def _with_wildcards(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """``styles`` with ``*`` for indices wherever all modules of such a name have the same style."""
+    by_pattern: dict[str, set[str | None]] = {}
+    for name in modules:
+        by_pattern.setdefault(generic(name), set()).add(styles.get(name))
+    plan: dict[str, str] = {}
+    for name, style in styles.items():
+        plan[generic(name) if len(by_pattern[generic(name)]) == 1 else name] = style
+    return plan
+
+
+def join(parent: str, child: str) -> str:
+    """The dotted name of a submodule."""
+    return ".".join(name for name in (parent, child) if name)

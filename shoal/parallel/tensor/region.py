@@ -1,0 +1,118 @@
+"""The regions in which ranks compute different parts: what is communicated where activations enter and leave them.
+
+    plain                 enter: copy (backward: all_reduce)          leave: all_reduce (backward: copy)
+    sequence parallel     enter: all_gather (backward: reduce_scatter) leave: reduce_scatter (backward: all_gather)
+
+Under sequence parallelism the activations between the regions (norms, residuals, dropout) are split along the sequence,
+from the first layer's input to the last layer's output. The sequence is the second to last dim: [B, L, D] or [L, D].
+
+Dropout must draw equal elements on activations that all ranks have, and different ones on split activations. The
+default generators are in the same state on all ranks; ``RngFork`` seeds them differently while a split region is
+computed. The seed is drawn from the CPU's generator, so a recomputed forward pass, which begins with the restored
+state, draws it again.
+
+Source: Megatron-LM, section 3 (arXiv:1909.08053); sequence parallelism: Korthikanti et al., section 4.2
+(arXiv:2205.05198).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.comm import autograd
+from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
+from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
+
+_SEED_OFFSET = 2718
+
+
+class RngFork:
+    """Another random state on each rank, from ``begin()`` to ``end()``, which may be called again without effect."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._before: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Draw a seed, the same on all ranks, and seed the device's default generator with it and the rank."""
+        seed = int(torch.randint(2**48, ()).item())
+        self._before = current_state()
+        set_current_state(state_of_seed(seed + _SEED_OFFSET + self._rank))
+
+    def end(self) -> None:
+        """Restore the state that all ranks share."""
+        if self._before is not None:
+            set_current_state(self._before)
+            self._before = None
+
+
+class TensorRegion:
+    """Where activations enter and leave split layers: the collectives, plain or sequence parallel.
+
+    Args:
+        splits_sequence: whether activations outside the split layers are split along the sequence.
+    """
+
+    def __init__(self, comm: Communicator, *, splits_sequence: bool = False) -> None:
+        self.comm = comm
+        self._splits_sequence = splits_sequence
+        self._divides = True
+        self.fork = RngFork(comm.rank)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
+        return self  # a copy of the model communicates as the model does
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether activations are split along the sequence in this pass.
+
+        Without gradients, a sequence that does not divide (generation, token by token) is computed whole.
+        """
+        return self._splits_sequence and (self._divides or torch.is_grad_enabled())
+
+    def split_sequence(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """This rank's part of the sequence of the first layer's input.
+
+        Raises: UsageError: the sequence does not divide, and gradients are computed.
+        """
+        length, size = tensor.shape[_sequence_dim(tensor)], self.comm.size
+        self._divides = length % size == 0
+        if not self.splits_sequence:
+            return tensor
+        if not self._divides:
+            raise UsageError(
+                f"a sequence of {length} tokens does not divide by {size} tensor parallel ranks.",
+                where=label,
+                do=f"pad the sequence by {-length % size} tokens, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
+        return autograd.split(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
+
+    def gather_sequence(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """The whole sequence of the last layer's output."""
+        if not self.splits_sequence:
+            return tensor
+        return autograd.gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
+
+    def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """The input of split layers, whole."""
+        if self.splits_sequence:
+            return autograd.all_gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
+        return self.copy(tensor, label)
+
+    def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """A tensor that all ranks have whole, also under sequence parallelism."""
+        return autograd.copy(tensor, self.comm, label=label)
+
+    def leave(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        """The sum over the ranks; under sequence parallelism this rank's part of it."""
+        if self.splits_sequence:
+            return autograd.reduce_scatter(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
+        return autograd.all_reduce(tensor, self.comm, label=label)
+
+
+def _sequence_dim(tensor: torch.Tensor) -> int:
+    return tensor.dim() - 2

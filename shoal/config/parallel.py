@@ -28,6 +28,9 @@ class Parallel(Section):
     tp_sequence_parallel: bool = key(
         False, "between split layers, each tensor-parallel rank holds a part of the sequence (Megatron's)"
     )
+    tp_loss_parallel: bool = key(
+        False, "the loss is computed from split logits, which no rank ever holds whole; the model returns its part"
+    )
 
 
 class LayerSpec(Section):
@@ -47,7 +50,7 @@ class PartitionConfig(Section):
 
     use_default_specs: bool = key(True, "keep the built-in rules beside these")
     layer_specs: tuple[LayerSpec, ...] = key((), "the rules")
-    strict_mode: bool = key(False, "a linear layer that no rule names is an error")
+    strict_mode: bool = key(True, "a linear layer that no rule names is an error")
 
 
 @with_unsupported("tensor_parallel.tp")
@@ -62,7 +65,5 @@ class TensorParallel(Section):
     """Layers split over ranks (AutoTP)."""
 
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
-    preset_model: str | None = key(None, "rules of a model family: llama, mixtral, qwen2, phi3 ...")
-    tp_overlap_comm: bool = key(False, "sum over ranks while computing")
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     tp: TpDegree = section(TpDegree, "the same degree, as the inference config has it")

@@ -90,7 +90,7 @@ def initialize(
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
-    parts = parts_of(model, axes, world.device)
+    parts = parts_of(model, axes, settings, world.device)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)

@@ -6,23 +6,60 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.errors import ModelError
+from shoal.config import Config
+from shoal.config.parallel import PartitionConfig
+from shoal.errors import ModelError, NotBuiltError
+from shoal.parallel.tensor.apply import Part, parallelize
+from shoal.parallel.tensor.plan import plan_for
 from shoal.sharding.layout import ParameterSpec
 from shoal.zero.build import ModelParts
+from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 
 
-def parts_of(model: nn.Module, axes: Axes, device: torch.device) -> ModelParts:
+def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> ModelParts:
     """What this rank holds of the model. On a tensor-parallel axis, a model that is whole is split.
 
-    Communicates: on a tensor-parallel axis: a broadcast of what is not split.
+    Raises: ModelError: the plan does not fit the model, or the model cannot be split as it is.
+    Communicates: on a tensor-parallel axis: a broadcast of what is not split yet.
     """
     comm = axes.tp
     if comm is None:
         return ModelParts()
-    parts = declared_parts(model, comm)
-    synchronize_whole(model, parts, comm, device)
-    return parts
+    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    if sharded:
+        raise NotBuiltError(
+            f"tensor parallelism of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
+            do="build it on the meta device, or whole on the CPU: each rank keeps its part only.",
+            code="tensor-parallel-init",
+        )
+    declared = declared_parts(model, comm)
+    synchronize_whole(model, declared, comm, device)
+    return declared if declared.local else split(model, comm, config)
+
+
+def split(model: nn.Module, comm: Communicator, config: Config) -> ModelParts:
+    """Split a model by the config's plan, or by the model's own."""
+    asked, partition = config.parallel, config.tensor_parallel.partition_config or PartitionConfig()
+    plan = asked.tp_plan
+    if plan == "auto":
+        specs = [spec.model_dump() for spec in partition.layer_specs]
+        plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs)
+    found = parallelize(
+        model,
+        comm,
+        plan,
+        sequence_parallel=asked.tp_sequence_parallel,
+        loss_parallel=asked.tp_loss_parallel,
+        strict=partition.strict_mode,
+    )
+    local = {name: _spec(name, part) for name, part in found.parts.items()}
+    return ModelParts(local, found.partial)
+
+
+def _spec(name: str, part: Part) -> ParameterSpec:
+    local = (part.ranges if dim == part.dim else ((0, size),) for dim, size in enumerate(part.global_shape))
+    return ParameterSpec.part(name, part.global_shape, tuple(local))
 
 
 def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
@@ -246,7 +247,7 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded)
+    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local)
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = StagingBuffers(axes.shard, device)
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
@@ -325,7 +326,8 @@ class _Builder:
             disk=self.disks.parameters if is_on_disk else None,
             copies=self.copies,
         )
-        values = _fill(buffer, self.materializer)
+        tp = next((comm for comm in axes.replicas if comm is self.plan.axes.tp), None)
+        values = _fill(buffer, self.materializer, tp)
         if not planned.is_trained:
             buffer.unpin_shard()
             return ParameterGroup(row, buffer, replicas=axes.replicas)
@@ -374,8 +376,11 @@ def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) 
     return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
-def _fill(buffer: ParameterBuffer, materializer: Materializer) -> torch.Tensor:
+def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator | None) -> torch.Tensor:
     """Move the parameters' values into the buffer.
+
+    Args:
+        tp: the tensor-parallel ranks, where all of them hold these parameters.
 
     Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
@@ -393,6 +398,8 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer) -> torch.Tensor:
     buffer.attach_views()  # frees the model's own copy
     if not are_alike:
         materializer.transfer.broadcast(values, buffer.label)
+        if tp is not None:
+            tp.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

@@ -6,6 +6,7 @@ The value comes from an ordinary tensor, from an initialiser (meta device), or f
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import cut
 from shoal.zero.parameter_access import ParameterAccessMode
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
@@ -27,9 +30,19 @@ class Materializer:
 
     Args:
         is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
+        parts: by name, the parameters of which this rank has a part of a larger tensor.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, comm: Communicator, *, is_sharded: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        comm: Communicator,
+        *,
+        is_sharded: bool,
+        parts: Mapping[str, ParameterSpec] | None = None,
+    ) -> None:
+        self._parts = parts or {}
         self._model = model
         self._device = device
         self._comm = comm
@@ -92,6 +105,8 @@ class Materializer:
         ``_init_weights`` initialises it. That may set parameters of modules further below (a residual projection, by
         depth), so all parameters stay available until the end: at stage 3 as shards, which an access gathers.
 
+        Of a model that is split over tensor-parallel ranks, each draws other numbers for its parts.
+
         Communicates: at stage 3, a broadcast of each parameter after it was allocated, and an all_gather and a
             broadcast of each parameter that an initialiser accesses.
         Memory: the whole model; at stage 3, the shards and the parameters of one module, or of one initialiser.
@@ -132,7 +147,10 @@ class Materializer:
                 initialise(module)
             at_init.release_accessed()
 
-        with torch.no_grad():
+        parts = sorted((name, spec.local) for name, spec in self._parts.items())
+        with torch.random.fork_rng(enabled=bool(parts)), torch.no_grad():
+            if parts:
+                torch.manual_seed(torch.initial_seed() + zlib.crc32(repr(parts).encode()))
             visit(self._model, None)
         for name, module, key, version in unfilled.values():
             self._check_filled(name, module, {key: version})
@@ -146,12 +164,19 @@ class Materializer:
         missing = [key for key, tensor in tensors if tensor is not None and tensor.is_meta]
         if not missing:
             return {}
+        # Made whole where the module initialises itself: its bounds may depend on the shape, and all ranks draw alike.
+        specs = {key: self._parts.get(f"{name}.{key}" if name else key) for key in missing}
+        whole = {key: spec for key, spec in specs.items() if spec is not None and not self._initialisers}
         for key in missing:
             parameter = module._parameters.get(key)
             if parameter is not None:
                 # Keep the Parameter object, since optimizer groups and tied modules hold it. Tensors of the meta device
                 # refuse `.data = ...`.
-                made = nn.Parameter(torch.empty_like(parameter, device=self._device), parameter.requires_grad)
+                spec = whole.get(key)
+                empty = torch.empty_like(parameter, device=self._device)
+                if spec is not None:
+                    empty = torch.empty(spec.global_shape, dtype=parameter.dtype, device=self._device)
+                made = nn.Parameter(empty, parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, made)
             else:
                 module._buffers[key] = torch.empty_like(_tensor_of(module, key), device=self._device)
@@ -165,6 +190,9 @@ class Materializer:
         if initialise is not None:
             with torch.no_grad():
                 initialise()
+        for key, spec in whole.items():
+            tensor = _tensor_of(module, key)
+            tensor.data = cut(tensor.data, spec).clone()  # does not change the version
         return before
 
     def _check_filled(self, name: str, module: nn.Module, before: dict[str, int]) -> None:

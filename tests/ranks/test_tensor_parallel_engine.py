@@ -1,0 +1,180 @@
+"""Tensor parallelism from the JSON file, beside every ZeRO stage: parameters equal those of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.errors import ModelError, NotBuiltError
+from shoal.models.gpt import GPT, GPTConfig
+from tests.ranks.training import make, sgd
+
+ROWS, LENGTH, VOCABULARY = 2, 8, 50
+STEPS = 5
+
+
+def gpt(*, tied: bool = True, num_heads: int = 4) -> GPT:
+    return GPT(GPTConfig(VOCABULARY, LENGTH, 2, 8 * num_heads, num_heads, tied))
+
+
+def tokens(step: int, num_rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (ROWS * num_rows, LENGTH + 1), generator=generator)
+
+
+def config(stage: int, tp: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})},
+        **more,
+        "parallel": {"tp": tp, **more.get("parallel", {})},
+    }
+
+
+def alone(factory: Any, dp: int, accumulation: int = 1) -> dict[str, torch.Tensor]:
+    model = make(factory)
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            batch = tokens(10 * step + micro, dp)
+            (model(batch[:, :-1], batch[:, 1:]) / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(engine: Any, steps: range, accumulation: int = 1) -> None:
+    batch = engine.axes.batch
+    for step in steps:
+        for micro in range(accumulation):
+            rows = tokens(10 * step + micro, batch.size)[ROWS * batch.rank : ROWS * (batch.rank + 1)]
+            engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+            engine.step()
+
+
+def initialize(model: GPT, settings: dict[str, Any]) -> Any:
+    return shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+
+
+def assert_equal(values: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert set(values) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+SEQUENCE = {"parallel": {"tp_sequence_parallel": True}}
+HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "stage", "accumulation", "more"),
+    [
+        (2, 2, 0, 1, {}),
+        (4, 2, 1, 1, SEQUENCE),
+        (4, 2, 2, 2, {}),
+        (4, 2, 3, 1, {}),
+        (4, 2, 3, 2, SEQUENCE),
+        (4, 4, 3, 1, {"parallel": {"tp_loss_parallel": True}}),
+        (8, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
+        (4, 2, 3, 1, HOST),
+        (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),
+        (4, 2, 3, 1, {"activation_checkpointing": {"modules": ["blocks.*"]}}),
+    ],
+)
+def test_a_gpt_trains_as_in_one_process(
+    size: int, tp: int, stage: int, accumulation: int, more: dict[str, Any]
+) -> None:
+    expected = alone(gpt, size // tp, accumulation)
+
+    def job() -> dict[str, Any]:
+        engine = initialize(make(gpt), config(stage, tp, accumulation, **more))
+        train(engine, range(STEPS), accumulation)
+        return engine.module_state_dict()
+
+    for values in run_ranks(size, job):
+        assert_equal(values, expected)
+
+
+@pytest.mark.parametrize(("tp", "stage"), [(4, 3), (2, 1)])
+def test_heads_and_vocabulary_that_do_not_divide(tp: int, stage: int) -> None:
+    def factory() -> GPT:
+        return gpt(tied=False, num_heads=7)
+
+    expected = alone(factory, 4 // tp)
+
+    def job() -> dict[str, Any]:
+        engine = initialize(make(factory), config(stage, tp))
+        train(engine, range(STEPS))
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, job):
+        assert_equal(values, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_on_the_meta_device_gets_the_values_of_one_process(stage: int) -> None:
+    expected = {name: value.clone() for name, value in make(gpt, 0).state_dict().items()}
+
+    def on_meta() -> GPT:
+        with torch.device("meta"):
+            return gpt()
+
+    def job() -> tuple[dict[str, Any], int]:
+        engine = initialize(on_meta(), config(stage, 2))
+        return engine.module_state_dict(), sum(group.buffer.layout.parameter_numel for group in engine.sharded.groups)
+
+    torch.manual_seed(0)
+    (values, held), _ = run_ranks(2, job)
+    assert set(values) == set(expected)
+    assert held < 0.6 * sum(value.numel() for value in set(expected.values()))
+
+
+def test_a_checkpoint_and_weights_change_their_layout(tmp_path: Path) -> None:
+    def first() -> dict[str, Any]:
+        engine = initialize(make(gpt), config(3, 2))
+        train(engine, range(2))
+        engine.save_checkpoint(tmp_path, "tag")
+        engine.save_16bit_model(tmp_path / "weights", "model.bin")
+        return engine.module_state_dict()
+
+    expected = run_ranks(4, first)[0]
+    whole = torch.load(tmp_path / "weights" / "model.bin", weights_only=True)
+    assert all(torch.equal(whole[name], value) for name, value in expected.items())
+
+    def second(stage: int, tp: int) -> dict[str, Any]:
+        engine = initialize(make(gpt, 1), config(stage, tp))
+        engine.load_checkpoint(tmp_path, "tag")
+        found = engine.module_state_dict()
+        engine.load_module_state_dict(found)
+        train(engine, range(2, STEPS))
+        return {**found, **{f"{name} at the end": value for name, value in engine.module_state_dict().items()}}
+
+    ends = []
+    for size, stage, tp in ((2, 2, 1), (4, 1, 2), (8, 3, 4)):
+        values = run_ranks(size, second, stage, tp)[0]
+        assert all(torch.equal(values[name], value) for name, value in expected.items())
+        ends.append({name: value for name, value in values.items() if name.endswith("at the end")})
+    for end in ends[1:]:
+        assert_equal(end, ends[0])
+
+
+def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
+    def job() -> None:
+        with pytest.raises(ModelError, match="names modules that the model does not have: blocks.*.nothing"):
+            initialize(make(gpt), config(1, 2, parallel={"tp_plan": {"blocks.*.nothing": "column"}}))
+        with shoal.zero.Init():
+            model = gpt()
+        with pytest.raises(NotBuiltError, match=r"built under zero\.Init"):
+            initialize(model, config(3, 2))
+        assert current_world().size == 2
+
+    run_ranks(2, job)

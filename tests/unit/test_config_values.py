@@ -127,7 +127,6 @@ def test_a_zero_key_is_read_with_and_without_stage3(alias: str, name: str, value
         ({"aio": {"thread_count": 3}}, "aio.intra_op_parallelism", 3),
         ({"elasticity": {"prefer_large_batch": False}}, "elasticity.prefer_larger_batch", False),
         ({"checkpoint": {"async": False}}, "checkpoint.async_save", False),
-        ({"parallel": {"sp": 1}}, "parallel.cp", 1),
     ],
 )
 def test_other_aliases_are_read(given: dict[str, Any], path: str, value: object) -> None:

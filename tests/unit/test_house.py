@@ -126,8 +126,8 @@ def test_only_device_and_comm_name_cuda() -> None:
 def test_only_comm_and_launch_name_torch_distributed() -> None:
     # torch.distributed.checkpoint is a format: its own modules read and write it, without a collective.
     # deepspeed.comm and deepspeed.utils.groups are torch's functions and groups under other names; a PartitionedTensor
-    # and reduce_scatter_coalesced() are given one of torch's groups.
-    given = ("shoal/compat/partitioned_tensor.py", "shoal/compat/coalesced.py")
+    # and reduce_scatter_coalesced() are given one of torch's groups, initialize() a DeviceMesh.
+    given = ("shoal/compat/partitioned_tensor.py", "shoal/compat/coalesced.py", "shoal/compat/given_mesh.py")
     of_groups = ("shoal/compat/deepspeed/utils/groups.py", *given)
     of_torch = ("shoal/compat/deepspeed/comm/", *of_groups)
     allowed = ("shoal/comm/", "shoal/launch/", "shoal/checkpoint/formats/dcp", *of_torch)

@@ -13,7 +13,15 @@ from typing import Any
 
 import torch
 
-from shoal.comm.finished import FinishedWork, check_both_splits, check_divides, check_peer, own_range, split_parts
+from shoal.comm.finished import (
+    FinishedWork,
+    check_both_splits,
+    check_divides,
+    check_peer,
+    own_range,
+    split_mismatch,
+    split_parts,
+)
 from shoal.comm.protocol import Backend, Work
 from shoal.comm.sums import RankOrderedSum, is_same_memory
 
@@ -63,8 +71,13 @@ class FakeCommunicator:
         check_both_splits(out_splits, source_splits, label=label)
         own = split_parts(source, source_splits, self.size, label=label)[self.rank]
         parts = split_parts(out, out_splits, self.size, label=label)
-        out.detach().zero_()
-        parts[self.rank].copy_(own)
+        if parts[self.rank].numel() != own.numel():
+            raise split_mismatch(self.axis, label, self.rank, self.rank, own.numel(), parts[self.rank].numel())
+        for peer, part in enumerate(parts):
+            if peer != self.rank:
+                part.zero_()
+            elif not is_same_memory(part, own):
+                part.copy_(own)
         return FinishedWork(out)
 
     def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:

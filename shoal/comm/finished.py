@@ -28,6 +28,8 @@ class FinishedWork:
 
 def own_range(full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Rank ``rank``'s range of ``full``: all ranges but the last few are of one size, so any numel works."""
+    if size == 1:
+        return full
     chunk = -(-full.numel() // size)
     return full[min(rank * chunk, full.numel()) : min((rank + 1) * chunk, full.numel())]
 

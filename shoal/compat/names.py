@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+_ACCELERATOR = "shoal.compat.accelerator"
 _BUILDERS = "shoal.compat.op_builders"
 _CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
@@ -18,14 +19,13 @@ _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
     "accelerator": {
-        "shoal.compat.accelerator": (
-            "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
-        ),
+        _ACCELERATOR: "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator",
     },
-    "accelerator.abstract_accelerator": {"shoal.compat.accelerator": "DeepSpeedAccelerator"},
+    "accelerator.abstract_accelerator": {_ACCELERATOR: "DeepSpeedAccelerator"},
     "accelerator.real_accelerator": {
-        "shoal.compat.accelerator": (
-            "SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported set_accelerator"
+        _ACCELERATOR: (
+            "DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported"
+            " set_accelerator"
         ),
     },
     "checkpoint.utils": {_SMALL: "clone_tensors_for_torch_save"},

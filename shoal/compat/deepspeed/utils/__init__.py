@@ -38,7 +38,10 @@ from shoal.compat.small_functions import (
     log_dist_once,
     set_log_level_from_string,
 )
+from shoal.compat.table_finder import submodules_of
 from shoal.engine.log import logger
+
+__getattr__ = submodules_of(__name__)
 
 __all__ = [
     "OnDevice",

@@ -85,6 +85,11 @@ class ZeroOptimization(Section):
         alias=("max_reuse_distance",),
         ge=0,
     )
+    overlap_param_gather: bool = key(
+        False,
+        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward does, unit by unit; "
+        "until then a parameter reads as NaN outside of the engine's calls and GatheredParameters",
+    )
     enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
     zero_hpz_partition_size: int = key(
         1, "ranks of one shard group of the second sharding of the parameters (hpZ)", ge=0

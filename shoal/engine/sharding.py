@@ -60,12 +60,18 @@ class Sharding:
             stage=properties.stage,
             checks_changes=bool(properties.config.zero_optimization.enable_sanity_checks),
         )
+        # Where parameters are sharded, only small ones are stored whole.
+        self._defers = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
+        self._defers = self._defers and properties.axes.shard.size > 1
+        if self._defers:
+            model.defer_gathers()
         if step is not None and step.cpu_optimizer is not None:
             step.cpu_optimizer.likely_scale = accumulation.gradient_scale
 
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
         self.model.release_kept()
+        self.model.wait_deferred()
         if self.step is not None:
             self.step.synchronize()
             if self.failure is None:
@@ -102,17 +108,18 @@ class Sharding:
         if step.cpu_optimizer is not None:
             step.cpu_optimizer.is_likely = not is_clipped
         self.model.release_all()
+        self.model.wait_deferred()
         self._axes.drain()  # peers may still be reading the shards that are about to change
         step.begin()
         try:
             with torch.no_grad():
-                works = step.update(self.model.units, gradient_scale, status.has_grad)
+                gathers = step.update(self.model.units, gradient_scale, status.has_grad)
         except Exception as error:
             self.failure = error  # some units are a step ahead of the others
             raise
         finally:
             step.end()
-        for work in works:
+        for work in self.model.defer(gathers) if self._defers else [work for _, work in gathers]:
             work.drain()  # the script may change parameters in place after this
 
     def reset_gradients(self) -> None:

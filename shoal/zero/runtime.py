@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Work
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.stream_copies import ComputeStream
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
@@ -168,6 +169,8 @@ class ShardedModel:
             unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
             for unit in (*self.units, *self._readers)
         }
+        self._deferred: list[Unit] = []  # stored whole, and gathered after a step: the next use waits for it
+        self._read_early: list[Unit] = []  # of these, units whose parameters are read outside of their forward
         self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
@@ -205,7 +208,8 @@ class ShardedModel:
     def searching(self) -> AbstractContextManager[object]:
         """In the first passes, look for parameters that are read outside their unit."""
         key = self._pass_key()
-        if not self.sharded or key in self._searched or torch.compiler.is_compiling():
+        can_miss = self.sharded or any(unit.state is UnitState.GATHERING for unit in self._deferred)
+        if not can_miss or key in self._searched or torch.compiler.is_compiling():
             return nullcontext()
         return self._search(key)
 
@@ -223,6 +227,8 @@ class ShardedModel:
         reader = self._running[-1] if self._running else None
         if reader is not None:
             self.add_shared(reader, unit)
+        if not unit.is_sharded:
+            self._read_early.append(unit)
         unit.gather()
 
     def add_shared(self, reader: Unit, read: Unit) -> None:
@@ -245,6 +251,8 @@ class ShardedModel:
 
     def before_model(self) -> None:
         self._follow_stream()
+        for unit in self._read_early:
+            unit.gather()
         if not in_backward():
             self._num_forwards += 1
             self._running.clear()
@@ -524,6 +532,46 @@ class ShardedModel:
             for unit in units:
                 unit.pin_count -= 1
                 unit.release(keep_user_views=keep_user_views and not self.in_pass)
+
+    # the gathers after a step, where parameters are stored whole
+
+    def defer_gathers(self) -> None:
+        """From now on a step may leave its gathers to ``defer``."""
+        self._deferred = [unit for unit in self.units if unit.trained and not unit.is_sharded]
+        for unit in self._deferred:
+            for module in self._modules.get(unit.name, ()):
+                self._hooks.before_unit(module, self._use_deferred, unit)
+        self._hooks.before_state_dict(self.model, self.wait_deferred)
+        deferred = {key: unit for key, unit in self.unit_of.items() if unit in self._deferred}
+        self._hooks.on_state_dict(self.model, deferred)  # refuses copies of placeholders
+
+    def defer(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> list[Work]:
+        """Let the next use of each unit wait for its gathers. Returns: those that the caller must wait for."""
+        by_unit: dict[Unit, list[tuple[ParameterGroup, Work]]] = {}
+        left = []
+        for group, work in gathers:
+            unit = self.unit_of[id(group.buffer.parameters[0])]
+            if unit in self._deferred:
+                by_unit.setdefault(unit, []).append((group, work))
+            else:
+                left.append(work)
+        for unit, own in by_unit.items():
+            unit.defer_gather(own)
+        return left
+
+    def _use_deferred(self, unit: Unit) -> None:
+        self._follow_stream()
+        unit.gather()
+
+    @property
+    def is_deferring(self) -> bool:
+        """Does a step leave its gathers to the next uses?"""
+        return bool(self._deferred)
+
+    def wait_deferred(self) -> None:
+        """Make all parameters that are stored whole valid."""
+        for unit in self._deferred:
+            unit.gather()
 
     def recover(self) -> None:
         """After an exception: release every unit that is not pinned, drop gradients, end the pass.

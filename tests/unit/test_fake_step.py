@@ -255,7 +255,7 @@ def test_the_optimizer_can_be_run_unit_by_unit_in_any_order(stage: int, sections
                 with torch.no_grad():
                     works = step.step_unit(unit, 1.0, has_grad)
                 assert len(works) == (1 if stage in (1, 2) else 0)
-                for work in works:
+                for _, work in works:
                     work.wait()
         finally:
             step.end()

@@ -80,8 +80,8 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: int = key(
         0,
-        "keep parameters gathered that are used again within this many elements; 0 releases after each forward "
-        "(stricter than DeepSpeed's 1e9, which may keep much of a model gathered)",
+        "keep parameters gathered that are used again within this many elements; 0 releases after each forward, "
+        "except what backward begins with (stricter than DeepSpeed's 1e9, which may keep much of a model gathered)",
         alias=("max_reuse_distance",),
         ge=0,
     )

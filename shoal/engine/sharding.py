@@ -61,9 +61,8 @@ class Sharding:
             checks_changes=bool(properties.config.zero_optimization.enable_sanity_checks),
         )
         # Where parameters are sharded, only small ones are stored whole.
-        self._defers = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
-        self._defers = self._defers and properties.axes.shard.size > 1
-        if self._defers:
+        overlaps = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
+        if overlaps and properties.stage in (1, 2) and properties.axes.shard.size > 1:
             model.defer_gathers()
         if step is not None and step.cpu_optimizer is not None:
             step.cpu_optimizer.likely_scale = accumulation.gradient_scale
@@ -71,7 +70,7 @@ class Sharding:
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
         self.model.release_kept()
-        self.model.wait_deferred()
+        self.model.deferred.wait()
         if self.step is not None:
             self.step.synchronize()
             if self.failure is None:
@@ -108,7 +107,7 @@ class Sharding:
         if step.cpu_optimizer is not None:
             step.cpu_optimizer.is_likely = not is_clipped
         self.model.release_all()
-        self.model.wait_deferred()
+        self.model.deferred.wait()
         self._axes.drain()  # peers may still be reading the shards that are about to change
         step.begin()
         try:
@@ -119,7 +118,10 @@ class Sharding:
             raise
         finally:
             step.end()
-        for work in self.model.defer(gathers) if self._defers else [work for _, work in gathers]:
+        if self.model.deferred.is_installed:
+            self.model.deferred.defer(gathers)
+            return
+        for _, work in gathers:
             work.drain()  # the script may change parameters in place after this
 
     def reset_gradients(self) -> None:

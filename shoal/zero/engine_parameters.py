@@ -68,8 +68,8 @@ class EngineParameters(ParameterOwner):
 
     def _resident(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         units = dict.fromkeys(self._sharded.unit_of[id(parameter)] for parameter in parameters)
-        if self._sharded.is_deferring:
-            self._sharded.wait_deferred()
+        if self._sharded.deferred.is_installed:
+            self._sharded.deferred.wait()
             for group in {self._sharded.home_of[id(parameter)][0] for parameter in parameters}:
                 group.buffer.comm.drain()  # the script may change them in place
         return self._sharded.gathered([unit for unit in units if unit.is_sharded], keep_user_views=True)
@@ -151,7 +151,7 @@ class EngineParameters(ParameterOwner):
 
     def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
         self._before()
-        self._sharded.wait_deferred()
+        self._sharded.deferred.wait()
         try:
             group, slot = self._home[id(parameter)]
         except KeyError:

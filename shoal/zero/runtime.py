@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.stream_copies import ComputeStream
-from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
+from shoal.zero.deferred_gathers import DeferredGathers
 from shoal.zero.disk_state import Disks
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
@@ -169,8 +169,7 @@ class ShardedModel:
             unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
             for unit in (*self.units, *self._readers)
         }
-        self._deferred: list[Unit] = []  # stored whole, and gathered after a step: the next use waits for it
-        self._read_early: list[Unit] = []  # of these, units whose parameters are read outside of their forward
+        self.deferred = DeferredGathers()
         self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
@@ -208,8 +207,7 @@ class ShardedModel:
     def searching(self) -> AbstractContextManager[object]:
         """In the first passes, look for parameters that are read outside their unit."""
         key = self._pass_key()
-        can_miss = self.sharded or any(unit.state is UnitState.GATHERING for unit in self._deferred)
-        if not can_miss or key in self._searched or torch.compiler.is_compiling():
+        if not (self.sharded or self.deferred.is_pending) or key in self._searched or torch.compiler.is_compiling():
             return nullcontext()
         return self._search(key)
 
@@ -227,8 +225,7 @@ class ShardedModel:
         reader = self._running[-1] if self._running else None
         if reader is not None:
             self.add_shared(reader, unit)
-        if not unit.is_sharded:
-            self._read_early.append(unit)
+        self.deferred.add_read_early(unit)
         unit.gather()
 
     def add_shared(self, reader: Unit, read: Unit) -> None:
@@ -251,8 +248,7 @@ class ShardedModel:
 
     def before_model(self) -> None:
         self._follow_stream()
-        for unit in self._read_early:
-            unit.gather()
+        self.deferred.before_model()
         if not in_backward():
             self._num_forwards += 1
             self._running.clear()
@@ -533,45 +529,9 @@ class ShardedModel:
                 unit.pin_count -= 1
                 unit.release(keep_user_views=keep_user_views and not self.in_pass)
 
-    # the gathers after a step, where parameters are stored whole
-
     def defer_gathers(self) -> None:
-        """From now on a step may leave its gathers to ``defer``."""
-        self._deferred = [unit for unit in self.units if unit.trained and not unit.is_sharded]
-        for unit in self._deferred:
-            for module in self._modules.get(unit.name, ()):
-                self._hooks.before_unit(module, self._use_deferred, unit)
-        self._hooks.before_state_dict(self.model, self.wait_deferred)
-        deferred = {key: unit for key, unit in self.unit_of.items() if unit in self._deferred}
-        self._hooks.on_state_dict(self.model, deferred)  # refuses copies of placeholders
-
-    def defer(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> list[Work]:
-        """Let the next use of each unit wait for its gathers. Returns: those that the caller must wait for."""
-        by_unit: dict[Unit, list[tuple[ParameterGroup, Work]]] = {}
-        left = []
-        for group, work in gathers:
-            unit = self.unit_of[id(group.buffer.parameters[0])]
-            if unit in self._deferred:
-                by_unit.setdefault(unit, []).append((group, work))
-            else:
-                left.append(work)
-        for unit, own in by_unit.items():
-            unit.defer_gather(own)
-        return left
-
-    def _use_deferred(self, unit: Unit) -> None:
-        self._follow_stream()
-        unit.gather()
-
-    @property
-    def is_deferring(self) -> bool:
-        """Does a step leave its gathers to the next uses?"""
-        return bool(self._deferred)
-
-    def wait_deferred(self) -> None:
-        """Make all parameters that are stored whole valid."""
-        for unit in self._deferred:
-            unit.gather()
+        """From now on a step may leave its gathers to the next uses: ``deferred.defer``."""
+        self.deferred.install(self._hooks, self.model, self.units, self._modules, self._follow_stream)
 
     def recover(self) -> None:
         """After an exception: release every unit that is not pinned, drop gradients, end the pass.

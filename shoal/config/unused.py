@@ -27,6 +27,12 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             " stage3_max_live_parameters stage3_max_reuse_distance zero_hpz_partition_size"
             " leaf_module.classes leaf_module.names leaf_module.name_suffixes",
         ),
+        (
+            zero.stage in (1, 2),
+            f"the step gathers parameters at stages 1 and 2, and this is stage {zero.stage}",
+            "zero_optimization.",
+            "overlap_param_gather",
+        ),
         (zero.stage != 0, "stage 0 shards nothing", "", "zero_optimization.mics_shard_size"),
         (zero.stage != 0, "stage 0 shards nothing", "parallel.", "dp_shard dp_replicate"),
         (

@@ -80,10 +80,15 @@ class ZeroOptimization(Section):
     )
     stage3_max_reuse_distance: int = key(
         0,
-        "keep parameters gathered that are used again within this many elements; 0 releases after each forward "
-        "(stricter than DeepSpeed's 1e9, which may keep much of a model gathered)",
+        "keep parameters gathered that are used again within this many elements; 0 releases after each forward, "
+        "except what backward begins with (stricter than DeepSpeed's 1e9, which may keep much of a model gathered)",
         alias=("max_reuse_distance",),
         ge=0,
+    )
+    overlap_param_gather: bool = key(
+        False,
+        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward does, unit by unit; "
+        "until then a parameter reads as NaN outside of the engine's calls and GatheredParameters",
     )
     enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
     zero_hpz_partition_size: int = key(

@@ -90,7 +90,7 @@ class ParameterCheck:
         bucket, slot = self._home[id(parameter)]
         if _is_same_memory(parameter, bucket.full):
             return
-        if bucket.is_sharded and _is_same_memory(parameter, bucket.placeholders[slot]):
+        if bucket.placeholders and _is_same_memory(parameter, bucket.placeholders[slot]):
             return
         self._refuse_moved()
 

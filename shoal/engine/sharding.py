@@ -60,12 +60,17 @@ class Sharding:
             stage=properties.stage,
             checks_changes=bool(properties.config.zero_optimization.enable_sanity_checks),
         )
+        # Where parameters are sharded, only small ones are stored whole.
+        overlaps = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
+        if overlaps and properties.stage in (1, 2) and properties.axes.shard.size > 1:
+            model.defer_gathers()
         if step is not None and step.cpu_optimizer is not None:
             step.cpu_optimizer.likely_scale = accumulation.gradient_scale
 
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
         self.model.release_kept()
+        self.model.deferred.wait()
         if self.step is not None:
             self.step.synchronize()
             if self.failure is None:
@@ -102,17 +107,21 @@ class Sharding:
         if step.cpu_optimizer is not None:
             step.cpu_optimizer.is_likely = not is_clipped
         self.model.release_all()
+        self.model.deferred.wait()
         self._axes.drain()  # peers may still be reading the shards that are about to change
         step.begin()
         try:
             with torch.no_grad():
-                works = step.update(self.model.units, gradient_scale, status.has_grad)
+                gathers = step.update(self.model.units, gradient_scale, status.has_grad)
         except Exception as error:
             self.failure = error  # some units are a step ahead of the others
             raise
         finally:
             step.end()
-        for work in works:
+        if self.model.deferred.is_installed:
+            self.model.deferred.defer(gathers)
+            return
+        for _, work in gathers:
             work.drain()  # the script may change parameters in place after this
 
     def reset_gradients(self) -> None:

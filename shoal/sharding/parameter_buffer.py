@@ -207,6 +207,13 @@ class ParameterBuffer(FlatBuffer):
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
 
+    def hide(self) -> None:
+        """Make the parameters placeholders, until ``attach_views()``: the buffer is stored whole and written to."""
+        if not self.placeholders:
+            self.placeholders = [placeholder(spec.shape, self.dtype, self.full.device) for spec in self.layout.specs]
+        for parameter, substitute in zip(self.parameters, self.placeholders, strict=True):
+            parameter.data = substitute
+
     def release(self, *, keep_user_views: bool = False) -> None:
         """Replicate -> Shard: the parameters become placeholders, the storage is emptied. Communicates nothing.
 

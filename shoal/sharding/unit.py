@@ -8,7 +8,8 @@
 | GATHERING | the shard and the full buffer, not filled yet | the full buffer, not filled yet       |
 | FULL      | the shard and the full buffer                 | the full buffer                       |
 
-A unit whose parameters are stored as Replicate is always FULL. ``gather``, ``release`` and ``reduce`` may be called by
+A unit whose parameters are stored as Replicate is always FULL; with ``overlap_param_gather`` it is GATHERING from the
+step until its next use. ``gather``, ``release`` and ``reduce`` may be called by
 a hook, by a pipeline schedule or by the user (``GatheredParameters``): pins are counted, and while one is left a unit
 stays gathered.
 """
@@ -24,6 +25,7 @@ from shoal.comm.protocol import Work
 from shoal.errors import PlacementError
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.param_group import ParameterGroup
+from shoal.sharding.parameter_buffer import ParameterBuffer
 
 
 class UnitState(Enum):
@@ -39,7 +41,7 @@ _MOVES: dict[UnitState, frozenset[UnitState]] = {
     UnitState.FETCHING: frozenset({UnitState.SHARDED}),
     UnitState.SHARDED: frozenset({UnitState.GATHERING, UnitState.ON_DISK}),
     UnitState.GATHERING: frozenset({UnitState.FULL}),
-    UnitState.FULL: frozenset({UnitState.SHARDED}),
+    UnitState.FULL: frozenset({UnitState.SHARDED, UnitState.GATHERING}),
 }
 
 
@@ -59,6 +61,7 @@ class Unit:
         self.pin_count = 0  # callers beside the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
         self._works: list[Work] = []
+        self._hidden: list[ParameterBuffer] = []  # stored whole, and being gathered after a step
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
         # A step has started an update on the host since the last gather. The same on every rank: no thread is asked.
@@ -134,6 +137,14 @@ class Unit:
             if group.updates is not None:
                 group.updates.finish(group)
 
+    def defer_gather(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> None:
+        """After the step: parameters that are stored whole are being gathered. Until ``gather()`` they read as NaN."""
+        self._move(UnitState.GATHERING)
+        self._works = [work for _, work in gathers]
+        self._hidden = [group.buffer for group, _ in gathers]
+        for buffer in self._hidden:
+            buffer.hide()
+
     def gather(self, *, from_hpz: bool = False) -> None:
         """Make the parameters whole and usable."""
         if self.state is UnitState.FULL:
@@ -143,8 +154,9 @@ class Unit:
             work.wait()
         self._works = []
         for group in self.groups:
-            if group.buffer.is_sharded:
+            if group.buffer.is_sharded or group.buffer in self._hidden:
                 group.buffer.attach_views()
+        self._hidden = []
         self._move(UnitState.FULL)
 
     def release(self, *, keep_user_views: bool = False) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
-from shoal.zero.step import HasGrad, ShardedStep
+from shoal.zero.step import Gather, HasGrad, ShardedStep
 
 _OF_A_PARAMETER = ("step", "mu_product", "eta", "mu")  # torch's state of one number, whatever the parameter's shape
 
@@ -80,7 +80,7 @@ class DirectStep(ShardedStep):
             if holder is not self.optimizer and parameter in holder.state:
                 self.optimizer.state[parameter] = dict(holder.state.pop(parameter))
 
-    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         targets: dict[int, nn.Parameter] = {}
         for slot, group, parameter, part in self._placed():
             group.gradient.take_back()

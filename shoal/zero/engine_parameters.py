@@ -70,6 +70,10 @@ class EngineParameters(ParameterOwner):
 
     def _resident(self, parameters: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         units = dict.fromkeys(self._sharded.unit_of[id(parameter)] for parameter in parameters)
+        if self._sharded.deferred.is_installed:
+            self._sharded.deferred.wait()
+            for group in {self._sharded.home_of[id(parameter)][0] for parameter in parameters}:
+                group.buffer.comm.drain()  # the script may change them in place
         return self._sharded.gathered([unit for unit in units if unit.is_sharded], keep_user_views=True)
 
     def write_through(self, parameter: torch.Tensor, source: int) -> None:
@@ -156,6 +160,7 @@ class EngineParameters(ParameterOwner):
 
     def _find(self, parameter: nn.Parameter) -> tuple[ParameterGroup, int, Segment | None]:
         self._before()
+        self._sharded.deferred.wait()
         try:
             group, slot = self._home[id(parameter)]
         except KeyError:

@@ -6,7 +6,7 @@ All handles are kept; ``detach`` gives the model back as it was.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +62,20 @@ class HookSet:
         # The user's own hooks find the module as its forward does: whole.
         self._handles.append(module.register_forward_pre_hook(untraced(before), prepend=True))
         self._handles.append(module.register_forward_hook(untraced(after), with_kwargs=True))
+
+    def before_unit(self, module: nn.Module, use: Callable[[Unit], None], unit: Unit) -> None:
+        """Call ``use(unit)`` before each forward of the module."""
+
+        def before(called: nn.Module, _args: Any) -> None:
+            if called is module:
+                use(unit)
+
+        self._handles.append(module.register_forward_pre_hook(untraced(before), prepend=True))
+
+    def before_state_dict(self, model: nn.Module, wait: Callable[[], None]) -> None:
+        """Call ``wait`` before the model's, or a part's, ``state_dict()``."""
+        for module in model.modules():
+            self._handles.append(module.register_state_dict_pre_hook(lambda *_: wait()))
 
     def on_gradient(self, parameter: nn.Parameter, unit: Unit, index: int, runtime: Runtime) -> None:
         def ready(_parameter: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.sharding.unit import Unit
+from shoal.sharding.unit import Unit, UnitState
 
 _SLOTS = vars(torch._C.TensorBase)
 _READS_NO_VALUE = {
@@ -63,7 +63,7 @@ class ParameterAccessMode(TorchFunctionMode):
 
 
 def gather_on_access(unit_of: dict[int, Unit], on_access: Callable[[Unit], None]) -> ParameterAccessMode:
-    """While active, ``on_access`` is called with the unit of a sharded parameter that is about to be read.
+    """While active, ``on_access`` is called with the unit of a parameter that is about to be read and is not whole.
 
     Args:
         unit_of: unit by ``id`` of a parameter.
@@ -71,7 +71,7 @@ def gather_on_access(unit_of: dict[int, Unit], on_access: Callable[[Unit], None]
 
     def find(parameter: nn.Parameter) -> None:
         unit = unit_of.get(id(parameter))
-        if unit is not None and unit.is_released:
+        if unit is not None and unit.state is not UnitState.FULL:
             on_access(unit)
 
     return ParameterAccessMode(find, leave_out=_DATA_ACCESS)

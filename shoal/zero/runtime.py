@@ -24,6 +24,7 @@ from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
+from shoal.zero.deferred_gathers import DeferredGathers
 from shoal.zero.disk_state import Disks
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
@@ -168,6 +169,7 @@ class ShardedModel:
             unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
             for unit in (*self.units, *self._readers)
         }
+        self.deferred = DeferredGathers()
         self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
@@ -205,7 +207,7 @@ class ShardedModel:
     def searching(self) -> AbstractContextManager[object]:
         """In the first passes, look for parameters that are read outside their unit."""
         key = self._pass_key()
-        if not self.sharded or key in self._searched or torch.compiler.is_compiling():
+        if not (self.sharded or self.deferred.is_pending) or key in self._searched or torch.compiler.is_compiling():
             return nullcontext()
         return self._search(key)
 
@@ -223,6 +225,7 @@ class ShardedModel:
         reader = self._running[-1] if self._running else None
         if reader is not None:
             self.add_shared(reader, unit)
+        self.deferred.add_read_early(unit)
         unit.gather()
 
     def add_shared(self, reader: Unit, read: Unit) -> None:
@@ -245,6 +248,7 @@ class ShardedModel:
 
     def before_model(self) -> None:
         self._follow_stream()
+        self.deferred.before_model()
         if not in_backward():
             self._num_forwards += 1
             self._running.clear()
@@ -524,6 +528,10 @@ class ShardedModel:
             for unit in units:
                 unit.pin_count -= 1
                 unit.release(keep_user_views=keep_user_views and not self.in_pass)
+
+    def defer_gathers(self) -> None:
+        """From now on a step may leave its gathers to the next uses: ``deferred.defer``."""
+        self.deferred.install(self._hooks, self.model, self.units, self._modules, self._follow_stream)
 
     def recover(self) -> None:
         """After an exception: release every unit that is not pinned, drop gradients, end the pass.

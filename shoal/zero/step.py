@@ -31,6 +31,8 @@ MIN_RANGE_NUMEL = 512 * 1024  # a smaller ``sub_group_size`` would cost more in 
 
 HasGrad = Mapping[ParameterGroup, bytes]
 """By parameter group, one byte per parameter: did a gradient arrive on some rank?"""
+Gather = tuple[ParameterGroup, Work]
+"""The all-gather of a group whose parameters are stored whole, after its update."""
 
 
 class ShardedStep:
@@ -197,12 +199,12 @@ class ShardedStep:
             group["params"] = params
         self._user_groups = []
 
-    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+    def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Between ``begin`` and ``end``: ``step_unit`` of every unit, then ``finish_unit``. Args, Returns: as there.
 
         Groups whose state is on the device are updated together, ``BATCH_NUMEL`` elements in one call.
         """
-        works = []
+        works: list[Gather] = []
         batch: list[ParameterGroup] = []
         for unit in units:
             unit.has_pending_update = any(g.updates is not None and any(has_grad[g]) for g in unit.trained)
@@ -219,7 +221,7 @@ class ShardedStep:
             works += self.finish_unit(unit)
         return works
 
-    def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+    def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Update one unit's range, and start to bring its replicas up to date; on the host, start to update it.
 
         Args:
@@ -230,7 +232,7 @@ class ShardedStep:
         """
         return [work for group in unit.trained for work in self._step_group(group, gradient_scale, has_grad[group])]
 
-    def _step_batch(self, batch: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad) -> list[Work]:
+    def _step_batch(self, batch: Sequence[ParameterGroup], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Update groups whose state is on the device, all in one call."""
         for group in batch:
             group.wait_for_readers()
@@ -243,7 +245,7 @@ class ShardedStep:
             group.buffer.unpin_shard()
         return [work for group in batch for work in _update_replicas(group)]
 
-    def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Work]:
+    def _step_group(self, group: ParameterGroup, gradient_scale: float, has_grad: bytes) -> list[Gather]:
         group.wait_for_readers()
         if group.disk is not None:
             group.disk.fetch(group, reads_ahead=True)
@@ -265,12 +267,12 @@ class ShardedStep:
             group.buffer.unpin_shard()
         return _update_replicas(group) if group.updates is None else []
 
-    def finish_unit(self, unit: Unit) -> list[Work]:
+    def finish_unit(self, unit: Unit) -> list[Gather]:
         """After ``step_unit`` of every unit: as there, for what the CPU optimizer updates.
 
         Where parameters are stored as shards, the next ``unit.gather()`` waits for the update.
         """
-        works = []
+        works: list[Gather] = []
         for group in unit.trained:
             if group.updates is not None and not group.buffer.is_sharded:
                 group.updates.finish(group)
@@ -488,8 +490,8 @@ class ShardedStep:
         self._scratch = None
 
 
-def _update_replicas(group: ParameterGroup) -> list[Work]:
-    return [] if group.row.after_step == "nothing" else [group.buffer.update_replicas()]
+def _update_replicas(group: ParameterGroup) -> list[Gather]:
+    return [] if group.row.after_step == "nothing" else [(group, group.buffer.update_replicas())]
 
 
 def _label(scalars: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]) -> tuple[Any, ...]:

@@ -74,7 +74,7 @@ EXPECTED = {
     ],
     3: [
         *(("all_gather", unit) for unit in FORWARDS),
-        *(("all_gather", unit) for unit in BACKWARDS),
+        *(("all_gather", unit) for unit in BACKWARDS[1:]),  # the head stays gathered
         *(("reduce_scatter", unit) for unit in BACKWARDS),
         ("exchange", "step"),
     ],
@@ -217,7 +217,7 @@ def test_units_pinned_by_a_schedule_stay_gathered_over_forward_and_backward_and_
     for (parameters, gathers), (expected, plain_gathers) in zip(held, plain, strict=True):
         assert are_bit_equal(parameters, expected)
         assert gathers == 4
-        assert plain_gathers == 8
+        assert plain_gathers == 6  # the root and the last block stay gathered
 
 
 def test_a_move_that_does_not_exist_is_an_error_that_names_the_moves_that_do() -> None:
@@ -255,7 +255,7 @@ def test_the_optimizer_can_be_run_unit_by_unit_in_any_order(stage: int, sections
                 with torch.no_grad():
                     works = step.step_unit(unit, 1.0, has_grad)
                 assert len(works) == (1 if stage in (1, 2) else 0)
-                for work in works:
+                for _, work in works:
                     work.wait()
         finally:
             step.end()

@@ -23,6 +23,7 @@ LEGAL = {
     ("SHARDED", "ON_DISK"),
     ("GATHERING", "FULL"),
     ("FULL", "SHARDED"),
+    ("FULL", "GATHERING"),
 }
 
 

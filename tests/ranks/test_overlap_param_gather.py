@@ -1,0 +1,226 @@
+"""``overlap_param_gather``: the step returns before parameters are gathered, and each use waits for its own unit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal import zero
+from shoal.comm.recorder import Entry
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.errors import UsageError
+from shoal.sharding.unit import UnitState
+from tests.ranks.models import Plain
+from tests.ranks.test_offload import make_apart
+from tests.ranks.test_zero_traffic import CONTROL, FORWARDS, REDUCED_BACKWARDS, Unpadded, calls
+from tests.ranks.training import adamw, batch, config, named, run_steps, start, train_ranks
+
+KEYS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "accumulation": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
+    "replicas": {"zero_optimization": {"mics_shard_size": 2}},
+    "CPU optimizer": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    "super_offload": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+    "small sub-groups": {"zero_optimization": {"sub_group_size": 100}},
+}
+
+
+def overlapped(stage: int, *, is_on: bool = True, **keys: Any) -> dict[str, Any]:
+    section = {"overlap_param_gather": is_on, **keys.pop("zero_optimization", {})}
+    return config(stage, zero_optimization=section, **keys)
+
+
+def evaluate(engine: shoal.Engine) -> None:
+    engine(*batch(99, 0, 1))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS.keys())
+def test_it_changes_no_bit(stage: int, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    make_apart(monkeypatch, is_apart="offload_optimizer" in keys.get("zero_optimization", {}))
+    world = 4 if "mics_shard_size" in keys.get("zero_optimization", {}) else 2
+    found = {
+        is_on: train_ranks(world, Plain, overlapped(stage, is_on=is_on, **keys), adamw, steps=4, between=evaluate)
+        for is_on in (False, True)
+    }
+    for plain, other in zip(found[False], found[True], strict=True):
+        assert (other.losses, other.norms) == (plain.losses, plain.norms)
+        for name, value in plain.parameters.items():
+            assert torch.equal(other.parameters[name], value)
+            assert torch.equal(other.main_parameters[name], plain.main_parameters[name])
+
+
+def states(stage: int) -> tuple[list[Entry], list[list[str]]]:
+    """The collectives of a step; then the units being gathered after step(), and in the forward of each block."""
+    engine = start(Unpadded, overlapped(stage))
+    run_steps(engine, 2)
+    seen: list[list[str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append([unit.name for unit in engine.sharded.units if unit.state is UnitState.GATHERING])
+
+    with current_world().recorder.recording() as entries:
+        run_steps(engine, 1, first=2)
+        look()
+    for block in engine.module.blocks:
+        block.register_forward_pre_hook(look)
+    with current_world().recorder.recording() as forward:
+        engine(*batch(3, 0, 1))
+    assert forward == []
+    engine.destroy()
+    return entries, seen
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_collectives_are_the_same_and_each_unit_waits_for_its_own(stage: int) -> None:
+    for entries, seen in run_ranks(2, states, stage):
+        assert calls(entries) == [
+            *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
+            CONTROL,
+            *(("dp", "all_gather", unit) for unit in FORWARDS),
+        ]
+        assert seen == [["root", "blocks.0", "blocks.1"], ["blocks.1"], []]
+
+
+def reads(stage: int, how: str, is_on: bool, folder: str) -> dict[str, torch.Tensor]:
+    """Read the parameters right after ``step()``."""
+    engine = start(Unpadded, overlapped(stage, is_on=is_on))
+    run_steps(engine, 2)
+    model = engine.module
+    if how == "GatheredParameters":
+        with zero.GatheredParameters(model.parameters()):
+            found = {name: p.detach().clone() for name, p in named(engine).items()}
+    elif how == "accessors":
+        found = {name: zero.safe_get_full_fp32_param(p) for name, p in named(engine).items()}
+    elif how == "state_dict":
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+    elif how == "state_dict of a part":
+        found = {name: value.clone() for name, value in model.blocks[1].state_dict().items()}
+    elif how == "module_state_dict":
+        found = engine.module_state_dict()
+    elif how == "checkpoint":
+        engine.save_checkpoint(folder)
+        run_steps(engine, 1, first=2)
+        engine.load_checkpoint(folder)
+        found = {name: p.detach().clone() for name, p in named(engine).items()}
+    elif how == "evaluation":
+        with torch.no_grad():
+            found = {"loss": engine(*batch(9, 0, 1))}
+    elif how == "a part alone":
+        with torch.no_grad():
+            found = {"output": model.blocks[1](torch.ones(2, 64))}
+    else:
+        engine.destroy()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "GatheredParameters",
+        "accessors",
+        "state_dict",
+        "state_dict of a part",
+        "module_state_dict",
+        "checkpoint",
+        "evaluation",
+        "a part alone",
+        "destroy",
+    ],
+)
+def test_what_reads_parameters_right_after_the_step_waits_by_itself(how: str, tmp_path: Any) -> None:
+    plain = run_ranks(2, reads, 2, how, False, str(tmp_path / "plain"))
+    for one, other in zip(plain, run_ranks(2, reads, 2, how, True, str(tmp_path / "other")), strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_bare_parameter_reads_as_nan_until_the_next_forward_and_refuses_writes_and_copies() -> None:
+    def job() -> None:
+        engine = start(Unpadded, overlapped(1))
+        run_steps(engine, 1)
+        weight = engine.module.blocks[0].weight
+        assert weight.shape == (64, 64)
+        assert weight.isnan().all()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="single memory location"):
+            weight.add_(1.0)
+        with pytest.raises(UsageError, match="cannot be copied"):
+            copy.deepcopy(engine.module)
+        run_steps(engine, 1, first=1)
+        engine(*batch(2, 0, 1))
+        assert not weight.isnan().any()
+        copy.deepcopy(engine.module)
+        engine.destroy()
+
+    run_ranks(2, job)
+
+
+def changes(is_on: bool) -> list[float]:
+    """Change parameters between two steps, inside ``GatheredParameters`` and by an accessor."""
+    engine = start(Plain, overlapped(2, is_on=is_on, bf16={"enabled": True}))
+    losses = run_steps(engine, 1)
+    with torch.no_grad(), zero.GatheredParameters(engine.module.parameters(), modifier_rank=0):
+        for parameter in engine.module.parameters():
+            parameter.clamp_(-0.05, 0.05)
+    losses += run_steps(engine, 1, first=1)
+    for parameter in engine.module.parameters():
+        zero.safe_set_full_fp32_param(parameter, zero.safe_get_full_fp32_param(parameter) * 0.5)
+    losses += run_steps(engine, 2, first=2)
+    engine.destroy()
+    return losses
+
+
+def test_changes_between_two_steps_count() -> None:
+    assert run_ranks(2, changes, True) == run_ranks(2, changes, False)
+
+
+class ReadsAhead(Unpadded):
+    """Its forward reads a block's weight before it calls the block."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scale = self.blocks[1].weight.float().square().mean()
+        return super().forward(tokens, targets) * (1.0 + scale)
+
+
+def test_a_parameter_that_is_read_outside_of_its_unit_is_waited_for() -> None:
+    plain = train_ranks(2, ReadsAhead, overlapped(2, is_on=False), steps=4, between=evaluate)
+    found = train_ranks(2, ReadsAhead, overlapped(2), steps=4, between=evaluate)
+    assert [one.losses for one in found] == [one.losses for one in plain]
+
+
+def test_frozen_parameters_stay_readable() -> None:
+    class PartlyFrozen(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0].requires_grad_(False)
+
+    def job(is_on: bool) -> tuple[list[float], bool]:
+        engine = start(PartlyFrozen, overlapped(2, is_on=is_on))
+        losses = run_steps(engine, 3)
+        is_readable = not any(p.isnan().any() for p in engine.module.blocks[0].parameters())
+        engine.destroy()
+        return losses, is_readable
+
+    found = run_ranks(2, job, True)
+    assert found == run_ranks(2, job, False)
+    assert all(is_readable for _, is_readable in found)
+
+
+def test_one_rank_has_nothing_to_gather() -> None:
+    def job() -> bool:
+        engine = start(Unpadded, overlapped(2))
+        run_steps(engine, 1)
+        is_whole = all(isinstance(p, nn.Parameter) and not p.isnan().any() for p in engine.module.parameters())
+        engine.destroy()
+        return is_whole
+
+    assert run_ranks(1, job) == [True]

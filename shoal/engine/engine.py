@@ -16,7 +16,7 @@ from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
-from shoal.engine.inputs import cast, explain_mixed_formats
+from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
@@ -714,6 +714,7 @@ class Engine(nn.Module):
             self.sharding.recover()
             self.accumulation.reset()
             self._explain_out_of_memory(error, phase)
+            explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter)
                 self.run_state.curriculum.explain(error)
@@ -756,6 +757,7 @@ class Engine(nn.Module):
         self.sharding.stop_host_updates()
         self._activations.remove()
         self._is_destroyed = True
+        CLIPPING.remove(self.access)
         if self._progress.monitor is not None:
             self._progress.monitor.close()
         self.sharding.detach()
@@ -764,7 +766,6 @@ class Engine(nn.Module):
         self.sharding.free()
         for parameter in self.module.parameters():
             OWNERS.pop(parameter, self.access)
-        CLIPPING.remove(self.access)
         self.on_step.clear()
         if not self.properties.device.is_cuda:
             self.properties.device.give_cache_back()

@@ -13,12 +13,21 @@ from torch.nn.utils import clip_grad, clip_grad_norm_
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.engine.clipping import CLIPPING
 from shoal.errors import ShoalError, UsageError
 from tests.ranks.models import Plain
 from tests.ranks.training import STAGES, are_bit_equal, batch, config, finish, make, start, train_alone, train_ranks
 
 TORCHS = clip_grad._clip_grads_with_norm_
 CLIP = 0.5
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_of_an_earlier_test() -> None:
+    """Tests of failures leave engines behind that are not destroyed."""
+    for owner in list(CLIPPING._steps):
+        CLIPPING.remove(owner)
+    CLIPPING.is_error = True
 
 
 def backward(engine: shoal.Engine, index: int = 0) -> None:

@@ -5,8 +5,8 @@
     parameter.all_gather(), all_gather_coalesced(), partition(), convert_to_zero_parameters()
     module.ds_external_parameters()
 
-``add_attributes`` sets them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``remove_attributes`` deletes them. Both
-also switch the warnings of ``shoal.compat.clipping``.
+``add_attributes`` sets them on ``torch.nn.Parameter`` and ``torch.nn.Module``, ``remove_attributes`` deletes them. In
+between torch's ``clip_grad_norm_`` on parameters of an engine warns, where it is an error otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import process_group
-from shoal.compat import clipping
+from shoal.engine.clipping import CLIPPING
 from shoal.errors import UsageError
 from shoal.zero.gathered import GatheredParameters
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
@@ -201,7 +201,7 @@ _METHODS: dict[str, Callable[[Any, ParameterOwner], Any]] = {
 
 def add_attributes() -> None:
     """Add the attributes to torch's classes. Idempotent."""
-    clipping.warn_of_clipping()
+    CLIPPING.is_error = False
     if _added.names:
         return
     for name, read in (_READ | _METHODS).items():
@@ -212,7 +212,7 @@ def add_attributes() -> None:
 
 def remove_attributes() -> None:
     """Remove the attributes."""
-    clipping.restore_clipping()
+    CLIPPING.is_error = True
     for cls, name in _added.names:
         delattr(cls, name)
     _added.names.clear()

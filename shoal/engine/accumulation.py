@@ -10,6 +10,7 @@ Without fp16 the loss scale is 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class Accumulation:
         self.has_backward = False  # since the last step
         self.losses: list[torch.Tensor] = []  # since the last step, before scaling
         self.scaled_by: set[str] = set()  # "engine", "scaled": how losses were scaled
+        self.clip_norm = math.inf  # of this step, as asked for by ``clip_grad_norm_()``
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
 
     # sizes
@@ -188,6 +190,7 @@ class Accumulation:
     def reset(self) -> None:
         """Discard the losses of the current step, after it was taken or given up. ``mean_loss`` is kept."""
         self.has_backward = False
+        self.clip_norm = math.inf
         self.losses.clear()
         self.scaled_by.clear()
 

@@ -15,7 +15,8 @@ from shoal.compiler import refuse_cuda_graphs
 from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
-from shoal.engine.inputs import cast, explain_mixed_formats
+from shoal.engine.clipping import CLIPPING
+from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
@@ -106,6 +107,7 @@ class Engine(nn.Module):
         self._same_inputs = SameInputs(properties.axes.tp)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
+        CLIPPING.add(self.access, accumulation)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -228,16 +230,7 @@ class Engine(nn.Module):
         accumulation, counters, sharding = self.accumulation, self.accumulation.counters, self.sharding
         if sharding.step is None:
             raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
-        if not accumulation.has_backward:
-            raise UsageError(
-                "step() was called without a backward() since the last step.",
-                where=self.properties.where(self.global_steps),
-                do="call engine.backward(loss) first.",
-                code="step-without-backward",
-            )
-        accumulation.refuse_mixed(self.sharded.num_plain_passes)
-        sharding.reduce_all()
-        status = sharding.synchronize_status(accumulation.compute_mean_loss())
+        status = self._reduce_for_step("step()")
         accumulation.mean_loss = status.mean_loss
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
@@ -269,9 +262,45 @@ class Engine(nn.Module):
         numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
         self._progress.after_step(counters, numbers, self.memory_report)
 
+    def _reduce_for_step(self, call: str) -> GlobalStatus:
+        if not self.accumulation.has_backward:
+            raise UsageError(
+                f"{call} was called without a backward() since the last step.",
+                where=self.properties.where(self.global_steps),
+                do="call engine.backward(loss) first.",
+                code="step-without-backward",
+            )
+        self.accumulation.refuse_mixed(self.sharded.num_plain_passes)
+        self.sharding.reduce_all()
+        return self.sharding.synchronize_status(self.accumulation.compute_mean_loss())
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Let the next ``step()`` clip to ``max_norm``, beside the config's ``gradient_clipping``. Every rank calls.
+
+        Returns: the global norm before clipping. Shape: []. With ``max_norm=math.inf`` that is all it does.
+        Raises: UsageError: no backward yet, or more micro-batches follow before the step.
+        Communicates: what is not reduced yet; 32 bytes.
+        """
+        self._check_alive()
+        self.offloaded.require("clip_grad_norm_()")
+        self.sharded.finish_backward()
+        if not self.accumulation.is_boundary():
+            raise UsageError(
+                f"clip_grad_norm_() was called in micro-batch {self.accumulation.micro_in_step + 1} of"
+                f" {self.accumulation.num_micro}: the norm of the step's gradients is not known yet.",
+                where=self.properties.where(self.global_steps),
+                do="call it after the last backward(): if engine.is_gradient_accumulation_boundary().",
+                code="clip-mid-step",
+            )
+        with self._failing("clip_grad_norm_"):
+            status = self._reduce_for_step("clip_grad_norm_()")
+        self.accumulation.clip_norm = min(self.accumulation.clip_norm, float(max_norm))
+        return torch.tensor(status.norm * self.accumulation.gradient_scale(), device=self.device)
+
     def _update(self, status: GlobalStatus, norm: float) -> None:
-        gradient_scale, clip = self.accumulation.gradient_scale(), self.plan.clip_norm
-        is_clipped = clip > 0 and math.isfinite(norm) and norm > clip
+        gradient_scale = self.accumulation.gradient_scale()
+        clip = min(self.plan.clip_norm or math.inf, self.accumulation.clip_norm)
+        is_clipped = math.isfinite(norm) and norm > clip
         if is_clipped:
             gradient_scale *= clip / (norm + 1e-6)
         self.sharding.update(status, gradient_scale, is_clipped=is_clipped)
@@ -688,6 +717,7 @@ class Engine(nn.Module):
             self.sharding.recover()
             self.accumulation.reset()
             self._explain_out_of_memory(error, phase)
+            explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
                 explain_mixed_formats(error, self.module, self.plan.precision.parameter)
                 self.run_state.curriculum.explain(error)
@@ -730,6 +760,7 @@ class Engine(nn.Module):
         self.sharding.stop_host_updates()
         self._activations.remove()
         self._is_destroyed = True
+        CLIPPING.remove(self.access)
         if self._progress.monitor is not None:
             self._progress.monitor.close()
         self.sharding.detach()

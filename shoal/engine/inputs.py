@@ -1,11 +1,15 @@
-"""Casts a forward's inputs to the dtype that the model computes in, and explains errors of mixed dtypes."""
+"""Casts a forward's inputs to the dtype that the model computes in, and explains errors of a forward."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+
+from shoal.errors import CommError
+from shoal.sharding.unit import Unit
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -39,3 +43,20 @@ def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.d
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. If the model mixes them with activations, cast"
             ' them there (buffer.to(x.dtype)), or set "data_types": {"buffer_dtype": "..."} in the config.'
         )
+
+
+def explain_mismatch(error: Exception, units: Iterable[Unit]) -> None:
+    """Add a note to the error of ranks that gather different units: one of them may have read a parameter alone.
+
+    Args:
+        units: of this rank, with what their forwards read of each other.
+    """
+    if not isinstance(error, CommError) or error.code != "comm-mismatch" or "all_gather" not in str(error):
+        return
+    reads = [(unit.name, read.name) for unit in units for read in unit.shared if f"{read.name!r}" in error.what]
+    found = "".join(f" On this rank {reader!r} has read parameters of unit {read!r}." for reader, read in reads)
+    error.add_note(
+        "shoal: at stage 3, reading a sharded parameter outside the forward of its module gathers the parameter's unit."
+        f"{found} If not every rank reads it (as in: if rank == 0: print(p.sum())), the ranks disagree as above: let"
+        " all ranks enter `with shoal.zero.GatheredParameters([p]):` and read it there."
+    )

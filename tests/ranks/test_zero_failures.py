@@ -204,3 +204,37 @@ def test_clipping_leaves_zero_at_zero_and_turns_no_sign(stage: int) -> None:
 
 def plain_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
+
+
+class PrintsOnRank0(Plain):
+    """Rank 0 alone reads a weight between two blocks: of a block that has run, of the next, or of a later one."""
+
+    read = 0
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        if current_world().rank == 0:
+            float(self.blocks[self.read].up.weight.detach().sum())
+        return self.blocks[2](self.blocks[1](x))
+
+
+@pytest.mark.parametrize("read", [0, 1, 2])
+def test_a_rank_that_reads_a_sharded_parameter_alone_is_told_to_gather_it_on_every_rank(
+    read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PrintsOnRank0, "read", read)
+
+    def job() -> str:
+        engine = start(PrintsOnRank0, config(3))
+        with pytest.raises(CommError) as caught:
+            engine.backward(engine(*batch(0, current_world().rank, 2)))
+        assert caught.value.code == "comm-mismatch"
+        with pytest.raises(CommError):  # it would gather
+            engine.destroy()
+        return "".join(caught.value.__notes__)
+
+    reading, other = run_ranks(2, job)
+    assert f"On this rank 'root' has read parameters of unit 'blocks.{read}'." in reading
+    assert "On this rank" not in other
+    for note in (reading, other):
+        assert "with shoal.zero.GatheredParameters([p]):" in note

@@ -189,9 +189,17 @@ def test_sequences_that_do_not_divide_are_refused_in_training_and_computed_whole
     [
         ({"blocks.*.attention.qqkv": "column"}, 2, r"does not have: blocks\.\*\.attention\.qqkv; did you mean"),
         ({"blocks.0.attention.qkv": "column"}, 2, r"1 modules twice: blocks\.0\.attention\.qkv by blocks\.\*\.att"),
-        ({"blocks.*.feed_forward.up": None}, 2, r"nothing of 2 linear layers: blocks\.0\.feed_forward\.up, blocks\.1\."),
+        (
+            {"blocks.*.feed_forward.up": None},
+            2,
+            r"nothing of 2 linear layers: blocks\.0\.feed_forward\.up, blocks\.1\.",
+        ),
         ({"blocks.*.feed_forward.up": "col"}, 2, r"'blocks\.\*\.feed_forward\.up': 'col', but no style is called so"),
-        ({"blocks.*.feed_forward.up": "column:3"}, 2, r"blocks\.0\.feed_forward\.up cannot be split as column in blocks"),
+        (
+            {"blocks.*.feed_forward.up": "column:3"},
+            2,
+            r"blocks\.0\.feed_forward\.up cannot be split as column in blocks",
+        ),
         ({"blocks.*.attention.out": "replicate"}, 2, r"splits blocks\.0\.attention\.qkv, but not all projections"),
         ({"embedding": "replicate"}, 2, r"embedding\.weight is tied, and the plan splits it for head alone"),
         ({"embedding": "column"}, 2, r"embedding cannot be split as column: it is of the class Embedding"),

@@ -134,7 +134,8 @@ class _GatherLast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, comm: Communicator, widths: tuple[int, ...], label: str
     ) -> torch.Tensor:
         ctx.own = sum(widths[: comm.rank]), widths[comm.rank]
-        padded = F.pad(tensor, (0, max(widths) - tensor.shape[-1]))
+        padding = max(widths) - tensor.shape[-1]
+        padded = F.pad(tensor, (0, padding)) if padding else tensor
         gathered = torch.empty((comm.size, *padded.shape), dtype=tensor.dtype, device=tensor.device)
         comm.all_gather(gathered.view(-1), padded.contiguous().view(-1), label=f"{label} gather").drain()
         return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)

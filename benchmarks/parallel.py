@@ -120,6 +120,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.loss_function = None  # parallelize() sets it where the loss is computed from split logits
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -129,10 +130,19 @@ class Decoder(nn.Module):
         return logits
 
 
+PLAN = {
+    "embedding": "vocab", "head": "vocab_head",
+    "layers.*.attention": "prepare_input", "layers.*.feed_forward": "prepare_input",
+    **{f"layers.*.attention.{name}": "column" for name in ("q_proj", "k_proj", "v_proj")},
+    **{f"layers.*.feed_forward.{name}": "column" for name in ("gate_proj", "up_proj")},
+    "layers.*.attention.o_proj": "row", "layers.*.feed_forward.down_proj": "row",
+}  # fmt: skip
+
+
 def step_of(model: nn.Module, forward: Callable[[], Tensor]) -> Step:
     def step() -> float:
         loss = forward()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         for parameter in model.parameters():
             parameter.grad = None
         return float(loss.detach())
@@ -163,15 +173,7 @@ def tensor(comm: Communicator, shape: Shape, *, sequence_parallel: bool, loss_pa
     tokens = torch.randint(0, shape.vocab, (shape.batch, shape.length))
     targets = tokens.roll(-1, 1)
 
-    plan = {
-        "embedding": "vocab", "head": "vocab_head",
-        "layers.*.attention": "prepare_input", "layers.*.feed_forward": "prepare_input",
-        **{f"layers.*.attention.{name}": "column" for name in ("q_proj", "k_proj", "v_proj")},
-        **{f"layers.*.feed_forward.{name}": "column" for name in ("gate_proj", "up_proj")},
-        "layers.*.attention.o_proj": "row", "layers.*.feed_forward.down_proj": "row",
-    }  # fmt: skip
-    ours.loss_function = None  # set by parallelize() where the loss is computed from parts
-    parallelize(ours, comm, plan, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
+    parallelize(ours, comm, PLAN, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
 
     between = Shard(1) if sequence_parallel else Replicate()
     of_layer: dict[str, Any] = {
@@ -217,10 +219,30 @@ def tensor(comm: Communicator, shape: Shape, *, sequence_parallel: bool, loss_pa
     )
 
 
+def overlap(comm: Communicator, shape: Shape) -> Pair:
+    """``tp_overlap_comm`` beside the same model without it."""
+    from shoal.parallel.tensor import parallelize
+
+    torch.manual_seed(0)
+    models = [Decoder(shape)]
+    models.append(copy.deepcopy(models[0]))
+    tokens = torch.randint(0, shape.vocab, (shape.batch, shape.length))
+    for model, overlaps in zip(models, (True, False), strict=True):
+        plan = {name: style for name, style in PLAN.items() if name != "layers.*.feed_forward"}
+        parallelize(model, comm, plan, overlap=overlaps)
+
+    def forward(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+    ours, plain = (step_of(model, partial(forward, model)) for model in models)
+    return Pair(ours, plain, "Shoal without overlap")
+
+
 CASES: dict[str, Callable[[Communicator, Shape], Pair]] = {
     "tensor": partial(tensor, sequence_parallel=False, loss_parallel=False),
     "tensor, loss parallel": partial(tensor, sequence_parallel=False, loss_parallel=True),
     "tensor, sequence and loss parallel": partial(tensor, sequence_parallel=True, loss_parallel=True),
+    "tensor, overlap": overlap,
 }
 """By name: a function that builds both steps of a case; it is called on every rank."""
 

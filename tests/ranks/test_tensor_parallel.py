@@ -67,6 +67,22 @@ def test_the_loss_of_split_logits_is_the_loss(sequence_parallel: bool) -> None:
     compare(gpt(), loss_alone, 2, loss_parallel=True, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(sequence_parallel: bool) -> None:
+    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": True}
+    plain = compare(gpt(), loss_alone, 2, **options)
+    overlapped = compare(gpt(), loss_alone, 2, overlap=True, **options)
+    for calls, chunked in zip(plain, overlapped, strict=True):
+        nbytes, in_chunks = Counter[str](), Counter[str]()
+        for call in calls:
+            nbytes[call.label] += call.nbytes
+        for call in chunked:
+            in_chunks[call.label] += call.nbytes
+        assert in_chunks == nbytes
+        outs = [call for call in chunked if call.label == "blocks.0.attention.out out"]
+        assert len(outs) == 4
+
+
 def test_on_one_rank_nothing_is_split() -> None:
     compare(gpt(), forward, 1)
 
@@ -189,9 +205,17 @@ def test_sequences_that_do_not_divide_are_refused_in_training_and_computed_whole
     [
         ({"blocks.*.attention.qqkv": "column"}, 2, r"does not have: blocks\.\*\.attention\.qqkv; did you mean"),
         ({"blocks.0.attention.qkv": "column"}, 2, r"1 modules twice: blocks\.0\.attention\.qkv by blocks\.\*\.att"),
-        ({"blocks.*.feed_forward.up": None}, 2, r"nothing of 2 linear layers: blocks\.0\.feed_forward\.up, blocks\.1\."),
+        (
+            {"blocks.*.feed_forward.up": None},
+            2,
+            r"nothing of 2 linear layers: blocks\.0\.feed_forward\.up, blocks\.1\.",
+        ),
         ({"blocks.*.feed_forward.up": "col"}, 2, r"'blocks\.\*\.feed_forward\.up': 'col', but no style is called so"),
-        ({"blocks.*.feed_forward.up": "column:3"}, 2, r"blocks\.0\.feed_forward\.up cannot be split as column in blocks"),
+        (
+            {"blocks.*.feed_forward.up": "column:3"},
+            2,
+            r"blocks\.0\.feed_forward\.up cannot be split as column in blocks",
+        ),
         ({"blocks.*.attention.out": "replicate"}, 2, r"splits blocks\.0\.attention\.qkv, but not all projections"),
         ({"embedding": "replicate"}, 2, r"embedding\.weight is tied, and the plan splits it for head alone"),
         ({"embedding": "column"}, 2, r"embedding cannot be split as column: it is of the class Embedding"),

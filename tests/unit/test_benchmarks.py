@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint
+from benchmarks import checkpoint, parallel
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -46,6 +46,15 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None
     assert results["fsdp2-stage2"].loss == pytest.approx(results["ddp"].loss, rel=1e-3)
     broken = compete(["plain"], Task(precision="fp32", num_heads=0), 1, rounds=1, steps=1)
     assert "num_heads" in broken["plain"].error
+
+
+@pytest.mark.gloo
+def test_every_case_of_the_parallel_benchmark_agrees_with_its_peer() -> None:
+    shape = vars(parallel.Shape(layers=1, hidden=32, heads=4, kv_heads=2, vocab=64, batch=2, length=8))
+    rows = parallel.run(argparse.Namespace(cases=list(parallel.CASES), ranks=2, rounds=2, **shape))
+    assert [row["case"] for row in rows] == list(parallel.CASES)
+    assert [row for row in rows if "error" in row] == []
+    assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_the_largest_model_fills_both_memories() -> None:

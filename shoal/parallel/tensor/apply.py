@@ -61,6 +61,7 @@ def parallelize(
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     strict: bool = True,
+    overlap: bool = False,
 ) -> TensorParallelModel:
     """Split ``model`` over the ranks of ``comm``, in place.
 
@@ -70,6 +71,7 @@ def parallelize(
         loss_parallel: the model's head returns this rank's logits, from which its ``loss_function`` computes the loss.
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
+        overlap: communicate beside the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
 
     Raises: ModelError: a plan that does not fit the model, before anything is changed.
     Communicates: nothing.
@@ -77,7 +79,7 @@ def parallelize(
     """
     splitter = _Splitter(model, comm, plan_for(model) if plan is None else plan, sequence_parallel, strict)
     loss = splitter.find_loss() if loss_parallel else None
-    splitter.prepare(gathers_logits=not loss_parallel)
+    splitter.prepare(gathers_logits=not loss_parallel, overlaps=overlap)
     if comm.size == 1:
         return TensorParallelModel({}, frozenset(), splitter.plan)
     if loss is not None:
@@ -117,7 +119,7 @@ class _Splitter:
         self.layers: dict[str, _Layer] = {}
         self.parts: dict[int, Part] = {}  # by id of the parameter
 
-    def prepare(self, *, gathers_logits: bool) -> None:
+    def prepare(self, *, gathers_logits: bool, overlaps: bool) -> None:
         """Decide the ranges of every layer; raise what is wrong with them."""
         ranges: dict[str, tuple[tuple[Range, ...], bool]] = {}
         for name, module in self.modules.items():
@@ -127,7 +129,7 @@ class _Splitter:
                 ranges.update(split.ranges)
         for name, style in self.styles.items():
             if style.kind in (*_COLUMNS, *_ROWS, "vocab"):
-                self._add_layer(name, style, ranges.get(name), gathers_logits)
+                self._add_layer(name, style, ranges.get(name), gathers_logits, overlaps)
         self._check_tied()
 
     def apply(self) -> TensorParallelModel:
@@ -184,7 +186,12 @@ class _Splitter:
         return owner, VocabParallelLoss(self.comm, vocab_size, shifts=hasattr(owner, "loss_type"))
 
     def _add_layer(
-        self, name: str, style: ParallelStyle, given: tuple[tuple[Range, ...], bool] | None, gathers_logits: bool
+        self,
+        name: str,
+        style: ParallelStyle,
+        given: tuple[tuple[Range, ...], bool] | None,
+        gathers_logits: bool,
+        overlaps: bool,
     ) -> None:
         module = _linear(self.modules[name])
         weight, comm, kind = getattr(module, "weight", None), self.comm, style.kind
@@ -213,6 +220,7 @@ class _Splitter:
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
+            overlaps=overlaps,
         )
         self._add(self._path(name), layer)
         if module is not self.modules[name]:

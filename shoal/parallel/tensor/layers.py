@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.parallel.tensor.overlap import column_linear, row_linear
 from shoal.parallel.tensor.parts import Range, take
 from shoal.parallel.tensor.region import TensorRegion
 
@@ -41,6 +42,7 @@ class LayerSplit:
         own_input: the input elements of this rank, taken from an input that all ranks have whole.
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: whether the random states differ until this layer is left.
+        overlaps: whether communication runs beside the layer's own products.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LayerSplit:
     own_input: tuple[Range, ...] | None = None
     own_tokens: Range = (0, 0)
     forks: bool = False
+    overlaps: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:
         return self
@@ -64,15 +67,19 @@ class ColumnParallelLinear(nn.Module):
     weight: nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        split = self.tensor_split
-        whole = split.region.enter(input, f"{split.name} in") if split.communicates else input
+        split, region = self.tensor_split, self.tensor_split.region
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = getattr(self, "bias", None)
         if split.computed is not None:
             weight = take(weight, 1 if split.is_transposed else 0, split.computed)
             bias = None if bias is None else take(bias, 0, split.computed)
-        output = F.linear(whole, weight.t() if split.is_transposed else weight, bias)
-        return output if split.widths is None else gather_last(output, split.region.comm, split.widths, split.name)
+        weight = weight.t() if split.is_transposed else weight
+        if split.overlaps and split.communicates and not region.splits_sequence:
+            output = column_linear(input, weight, bias, region.comm, label=f"{split.name} in")
+        else:
+            whole = region.enter(input, f"{split.name} in") if split.communicates else input
+            output = F.linear(whole, weight, bias)
+        return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)
 
 
 class RowParallelLinear(nn.Module):
@@ -82,14 +89,17 @@ class RowParallelLinear(nn.Module):
     weight: nn.Parameter
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        split = self.tensor_split
+        split, region, label = self.tensor_split, self.tensor_split.region, f"{self.tensor_split.name} out"
         own = input
         if split.own_input is not None:
-            own = take(split.region.copy(input, f"{split.name} in"), -1, split.own_input)
-        output = F.linear(own, self.weight.t() if split.is_transposed else self.weight)
+            own = take(region.copy(input, f"{split.name} in"), -1, split.own_input)
         if split.forks:
-            split.region.fork.end()
-        output = split.region.leave(output, f"{split.name} out")
+            region.fork.end()
+        weight = self.weight.t() if split.is_transposed else self.weight
+        if split.overlaps:
+            output = row_linear(own, weight, region.comm, splits_sequence=region.splits_sequence, label=label)
+        else:
+            output = region.leave(F.linear(own, weight), label)
         bias: torch.Tensor | None = getattr(self, "bias", None)
         return output if bias is None else output + bias
 
@@ -134,7 +144,8 @@ class _GatherLast(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, comm: Communicator, widths: tuple[int, ...], label: str
     ) -> torch.Tensor:
         ctx.own = sum(widths[: comm.rank]), widths[comm.rank]
-        padded = F.pad(tensor, (0, max(widths) - tensor.shape[-1]))
+        padding = max(widths) - tensor.shape[-1]
+        padded = F.pad(tensor, (0, padding)) if padding else tensor
         gathered = torch.empty((comm.size, *padded.shape), dtype=tensor.dtype, device=tensor.device)
         comm.all_gather(gathered.view(-1), padded.contiguous().view(-1), label=f"{label} gather").drain()
         return torch.cat([part[..., :width] for part, width in zip(gathered, widths, strict=True)], -1)

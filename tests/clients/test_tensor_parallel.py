@@ -1,0 +1,176 @@
+"""Tensor parallelism on tiny models of Transformers: each family computes what it does unsplit.
+
+6 query heads share 3 key-value heads, so that 4 ranks are more than key-value heads; 67 tokens divide by no number of
+ranks, 50 neurons not by 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.parallel.tensor import plan_for
+from tests.ranks.tensor_cases import Outputs, compare, randomize
+
+transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+
+VOCABULARY = 67
+_SHAPE = {"vocab_size": VOCABULARY, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+_TOKENS = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+_LLAMA = {**_SHAPE, **_TOKENS, "intermediate_size": 50, "num_key_value_heads": 3, "max_position_embeddings": 32}
+_NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
+
+# the class, the config, its arguments
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": (
+        "GPT2LMHeadModel", "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 56, "n_layer": 2, "n_head": 7, "resid_pdrop": 0.0,
+         "embd_pdrop": 0.0, "attn_pdrop": 0.0, **_TOKENS},
+    ),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _LLAMA),
+    "llama-tied-biases": (
+        "LlamaForCausalLM", "LlamaConfig",
+        {**_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "llama-multi-query": ("LlamaForCausalLM", "LlamaConfig", {**_LLAMA, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**_LLAMA, "head_dim": 8}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _LLAMA),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**_LLAMA, "intermediate_size": 48, "num_local_experts": 4}),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", {**_LLAMA, "head_dim": 8}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", {**_LLAMA, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
+    "bloom": (
+        "BloomForCausalLM", "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6, **_TOKENS, **_NO_DROPOUT},
+    ),
+    "falcon-multi-query": ("FalconForCausalLM", "FalconConfig", {**_SHAPE, **_TOKENS, **_NO_DROPOUT}),
+    "falcon-groups": (
+        "FalconForCausalLM", "FalconConfig",
+        {**_SHAPE, **_TOKENS, **_NO_DROPOUT, "num_kv_heads": 3, "new_decoder_architecture": True},
+    ),
+    "falcon-alibi": (
+        "FalconForCausalLM", "FalconConfig",
+        {**_SHAPE, **_TOKENS, **_NO_DROPOUT, "multi_query": False, "alibi": True, "bias": True, "parallel_attn": False},
+    ),
+    "gpt-neox": (
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", {**_SHAPE, **_TOKENS, **_NO_DROPOUT, "intermediate_size": 50}
+    ),
+    "opt": (
+        "OPTForCausalLM", "OPTConfig",
+        {**_SHAPE, **_TOKENS, "ffn_dim": 50, "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32,
+         "word_embed_proj_dim": 48},
+    ),
+    "bert": (
+        "BertForMaskedLM", "BertConfig",
+        {**_SHAPE, "intermediate_size": 50, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM", "DeepseekV3Config",
+        {**_LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 2, **_MLA},
+    ),
+}  # fmt: skip
+
+GENERATOR = torch.Generator().manual_seed(1)
+TOKENS = torch.randint(1, VOCABULARY, (2, 8), generator=GENERATOR)
+MASK = torch.ones_like(TOKENS).index_put((torch.tensor([1, 1]), torch.tensor([6, 7])), torch.tensor(0))
+
+
+def build(family: str) -> nn.Module:
+    model, config, arguments = FAMILIES[family]
+    return randomize(getattr(transformers, model)(getattr(transformers, config)(**arguments)))
+
+
+def forward(model: nn.Module) -> Outputs:
+    output = model(input_ids=TOKENS, attention_mask=MASK, labels=TOKENS)
+    return {"logits": output.logits, "loss": output.loss}
+
+
+def loss_alone(model: nn.Module) -> Outputs:
+    return {"loss": forward(model)["loss"]}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_loss_and_gradients_are_those_of_the_whole_model(family: str, size: int) -> None:
+    compare(build(family), forward, size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_parallelism_changes_no_value(family: str) -> None:
+    compare(build(family), forward, 4, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied-biases", "bloom"])
+def test_the_loss_of_split_logits_is_the_loss(family: str) -> None:
+    compare(build(family), loss_alone, 2, loss_parallel=True)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", ["phi3", "qwen3", "falcon-groups", "falcon-alibi"])
+def test_both_attentions_of_transformers_work(family: str, attention: str) -> None:
+    model = build(family)
+    model.set_attn_implementation(attention)
+    compare(model, forward, 4)
+
+
+def test_recomputed_layers_give_the_same_gradients() -> None:
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    compare(model, loss_alone, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "llama-multi-query"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_lora_matrices_are_split_with_their_base_layers(family: str, sequence_parallel: bool) -> None:
+    peft = pytest.importorskip("peft")
+    names = {"gpt2": ["c_attn", "c_proj", "c_fc"]}.get(family, ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"])
+    config = peft.LoraConfig(r=3, target_modules=names, lora_dropout=0.0, fan_in_fan_out=family == "gpt2")
+    compare(randomize(peft.get_peft_model(build(family), config)), forward, 4, sequence_parallel=sequence_parallel)
+
+
+def test_the_plan_of_phi3_splits_inside_the_fused_blocks_where_transformers_gathers() -> None:
+    assert plan_for(build("phi3")) == {
+        "model.layers.*.self_attn": "prepare_input",
+        "model.layers.*.self_attn.qkv_proj": "column",
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp.gate_up_proj": "column:2",
+        "model.layers.*.mlp.down_proj": "row",
+        "model.embed_tokens": "vocab",
+        "lm_head": "vocab_head",
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_plans_of_transformers_are_followed_as_they_are(family: str) -> None:
+    model = build(family)
+    plan = {**model.config.base_model_tp_plan, "lm_head": "colwise_gather_output"}
+    compare(model, forward, 4, plan=plan)
+
+
+SPECS: list[dict[str, Any]] = [
+    {"patterns": [r".*self_attn\.o_proj\.weight$", r".*mlp\.down_proj\.weight$"], "partition_type": "row"},
+    {"patterns": [r".*self_attn\.qkv_proj\.weight$"], "shape": [[48, 24, 24], -1], "partition_dim": 0},
+    {"patterns": [r".*mlp\.gate_up_proj\.weight$"], "partition_type": "column", "shape": [2, -1]},
+    {"patterns": [r"lm_head\.weight$"], "partition_type": "skip"},
+    {"patterns": [r".*nowhere"], "partition_type": "column", "model_types": ["llama"]},
+]
+
+
+def test_layer_specs_of_deepspeed_make_a_plan() -> None:
+    model = build("phi3")
+    plan = plan_for(model, layer_specs=SPECS, use_default_specs=False)
+    assert plan == {
+        "model.layers.*.self_attn.o_proj": "row",
+        "model.layers.*.mlp.down_proj": "row",
+        "model.layers.*.self_attn.qkv_proj": "column:48,24,24",
+        "model.layers.*.mlp.gate_up_proj": "column:2",
+        "lm_head": "skip",
+    }
+    compare(model, forward, 2, plan=plan)
+    assert plan_for(model, layer_specs=SPECS)["model.embed_tokens"] == "vocab"

@@ -1,0 +1,80 @@
+"""The arithmetic of tensor parallel parts and heads, and keys of plans."""
+
+from __future__ import annotations
+
+import doctest
+from types import ModuleType
+
+import pytest
+
+from shoal.errors import ModelError
+from shoal.parallel.tensor import heads, parts
+from shoal.parallel.tensor.heads import Layout, local_heads, projection_ranges
+from shoal.parallel.tensor.parts import even_ranges, length
+from shoal.parallel.tensor.plan import match, parse_style
+
+
+@pytest.mark.parametrize("module", [heads, parts], ids=lambda module: module.__name__)
+def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
+    results = doctest.testmod(module)
+    assert (results.failed, results.attempted > 0) == (0, True)
+
+
+@pytest.mark.parametrize("layout", ["heads", "separate", "blocks", "groups"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 12])
+def test_every_head_is_computed_once_with_its_own_key_and_value(layout: Layout, num_kv_heads: int, size: int) -> None:
+    num_heads, unit = 12, 2
+    group = num_heads // num_kv_heads
+    if layout == "heads" and group > 1:
+        return
+    query_of: dict[int, list[int]] = {}
+    for rank in range(size):
+        mine = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
+        assert len(mine.query) == len(mine.kv) * mine.groups
+        for position, head in enumerate(mine.query):  # repeat_kv: local query head i reads local kv head i // groups
+            assert mine.kv[position // mine.groups] == head // group
+        assert mine.is_kv_whole == (num_kv_heads < size)
+        numel = unit * num_heads if layout == "separate" else unit * (num_heads + 2 * num_kv_heads)
+        numel = 3 * unit * num_heads if layout == "heads" else numel
+        ranges, is_whole = projection_ranges(layout, 0, numel, mine, num_heads, num_kv_heads)
+        assert is_whole == (mine.is_kv_whole and layout in ("blocks", "groups"))
+        rows = [row for start, stop in ranges for row in range(start, stop)]
+        query_of[rank] = rows
+        if layout == "groups":
+            width = unit * (mine.groups + 2)
+            for position, kv in enumerate(mine.kv):
+                block = rows[position * width : (position + 1) * width]
+                assert block[-2 * unit :] == list(
+                    range((kv + 1) * (group + 2) * unit - 2 * unit, (kv + 1) * (group + 2) * unit)
+                )
+    if num_kv_heads >= size:
+        everything = sorted(row for rows in query_of.values() for row in rows)
+        assert everything == list(range(len(everything)))
+
+
+def test_fused_blocks_are_split_each() -> None:
+    assert even_ranges((6, 2, 2), 2, 1) == ((3, 6), (7, 8), (9, 10))
+    assert sum(length(even_ranges((50257,), 8, rank)) for rank in range(8)) == 50257
+
+
+@pytest.mark.parametrize(
+    ("style", "blocks"),
+    [("column", (12,)), ("column:3", (4, 4, 4)), ("column:8,2,2", (8, 2, 2)), ("packed_colwise", (6, 6))],
+)
+def test_a_style_names_the_fused_blocks(style: str, blocks: tuple[int, ...]) -> None:
+    assert parse_style(style, "key").block_sizes(12) == blocks
+
+
+@pytest.mark.parametrize("style", ["colunm", "column:0", "column:a", "row:2", "column:"])
+def test_an_unknown_style_is_an_error(style: str) -> None:
+    with pytest.raises(ModelError, match="no style is called so"):
+        parse_style(style, "layers.*.up")
+
+
+def test_a_key_may_leave_out_the_beginning_of_a_name_and_names_one_part_by_a_star() -> None:
+    names = ["model.layers.0.up", "model.layers.10.up", "model.layers.0.mlp.up", "up"]
+    assert match({"layers.*.up": "column"}, names) == {names[0]: "layers.*.up", names[1]: "layers.*.up"}
+    assert match({"up": "column"}, names) == {"up": "up"}
+    with pytest.raises(ModelError, match=r"does not have: layer\.\*\.up; did you mean 'model\.layers\.\*\.up'"):
+        match({"layer.*.up": "column"}, names)

@@ -12,6 +12,7 @@ from __future__ import annotations
 _BUILDERS = "shoal.compat.op_builders"
 _CONSTANTS = "shoal.compat.constants"
 _OPTIMIZERS = "shoal.compat.optimizers"
+_SEQUENCE = "shoal.compat.sequence_parallel"
 _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
@@ -133,6 +134,14 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.parallel_state_sp": {
+        _SEQUENCE: (
+            "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size"
+            " get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size"
+            " get_sequence_data_parallel_rank"
+        ),
+    },
+    "runtime.sequence_parallel.ulysses_sp": {_SEQUENCE: "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"},
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {
@@ -147,6 +156,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.errors": "ZeRORuntimeException=ShoalError",
     },
     "sequence": {},
+    "sequence.layer": {_SEQUENCE: "DistributedAttention"},
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch
@@ -43,6 +43,10 @@ class SequenceContext:
     order: ChunkOrder = "balanced"
     exchange: KeyExchange = "ring"
     length: int | None = None
+    # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
+    _last: list[tuple[tuple[Tensor | None, ...], Documents | None]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @property
     def sp_size(self) -> int:
@@ -152,6 +156,47 @@ class SequenceContext:
         Communicates: as :meth:`unshard`. Order: the host waits for the result.
         """
         return Documents.from_ids(self.unshard(ids))
+
+    def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
+        """The documents of the whole rows, as models of transformers describe them; None: one document a row.
+
+        The result is kept for further calls with the same tensors.
+
+        Args:
+            positions: ``position_ids`` of this rank, [B or 1, L of this rank]: a document begins where they do not go
+                on. None on all ranks or on none.
+            padding: ``attention_mask`` of this rank, [B, L of this rank]: 0 where a position is padding.
+
+        Raises: UsageError: positions that every rank counts from 0; padding between tokens.
+        Communicates: as :meth:`unshard`, for each of the two, and an exchange. Order: the host waits for the result.
+        """
+        if self._last and all(one is other for one, other in zip(self._last[0][0], (positions, padding), strict=True)):
+            return self._last[0][1]
+        documents = None
+        if positions is not None:
+            self._check_whole_positions(positions)
+            documents = Documents.from_positions(self.unshard(positions))
+        if padding is not None:
+            of_padding = Documents.of_padding(self.unshard(padding.to(torch.uint8)).bool())
+            documents = of_padding if documents is None else documents.and_of(of_padding)
+        if documents is not None and all(len(row) == 2 for row in documents.begins):
+            documents = None
+        self._last[:] = [((positions, padding), documents)]
+        return documents
+
+    def _check_whole_positions(self, positions: Tensor) -> None:
+        local = torch.arange(positions.shape[-1], device=positions.device)
+        flag = torch.tensor([float((positions == local).all())])
+        for comm in (self.sp, self.cp):
+            if comm is not None:
+                flag = comm.exchange(flag, label="positions from 0").wait().min().view(1)
+        if flag.item() and self.size > 1:
+            raise UsageError(
+                f"each of {self.size} ranks counts its position_ids from 0 to {positions.shape[-1] - 1}",
+                do="give the model position_ids of the whole sequence, cut like input_ids: without them it takes each"
+                " rank's part for a sequence of its own.",
+                code="sequence-positions",
+            )
 
 
 def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim: int) -> Tensor:

@@ -71,6 +71,22 @@ class Documents:
         return cls._from_first(positions[:, 1:] != positions[:, :-1] + 1)
 
     @classmethod
+    def of_padding(cls, is_token: Tensor) -> Documents:
+        """Rows with padding before or after the tokens, [B, L]: a document of tokens, and documents of padding.
+
+        Raises: UsageError: padding between tokens.
+        """
+        documents = cls.from_ids(is_token)
+        values = is_token.to(torch.int8)
+        if bool(((values[:, 1:] - values[:, :-1] == 1).sum(1) + values[:, 0] > 1).any()):
+            raise UsageError(
+                "a row of attention_mask has padding between tokens",
+                do="put padding before or after the tokens, and separate packed documents by position_ids.",
+                code="sequence-documents",
+            )
+        return documents
+
+    @classmethod
     def _from_first(cls, is_first: Tensor) -> Documents:
         """
         Args:
@@ -84,6 +100,9 @@ class Documents:
 
     def and_of(self, other: Documents) -> Documents:
         """Documents that begin where one of either begins: positions attend where both allow it."""
-        return Documents(
-            tuple(tuple(sorted({*mine, *theirs})) for mine, theirs in zip(self.begins, other.begins, strict=True))
-        )
+        rows = max(len(self.begins), len(other.begins))
+        pairs = zip(self._of_rows(rows), other._of_rows(rows), strict=True)
+        return Documents(tuple(tuple(sorted({*mine, *theirs})) for mine, theirs in pairs))
+
+    def _of_rows(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        return self.begins * rows if len(self.begins) == 1 else self.begins

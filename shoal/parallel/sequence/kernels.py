@@ -185,9 +185,14 @@ class PlainKernel:
         return scores
 
 
+def sum_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype of sums of tensors like this: fp32, or fp64 for fp64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
 def accumulated(tensor: Tensor) -> Tensor:
-    """``tensor`` in the dtype of sums: fp32, or fp64 for fp64."""
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
+    """``tensor`` in the dtype of sums."""
+    return tensor.to(sum_dtype(tensor))
 
 
 def kernel_for(query: Tensor, value: Tensor) -> AttentionKernel:

@@ -30,7 +30,7 @@ from torch import Tensor
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator, Work
 from shoal.parallel.sequence.chunks import Chunks, Tile, num_positions, tiles_of
-from shoal.parallel.sequence.kernels import accumulated, kernel_for, repeated, summed
+from shoal.parallel.sequence.kernels import accumulated, kernel_for, repeated, sum_dtype, summed
 
 KeyExchange = Literal["ring", "all_gather"]
 
@@ -70,8 +70,8 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, plan: RingPlan) ->
 
     Communicates: see the module. Per rank and pass P - 1 times the bytes of its keys and values; in backward also of
         their gradients in fp32.
-    Memory: in forward two buffers of one rank's keys and values, one tile's output, and the output in fp32. Scores: see
-        ``kernels``.
+    Memory: in forward three buffers of one rank's keys and values (two on two ranks), one tile's output, and the output
+        in fp32; in backward also four of their gradients in fp32. Scores: see ``kernels``.
     """
     out: Tensor = _RingAttention.apply(query, key, value, plan)
     return out
@@ -97,7 +97,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         plan: RingPlan = ctx.plan
         kernel = kernel_for(query, value)
-        of_query = torch.zeros_like(accumulated(query))
+        of_query = query.new_zeros(query.shape, dtype=sum_dtype(query))
         collected = _collected(key, value, plan)
         for source, keys, values in _blocks(key, value, plan, f"{plan.label} backward"):
             of_keys, of_values = collected.begin(source)
@@ -143,7 +143,7 @@ class _MergedOutput:
             if out.shape == self._shape:
                 self.out, self.lse = accumulated(out), lse
                 return
-            self.out = accumulated(out.new_zeros(self._shape))
+            self.out = out.new_zeros(self._shape, dtype=sum_dtype(out))
             self.lse = lse.new_full(self._shape[:3], float("-inf"))
         rows, queries, _ = _indices(tile)
         total, before = self.out[rows, :, queries], self.lse[rows, :, queries]
@@ -218,19 +218,24 @@ def _blocks(key: Tensor, value: Tensor, plan: RingPlan, label: str) -> Iterator[
             source = (comm.rank - step) % comm.size
             yield source, *packed.views(full[source * packed.most :], source)
         return
-    buffers = [comm.empty(packed.most, key.dtype, key.device) for _ in range(2)]
+    # A buffer is received into two steps after it was sent: ranks need not be in the same step.
+    buffers = [comm.empty(packed.most, key.dtype, key.device) for _ in range(min(comm.size, 3))]
     packed.fill(buffers[0], comm.rank, key, value)
     views = key, value
-    for step in range(comm.size):
+    sent: list[Work] = []
+    for step in range(comm.size - 1):
         source, following = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
-        if step == comm.size - 1:
-            yield source, *views
-            return
-        current, spare = buffers[step % 2], buffers[1 - step % 2]
+        if step >= 2:
+            sent[step - 2].drain()
+        current, spare = buffers[step % 3], buffers[(step + 1) % 3 % len(buffers)]
         transfer = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
+        sent.append(transfer.sent)
         yield source, *views
-        transfer.wait()
+        transfer.received.wait()
         views = packed.views(spare, following)
+    yield (comm.rank + 1) % comm.size, *views
+    for work in sent[-2:]:
+        work.drain()
 
 
 def _collected(key: Tensor, value: Tensor, plan: RingPlan) -> _LocalGradients:
@@ -246,7 +251,7 @@ class _LocalGradients:
 
     def __init__(self, key: Tensor, value: Tensor, plan: RingPlan) -> None:
         self._packed = _Packed(key, value, plan)
-        self._dtype = accumulated(key.new_empty(0)).dtype
+        self._dtype = sum_dtype(key)
         self._device = key.device
         self._label = f"{plan.label} gradients"
         self._own = torch.empty(0)

@@ -24,28 +24,39 @@ if TYPE_CHECKING:
     from shoal.compat.initialize import initialize
     from shoal.config import add_config_arguments
     from shoal.parallel import recompute as checkpointing
+    from shoal.parallel.sequence.attention import attention
+    from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
+    from shoal.parallel.sequence.documents import Documents
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Documents",
     "Engine",
+    "SequenceContext",
     "ShoalError",
     "__version__",
     "add_config_arguments",
+    "attention",
     "checkpointing",
     "comm",
     "errors",
     "init_distributed",
     "initialize",
     "load_hf",
+    "sequence_parallel",
     "zero",
 ]
 
 _MODULES = {
+    "Documents": "shoal.parallel.sequence.documents",
+    "SequenceContext": "shoal.parallel.sequence.context",
     "add_config_arguments": "shoal.config",
+    "attention": "shoal.parallel.sequence.attention",
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",
+    "sequence_parallel": "shoal.parallel.sequence.context",
 }
 _RENAMED = {"Engine": ("shoal.compat.engine", "DeepSpeedEngine")}
 _PARTS = ("comm", "errors", "zero")

@@ -28,9 +28,7 @@ _STAGES = "pipeline parallelism is not built yet: train the same layers as one n
 _EXPERTS = (
     "expert parallelism is not built yet: keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
 )
-_SEQUENCE = (
-    "sequence parallelism is not built yet: use activation checkpointing for long sequences, or a smaller micro-batch."
-)
+_SEQUENCE = "use DistributedAttention or UlyssesSPAttentionHF for attention, and activation checkpointing for the rest."
 _BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
 _HYBRID = "train with deepspeed.initialize(), and generate inside deepspeed.zero.unwrap_model_for_generation(engine)."
 _ELASTIC = (
@@ -205,21 +203,14 @@ ABSENT: dict[str, tuple[str, str]] = {
         _STAGES,
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
     ),
-    "runtime.sequence_parallel.parallel_state_sp": (
-        _SEQUENCE,
-        "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size"
-        " get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size"
-        " get_sequence_data_parallel_rank",
-    ),
     "runtime.sequence_parallel.ulysses_sp": (
         _SEQUENCE,
-        "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute TiledMLP TiledFusedLogitsLoss"
-        " sequence_tiled_compute",
+        "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute",
     ),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
     "sequence.cross_entropy": (_SEQUENCE, "vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy"),
     "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss"),
-    "sequence.layer": (_SEQUENCE, "DistributedAttention single_all_to_all"),
+    "sequence.layer": (_SEQUENCE, "single_all_to_all"),
 }
 
 # Modules that cannot be imported, by what to do instead: their contents have no replacement.

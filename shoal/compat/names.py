@@ -15,6 +15,7 @@ _CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
 _MONITORS = "shoal.compat.monitors"
 _OPTIMIZERS = "shoal.compat.optimizers"
+_SEQUENCE = "shoal.compat.sequence_parallel"
 _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
@@ -155,6 +156,14 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.parallel_state_sp": {
+        _SEQUENCE: (
+            "initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size"
+            " get_sequence_parallel_rank get_sequence_data_parallel_group get_sequence_data_parallel_world_size"
+            " get_sequence_data_parallel_rank"
+        ),
+    },
+    "runtime.sequence_parallel.ulysses_sp": {_SEQUENCE: "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"},
     "runtime.sparse_tensor": {"shoal.compat.sparse_tensor": "SparseTensor"},
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
     "runtime.zero.config": {
@@ -197,6 +206,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.errors": "ZeRORuntimeException=ShoalError",
     },
     "sequence": {},
+    "sequence.layer": {_SEQUENCE: "DistributedAttention"},
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },

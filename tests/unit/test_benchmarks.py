@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import checkpoint, parallel
+from benchmarks import attention, checkpoint, parallel
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -149,3 +149,15 @@ def test_the_package_of_an_old_commit_is_extracted(tmp_path: Path) -> None:
     assert (extract("HEAD~1", tmp_path / "old", repository) / "shoal" / "__init__.py").read_text() == "first"
     with pytest.raises(SystemExit, match="no-such-commit"):
         extract("no-such-commit", tmp_path / "none", repository)
+
+
+def test_the_attention_benchmark_measures_every_contender_small(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That the contenders' gradients agree is asserted by each rank."""
+    out = tmp_path / "attention.json"
+    attention.main(["--positions", "64", "--heads", "2", "--head-size", "8", "--rounds", "1", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["contender"] for row in rows] == attention.CONTENDERS
+    assert all(row["least_seconds"] > 0 and row["least_processor_seconds"] > 0 for row in rows)
+    assert "torch-all-to-all" in capsys.readouterr().out

@@ -103,10 +103,15 @@ THERE = {
     "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": """
+        initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size
+        get_sequence_parallel_rank""",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     "deepspeed.runtime.zero.stage_1_and_2": """
         DeepSpeedZeroOptimizer estimate_zero2_model_states_mem_needs_all_live
         estimate_zero2_model_states_mem_needs_all_cold""",
     "deepspeed.runtime.zero.utils": "is_zero_param is_zero_supported_optimizer",
+    "deepspeed.sequence.layer": "DistributedAttention",
     "deepspeed.utils": """
         logger log_dist groups OnDevice RepeatingLoader instrument_w_nvtx get_caller_func
         safe_get_full_fp32_param safe_set_full_fp32_param safe_get_full_optimizer_state
@@ -162,17 +167,19 @@ NOT_THERE = {
     "deepspeed.runtime.pipe.topology": """
         ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid""",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": """
-        UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute
-        sequence_tiled_compute""",
+        TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute""",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
-    "deepspeed.sequence.layer": "DistributedAttention",
 }
 
 
 # What a module has beside its absent names.
-THERE_TOO = {"runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"}}
+THERE_TOO = {
+    "runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"},
+    "runtime.sequence_parallel.ulysses_sp": {"UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"},
+    "sequence.layer": {"DistributedAttention"},
+}
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""``deepspeed.utils.groups``: the axes as torch process groups. All ranks are data-parallel."""
+"""``deepspeed.utils.groups``: the axes as torch process groups. Ranks are data-parallel, or share a sequence."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shoal.comm.world import current_world
 from shoal.compat.absent import not_built
+from shoal.compat.sequence_parallel import current_unit
 
 __all__ = [
     "get_data_parallel_group",
@@ -77,20 +78,54 @@ def _only_rank() -> Any:
     return _alone.get()
 
 
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group = _clone_world_group = _everyone
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = get_data_parallel_rank = _rank
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = get_data_parallel_world_size = _size
+def _get_sequence_parallel_group() -> Any:
+    """The ranks that share a sequence; this rank alone without sequence parallelism."""
+    unit = current_unit()
+    return _only_rank() if unit is None else unit.get_sequence_parallel_group()
 
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = _get_expert_model_parallel_world_size = _one
+
+def _get_sequence_parallel_world_size() -> int:
+    unit = current_unit()
+    return 1 if unit is None else unit.get_sequence_parallel_world_size()
+
+
+def _get_sequence_parallel_rank() -> int:
+    unit = current_unit()
+    return 0 if unit is None else unit.get_sequence_parallel_rank()
+
+
+def get_data_parallel_group() -> Any:
+    """The ranks that see other samples."""
+    unit = current_unit()
+    return _everyone() if unit is None else unit.get_data_parallel_group()
+
+
+def get_data_parallel_world_size() -> int:
+    return _size() // _get_sequence_parallel_world_size()
+
+
+def get_data_parallel_rank() -> int:
+    return _rank() // _get_sequence_parallel_world_size()
+
+
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+
+_get_sequence_data_parallel_group = _clone_world_group = _everyone
+_get_sequence_data_parallel_rank = _rank
+_get_sequence_data_parallel_world_size = _size
+
+_get_model_parallel_world_size = _get_expert_model_parallel_world_size = _one
 get_tensor_model_parallel_world_size = get_model_parallel_world_size = _one
-_get_sequence_parallel_rank = get_tensor_model_parallel_rank = get_model_parallel_rank = _zero
-_get_broadcast_src_rank = _zero
-_get_sequence_parallel_group = get_tensor_model_parallel_group = get_model_parallel_group = _only_rank
+get_tensor_model_parallel_rank = get_model_parallel_rank = _get_broadcast_src_rank = _zero
+get_tensor_model_parallel_group = get_model_parallel_group = _only_rank
 get_tensor_model_parallel_src_rank = _rank
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    return list(range(_size()))
+    size = _get_sequence_parallel_world_size()
+    return list(range(_rank() % size, _size(), size))
 
 
 def _no_experts(group_name: str) -> Any:

@@ -1,0 +1,254 @@
+"""The axes over which attention is spread: set by ``with sequence_parallel(context)`` or by the engine.
+
+    sp    Ulysses: ranks hold neighbouring parts of the positions, and exchange them for heads
+    cp    ring: ranks hold chunks from both ends of the sequence, and send keys and values around
+
+With both, the sequence is cut along ``cp`` first, and what a coordinate of ``cp`` holds along ``sp``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
+from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, chunks_of, cuts, num_positions
+from shoal.parallel.sequence.documents import Documents
+from shoal.parallel.sequence.ring import KeyExchange
+
+
+@dataclass(frozen=True)
+class SequenceContext:
+    """How a sequence is spread over ranks.
+
+    Args:
+        sp: the ranks of Ulysses; None: one.
+        cp: the ranks of ring attention; None: one.
+        order: ``balanced`` gives ranks of ``cp`` equal work under a causal mask; ``contiguous`` gives them neighbouring
+            positions.
+        exchange: keys and values along ``cp`` by a ``ring`` of sends, or by one ``all_gather``.
+        length: positions of the whole sequence, where ranks hold unequal parts; None: every rank holds as many.
+    """
+
+    sp: Communicator | None = None
+    cp: Communicator | None = None
+    order: ChunkOrder = "balanced"
+    exchange: KeyExchange = "ring"
+    length: int | None = None
+    # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
+    _last: list[tuple[tuple[Tensor | None, ...], Documents | None]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    @property
+    def sp_size(self) -> int:
+        return 1 if self.sp is None else self.sp.size
+
+    @property
+    def cp_size(self) -> int:
+        return 1 if self.cp is None else self.cp.size
+
+    @property
+    def size(self) -> int:
+        return self.sp_size * self.cp_size
+
+    @property
+    def multiple(self) -> int:
+        """A sequence whose length is a multiple of this is cut into equal parts."""
+        return self.size * (2 if self.cp_size > 1 and self.order == "balanced" else 1)
+
+    def of_length(self, length: int) -> SequenceContext:
+        """The same for sequences of ``length`` positions, which need not divide."""
+        return replace(self, length=length)
+
+    def chunks(self, length: int) -> tuple[Chunks, ...]:
+        """What each coordinate of ``cp`` holds of ``length`` positions, together with its ranks of ``sp``."""
+        return chunks_of(length, self.cp_size, self.order)
+
+    def sp_lengths(self, length: int) -> tuple[int, ...]:
+        """How many positions each rank along ``sp`` holds."""
+        together = num_positions(self.chunks(length)[0 if self.cp is None else self.cp.rank])
+        return tuple(stop - start for start, stop in pairwise(cuts(together, self.sp_size)))
+
+    def whole_length(self, local: int, what: str = "a tensor") -> int:
+        """The positions of the whole sequence, of which this rank holds ``local``.
+
+        Raises: UsageError: ``local`` is not this rank's part.
+        """
+        if self.length is None:
+            length = local * self.size
+            if length % self.multiple:
+                raise UsageError(
+                    f"{what} has {local} positions on each of {self.size} ranks, {length} together, which do not divide"
+                    f" into {2 * self.cp_size} chunks for cp={self.cp_size}",
+                    do=f"pad the sequence by {-length % self.multiple} positions to {length + -length % self.multiple},"
+                    " or give the context its length.",
+                    code="sequence-length",
+                )
+            return length
+        expected = self.sp_lengths(self.length)[0 if self.sp is None else self.sp.rank]
+        if local != expected:
+            raise UsageError(
+                f"{what} has {local} positions on this rank, whose part of {self.length} positions are {expected}",
+                do="cut it by context.shard(tensor), or leave out the context's length where all parts are equal.",
+                code="sequence-length",
+            )
+        return self.length
+
+    def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's positions of a tensor that has all of them along ``dim``; without a gradient's collective.
+
+        Raises: UsageError: the positions do not divide, and the context has no length.
+        """
+        length = tensor.shape[dim]
+        if self.length is None and length % self.multiple:
+            missing = -length % self.multiple
+            raise UsageError(
+                f"a sequence of {length} positions does not divide into {self.multiple} parts for sp={self.sp_size},"
+                f" cp={self.cp_size}",
+                do=f"pad it by {missing} positions to {length + missing}, or use context.of_length({length}).",
+                code="sequence-length",
+            )
+        if self.length is not None and length != self.length:
+            raise UsageError(
+                f"a sequence of {length} positions in a context for {self.length}",
+                do=f"use context.of_length({length}).",
+                code="sequence-length",
+            )
+        chunks = self.chunks(length)[0 if self.cp is None else self.cp.rank]
+        together = torch.cat([tensor.narrow(dim, chunk.start, len(chunk)) for chunk in chunks], dim)
+        parts: tuple[Tensor, ...] = together.split(list(self.sp_lengths(length)), dim)
+        return parts[0 if self.sp is None else self.sp.rank].contiguous()
+
+    def unshard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """All positions of a tensor of which each rank has its part along ``dim``; the inverse of :meth:`shard`.
+
+        Communicates: an all-gather over ``sp``, and one over ``cp``. Without a gradient.
+        """
+        tensor = tensor.detach()
+        length = self.whole_length(tensor.shape[dim])
+        if self.sp is not None:
+            tensor = _gathered(tensor, self.sp, self.sp_lengths(length), dim)
+        if self.cp is None or self.cp.size == 1:
+            return tensor
+        chunks = self.chunks(length)
+        tensor = _gathered(tensor, self.cp, tuple(num_positions(each) for each in chunks), dim)
+        parts = tensor.split([len(chunk) for each in chunks for chunk in each], dim)
+        starts = [chunk.start for each in chunks for chunk in each]
+        order = sorted(range(len(parts)), key=lambda index: starts[index])
+        return torch.cat([parts[index] for index in order], dim)
+
+    def positions(self, length: int, device: torch.device | None = None) -> Tensor:
+        """The positions that this rank holds of a sequence of ``length``. Shape: [L of this rank], int64."""
+        return self.shard(torch.arange(length, device=device), dim=0)
+
+    def documents(self, ids: Tensor) -> Documents:
+        """The documents of the whole rows, from this rank's numbers of them, [B, L of this rank].
+
+        Communicates: as :meth:`unshard`. Order: the host waits for the result.
+        """
+        return Documents.from_ids(self.unshard(ids))
+
+    def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
+        """The documents of the whole rows, as models of transformers describe them; None: one document a row.
+
+        The result is kept for further calls with the same tensors.
+
+        Args:
+            positions: ``position_ids`` of this rank, [B or 1, L of this rank]: a document begins where they do not go
+                on. None on all ranks or on none.
+            padding: ``attention_mask`` of this rank, [B, L of this rank]: 0 where a position is padding.
+
+        Raises: UsageError: positions that every rank counts from 0; padding between tokens.
+        Communicates: as :meth:`unshard`, for each of the two, and an exchange. Order: the host waits for the result.
+        """
+        if self._last and all(one is other for one, other in zip(self._last[0][0], (positions, padding), strict=True)):
+            return self._last[0][1]
+        documents = None
+        if positions is not None:
+            self._check_whole_positions(positions)
+            documents = Documents.from_positions(self.unshard(positions))
+        if padding is not None:
+            of_padding = Documents.of_padding(self.unshard(padding.to(torch.uint8)).bool())
+            documents = of_padding if documents is None else documents.and_of(of_padding)
+        if documents is not None and all(len(row) == 2 for row in documents.begins):
+            documents = None
+        self._last[:] = [((positions, padding), documents)]
+        return documents
+
+    def _check_whole_positions(self, positions: Tensor) -> None:
+        local = torch.arange(positions.shape[-1], device=positions.device)
+        flag = torch.tensor([float((positions == local).all())])
+        for comm in (self.sp, self.cp):
+            if comm is not None:
+                flag = comm.exchange(flag, label="positions from 0").wait().min().view(1)
+        if flag.item() and self.size > 1:
+            raise UsageError(
+                f"each of {self.size} ranks counts its position_ids from 0 to {positions.shape[-1] - 1}",
+                do="give the model position_ids of the whole sequence, cut like input_ids: without them it takes each"
+                " rank's part for a sequence of its own.",
+                code="sequence-positions",
+            )
+
+
+def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim: int) -> Tensor:
+    if comm.size == 1:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = max(lengths)
+    own = tensor.new_zeros(shape)
+    own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    full = tensor.new_empty((comm.size, *shape))
+    comm.all_gather(full.view(-1), own.view(-1), label="gather of a sequence").drain()
+    return torch.cat([part.narrow(dim, 0, length) for part, length in zip(full.unbind(0), lengths, strict=True)], dim)
+
+
+class _Setting:
+    """The context that is set, for this process or for one thread of it."""
+
+    def __init__(self, context: SequenceContext | None) -> None:
+        self.context = context
+
+
+# Of ranks that are threads. A process has one context, which autograd's threads see: recomputation runs there on CUDA.
+_of_thread: ContextVar[_Setting | None] = ContextVar("sequence_context", default=None)
+_of_process = _Setting(None)
+
+
+def current_sequence_context() -> SequenceContext | None:
+    """The context that is set; None: attention is not spread over ranks."""
+    return (_of_thread.get() or _of_process).context
+
+
+def set_sequence_context(context: SequenceContext | None) -> SequenceContext | None:
+    """Set the context until it is set again: for the engine. Scripts use :func:`sequence_parallel`.
+
+    Returns: the one before.
+    """
+    before = current_sequence_context()
+    if threading.current_thread() is threading.main_thread():
+        _of_process.context = context
+    else:
+        _of_thread.set(_Setting(context))
+    return before
+
+
+@contextmanager
+def sequence_parallel(context: SequenceContext | None) -> Iterator[None]:
+    """Spread attention over the ranks of ``context`` inside the block.
+
+    With recomputation of activations the block contains backward too.
+    """
+    before = set_sequence_context(context)
+    try:
+        yield
+    finally:
+        set_sequence_context(before)

@@ -1,0 +1,206 @@
+"""``shoal.attention`` under ``attn_implementation="shoal"`` of transformers.
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="shoal")
+    with sequence_parallel(context):
+        model(input_ids=context.shard(tokens), position_ids=context.shard(positions)).logits
+
+Without a context the model computes with transformers' own SDPA. With one, ``position_ids`` are those of the whole
+sequence, cut like the tokens; where they do not go on, a packed document begins. ``attention_mask`` is cut like the
+tokens too, and may have padding before or after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+from shoal.parallel.sequence.attention import attention
+from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
+from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
+
+# What attention functions of transformers take beside these, and attention over ranks does not have.
+_REFUSED = ("softcap", "s_aux", "position_bias", "cache")
+
+Forward = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def register(name: str = "shoal", *, core: str | None = None, only_training: bool = False) -> None:
+    """Make ``attn_implementation=name`` of transformers attention over the ranks of the context that is set.
+
+    Args:
+        name: may be one of transformers' own, which is replaced.
+        core: another of transformers' names, which computes attention between two exchanges of heads (``sp`` alone);
+            None: ``shoal.attention``.
+        only_training: modules in eval mode compute on one rank, with what they are given.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    inner = _original(ALL_ATTENTION_FUNCTIONS.get(core or "sdpa"))
+    alone = _original(ALL_ATTENTION_FUNCTIONS.get(name) or inner)
+    mask = _original(ALL_MASK_ATTENTION_FUNCTIONS.get(name) or ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    AttentionInterface.register(name, _Attention(alone, inner if core else None, only_training))
+    AttentionMaskInterface.register(name, _Mask(mask))
+
+
+def _original(function: Any) -> Any:
+    """Transformers' function, also where Shoal's was registered before under its name."""
+    return function.alone if isinstance(function, _Attention | _Mask) else function
+
+
+def _active() -> SequenceContext | None:
+    context = current_sequence_context()
+    return context if context is not None and context.size > 1 else None
+
+
+class _Mask:
+    """Transformers' function that makes masks; under a context the padding alone: [B, L of this rank], or None."""
+
+    def __init__(self, alone: Callable[..., Any]) -> None:
+        self.alone = alone
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _active() is None:
+            return self.alone(*args, **kwargs)
+        if kwargs.get("use_vmap"):
+            raise UsageError(
+                "the model adds a mask function of its own to its mask, which attention over ranks does not know",
+                do="use a model with a causal or a bidirectional mask, or one rank.",
+                code="sequence-mask",
+            )
+        return kwargs.get("attention_mask")
+
+
+class _Attention:
+    """An attention function as transformers calls it.
+
+    Args:
+        alone: used without a context.
+        core: used between two exchanges of heads; None: ``shoal.attention``.
+    """
+
+    def __init__(self, alone: Forward, core: Forward | None, only_training: bool) -> None:
+        self.alone = alone
+        self._core = core
+        self._only_training = only_training
+
+    def __call__(
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """
+        Args:
+            query, key, value: [B, heads, L of this rank, head size].
+
+        Returns: [B, L of this rank, heads, head size], and no weights.
+        """
+        context = _active()
+        if context is None:
+            return self.alone(module, query, key, value, attention_mask, **kwargs)
+        given = kwargs.get("is_causal")
+        is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        if self._only_training and not module.training:
+            mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"))
+            return self.alone(module, query, key, value, mask, **kwargs)
+        length = context.whole_length(query.shape[2], "attention's query")
+        _refuse(kwargs, length)
+        if self._core is not None:
+            return self._with_core(self._core, context, module, query, key, value, attention_mask, kwargs)
+        positions = kwargs.get("position_ids")
+        if positions is not None and positions.dim() != 2:
+            positions = None  # of text and images: they do not tell documents apart
+        mask = attention_mask if attention_mask is not None and attention_mask.dim() == 4 else None
+        padding = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        out = attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal and mask is None,
+            mask=mask,
+            documents=None if mask is not None else context.documents_of(positions, padding),
+            scale=kwargs.get("scaling"),
+            dropout_p=kwargs.get("dropout", 0.0),
+            context=context,
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def _with_core(
+        self, core: Forward, context: SequenceContext, module: torch.nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        if context.sp is None or context.cp_size > 1:
+            raise UsageError(
+                f"an attention function of transformers was asked to run over cp={context.cp_size}",
+                do="use sp alone, or attn_implementation='shoal'.",
+                code="sequence-core",
+            )
+        lengths = context.sp_lengths(context.whole_length(query.shape[2]))
+        heads = split_heads(query.shape[1], key.shape[1], context.sp_size)
+        of_query = heads.key_of_query(context.sp.rank)
+        exchange = HeadExchange(context.sp, lengths)
+        query, key, value = exchange.to_heads(
+            (query, key, value), (heads.queries, heads.keys, heads.keys), "attention: heads"
+        )
+        index = torch.tensor(of_query, device=key.device)  # each query's own head: the module's groups do not fit
+        key, value = key.index_select(1, index), value.index_select(1, index)
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            kwargs = {**kwargs, "position_ids": context.unshard(positions, -1)}
+        whole_mask = None if attention_mask is None else context.unshard(attention_mask.to(torch.uint8)).bool()
+        out, _ = core(_WithoutGroups(module), query, key, value, whole_mask, **kwargs)
+        return exchange.to_positions(out.transpose(1, 2), heads.queries, "attention: positions").transpose(1, 2), None
+
+
+class _WithoutGroups:
+    """An attention module, as a function sees it that is given as many heads of keys as of queries."""
+
+    num_key_value_groups = 1
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _refuse(kwargs: dict[str, Any], length: int) -> None:
+    found = [name for name in _REFUSED if kwargs.get(name) is not None]
+    window = kwargs.get("sliding_window")
+    if window is not None and window < length:
+        found.append(f"sliding_window={window}")
+    if kwargs.get("output_attentions"):
+        found.append("output_attentions")
+    if found:
+        raise UsageError(
+            f"the model's attention asks for {', '.join(found)}, which attention over ranks does not have, for a"
+            f" sequence of {length} positions",
+            do="use a model with plain causal attention, or sequences no longer than its window.",
+            code="sequence-attention",
+        )
+
+
+def _mask_of_one_rank(
+    mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, positions: Tensor | None
+) -> Tensor | None:
+    """The mask of whole rows, [B, 1, L, S], from their padding, [B, S]; None: the function's own causal mask."""
+    if mask is not None and mask.dim() == 4:
+        return mask
+    length, keys = query.shape[2], key.shape[2]
+    allowed = torch.ones(length, keys, dtype=torch.bool, device=query.device)
+    if is_causal:
+        allowed = allowed.tril(keys - length)
+    allowed = allowed.expand(query.shape[0], 1, length, keys)
+    if mask is not None:
+        own = torch.eye(keys, dtype=torch.bool, device=query.device)[keys - length :]  # a row of padding has a key too
+        return (allowed & mask[:, None, None, :keys].bool()) | own
+    if positions is not None and positions.dim() == 2 and length == keys and length > 1:
+        ids = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
+        if ids[:, -1].any():
+            return allowed & (ids[:, None, :, None] == ids[:, None, None, :])
+    return None

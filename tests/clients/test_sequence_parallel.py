@@ -1,0 +1,218 @@
+"""A small Llama of transformers whose attention runs over ranks has the losses and gradients of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from shoal.comm.threads import run_ranks  # noqa: E402
+from shoal.comm.world import current_world  # noqa: E402
+from shoal.compat.sequence_parallel import (  # noqa: E402
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+    initialize_sequence_parallel,
+)
+from shoal.errors import UsageError  # noqa: E402
+from shoal.mesh import Mesh  # noqa: E402
+from shoal.parallel.sequence.context import SequenceContext, sequence_parallel, set_sequence_context  # noqa: E402
+from shoal.parallel.sequence.huggingface import register  # noqa: E402
+
+pytestmark = pytest.mark.clients
+
+VOCABULARY, LENGTH = 64, 16
+ONE_AT_A_TIME = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def transformers_functions() -> Iterator[None]:
+    """What transformers has under its names, again."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    tables = [each._global_mapping for each in (AttentionMaskInterface, AttentionInterface)]
+    before = [dict(table) for table in tables]
+    yield
+    for table, kept in zip(tables, before, strict=True):
+        table.clear()
+        table.update(kept)
+
+
+def llama(implementation: str = "sdpa", **options: Any) -> Any:
+    # With a cache transformers does not see that rows are packed.
+    shape = {
+        "use_cache": False,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **{**shape, "num_key_value_heads": 2, **options})
+    with ONE_AT_A_TIME:  # ranks that are threads have one random generator
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def batch_of(kind: str) -> dict[str, torch.Tensor]:
+    """Two whole rows: ``plain``, ``packed`` by position_ids, or ``padded``."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY, (2, LENGTH), generator=generator)
+    batch = {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(LENGTH).expand(2, LENGTH)}
+    if kind == "packed":
+        batch["position_ids"] = torch.tensor([[*range(5), *range(11)], [*range(9), *range(7)]])
+    if kind == "padded":
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, 11:] = 0
+        batch["attention_mask"][1, :3] = 0
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        batch["labels"][1, 3] = -100  # what padding predicts differs
+    return batch
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def summed_loss(model: Any, batch: dict[str, torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+    logits = model(**{key: value for key, value in batch.items() if key != "labels"}).logits
+    return torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
+
+
+def check_parity(context: SequenceContext, kind: str, implementation: str) -> None:
+    batch = batch_of(kind)
+    whole = llama()
+    expected = summed_loss(whole, batch, shifted(batch["labels"]))
+    expected.backward()
+
+    model = llama(implementation)
+    mine = {key: context.shard(value) for key, value in batch.items()}
+    before = set_sequence_context(context)
+    loss = summed_loss(model, mine, context.shard(shifted(batch["labels"])))
+    loss.backward()
+    set_sequence_context(before)
+    sums = [loss.detach().clone().view(1), *(parameter.grad for parameter in model.parameters())]
+    for tensor in sums:
+        for comm in (context.sp, context.cp):
+            if comm is not None:
+                comm.all_reduce(tensor.view(-1), label="check").drain()
+    assert sums[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, wanted), found in zip(gradients(whole).items(), sums[1:], strict=True):
+        assert (found - wanted).norm() / wanted.norm() < 2e-6, name
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_a_llama_over_two_ranks_equals_one_process(kind: str, axis: str) -> None:
+    register()
+
+    def run() -> None:
+        comm = current_world().communicator("dp", Mesh.of(2))
+        check_parity(SequenceContext(**{axis: comm}), kind, "shoal")
+
+    run_ranks(2, run)
+
+
+def test_a_llama_over_two_by_two_ranks_equals_one_process() -> None:
+    register()
+
+    def run() -> None:
+        world, mesh = current_world(), Mesh(dp_shard=2, sp=2)
+        context = SequenceContext(sp=world.communicator("sp", mesh), cp=world.communicator("dp_shard", mesh))
+        check_parity(context, "packed", "shoal")
+
+    run_ranks(4, run)
+
+
+def test_without_a_context_the_model_generates_as_with_sdpa() -> None:
+    register()
+    ids = batch_of("plain")["input_ids"]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(llama("shoal").generate(ids, **options), llama().generate(ids, **options))
+
+
+def test_positions_that_each_rank_counts_from_zero_are_refused() -> None:
+    register()
+
+    def run() -> None:
+        context = SequenceContext(sp=current_world().communicator("dp", Mesh.of(2)))
+        with sequence_parallel(context), pytest.raises(UsageError, match="each of 2 ranks counts its position_ids"):
+            llama("shoal")(input_ids=torch.ones(1, 8, dtype=torch.int64))
+
+    run_ranks(2, run)
+
+
+def test_a_sliding_window_shorter_than_the_sequence_is_refused() -> None:
+    register()
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+
+    def run() -> None:
+        context = SequenceContext(sp=current_world().communicator("dp", Mesh.of(2)))
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="shoal")
+        with sequence_parallel(context), pytest.raises(UsageError, match=r"sliding_window=4(.|\n)*16 positions"):
+            model(input_ids=torch.ones(1, 8, dtype=torch.int64), position_ids=context.positions(16)[None])
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("core", ["sdpa", "eager_like"])
+def test_register_with_transformers_and_the_adapter_give_the_gradients_of_one_process(core: str) -> None:
+    """Each rank loads a batch of its own; both ranks compute both, each its positions of them."""
+    if core == "eager_like":
+        sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+        transformers.AttentionInterface.register(core, sdpa)
+    register(core, core=None if core == "sdpa" else core, only_training=True)
+    batches = [batch_of("plain"), {key: value.flip(0) for key, value in batch_of("plain").items()}]
+    batches[1]["input_ids"] = batches[1]["labels"] = (batches[1]["input_ids"] + 7) % VOCABULARY
+    whole = llama()
+    for batch in batches:
+        summed_loss(whole, batch, shifted(batch["labels"])).backward()
+
+    def run() -> None:
+        world = current_world()
+        initialize_sequence_parallel(2)
+        model = llama(core).train()
+        group = world.process_group("sp", Mesh.of(2, sp=2))
+        own = {key: value for key, value in batches[world.rank].items() if key != "position_ids"}
+        adapter = UlyssesSPDataLoaderAdapter([own], world.rank, group, 2, "cpu")
+        assert len(adapter) == 2
+        for batch in adapter:
+            assert set(batch) == {"input_ids", "position_ids", "shift_labels"}
+            summed_loss(
+                model, {key: batch[key] for key in ("input_ids", "position_ids")}, batch["shift_labels"]
+            ).backward()
+        comm = world.communicator("sp", Mesh.of(2, sp=2))
+        for (name, wanted), parameter in zip(gradients(whole).items(), model.parameters(), strict=True):
+            comm.all_reduce(parameter.grad.view(-1), label="check").drain()
+            assert (parameter.grad - wanted).norm() / wanted.norm() < 2e-6, name
+        # In eval mode the model computes alone.
+        padded = {key: value for key, value in batch_of("padded").items() if key != "labels"}
+        with torch.no_grad():
+            at = padded["attention_mask"].bool()
+            assert torch.allclose(model.eval()(**padded).logits[at], llama().eval()(**padded).logits[at], atol=1e-5)
+
+    run_ranks(2, run)
+
+
+def test_a_model_that_the_ranks_do_not_fit_is_refused() -> None:
+    for options, message in [
+        ({"core_attn_implementation": "eager"}, "no exchangeable attention function 'eager'"),
+        ({"sequence_parallel_size": 8}, "4 attention heads cannot be spread over 8 ranks"),
+        ({"seq_length": 15, "seq_length_is_variable": False}, "pad it by 1 to 16"),
+    ]:
+        arguments: dict[str, Any] = {"core_attn_implementation": "sdpa", "sequence_parallel_size": 2, **options}
+        with pytest.raises(UsageError, match=message):
+            UlyssesSPAttentionHF.register_with_transformers(llama(), micro_batch_size=1, **arguments)

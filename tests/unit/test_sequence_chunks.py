@@ -1,0 +1,120 @@
+"""Tiles cover the allowed scores once; documents are read from every form; a kernel's tiles give the whole."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import itertools
+import random
+
+import pytest
+import torch
+
+from shoal.errors import UsageError
+from shoal.parallel.sequence.chunks import Chunks, chunks_of, tiles_of
+from shoal.parallel.sequence.documents import Documents
+from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, kernel_for
+
+
+@pytest.mark.parametrize("module", ["chunks", "documents", "ulysses"])
+def test_the_examples_hold(module: str) -> None:
+    results = doctest.testmod(importlib.import_module(f"shoal.parallel.sequence.{module}"))
+    assert (results.failed, results.attempted > 0) == (0, True)
+
+
+def positions(chunks: Chunks) -> list[int]:
+    return [position for chunk in chunks for position in chunk]
+
+
+def test_tiles_cover_every_allowed_score_once() -> None:
+    draw = random.Random(0)
+    for length, ranks, order, is_causal in itertools.product(
+        (5, 12, 17), (1, 2, 3, 4), ("balanced", "contiguous"), (0, 1)
+    ):
+        begins = tuple(sorted({0, length, *draw.sample(range(1, length), draw.randrange(4))}))
+        document = {position: sum(begin <= position for begin in begins) for position in range(length)}
+        chunks = chunks_of(length, ranks, order)
+        assert sorted(position for each in chunks for position in positions(each)) == list(range(length))
+        for documents in (None, (begins,)):
+            covered: dict[tuple[int, int], int] = {}
+            for queries, keys in itertools.product(chunks, repeat=2):
+                at, to = positions(queries), positions(keys)
+                for tile in tiles_of(queries, keys, bool(is_causal), documents):
+                    for q, k in itertools.product(range(tile.q0, tile.q1), range(tile.k0, tile.k1)):
+                        if not tile.is_causal or k - tile.k0 <= q - tile.q0:
+                            covered[at[q], to[k]] = covered.get((at[q], to[k]), 0) + 1
+            assert covered == {
+                (q, k): 1
+                for q, k in itertools.product(range(length), repeat=2)
+                if (not is_causal or k <= q) and (documents is None or document[q] == document[k])
+            }
+
+
+def test_balanced_chunks_give_every_rank_the_same_number_of_causal_scores() -> None:
+    def scores(chunks: tuple[Chunks, ...], rank: int) -> int:
+        tiles = [tile for keys in chunks for tile in tiles_of(chunks[rank], keys, True, None)]
+        sizes = [(tile.q1 - tile.q0, tile.k1 - tile.k0, tile.is_causal) for tile in tiles]
+        return sum(q * (q + 1) // 2 if is_causal else q * k for q, k, is_causal in sizes)
+
+    balanced, contiguous = (chunks_of(64, 4, order) for order in ("balanced", "contiguous"))
+    assert [scores(balanced, rank) for rank in range(4)] == [520] * 4
+    assert [scores(contiguous, rank) for rank in range(4)] == [136, 392, 648, 904]
+
+
+def test_rows_with_documents_of_their_own_get_tiles_of_their_own() -> None:
+    (chunks,) = chunks_of(6, 1, "balanced")
+    tiles = tiles_of(chunks, chunks, True, ((0, 2, 6), (0, 6)))
+    assert [(tile.row, tile.q0, tile.q1) for tile in tiles] == [(0, 0, 2), (0, 2, 6), (1, 0, 6)]
+    assert [tile.row for tile in tiles_of(chunks, chunks, True, ((0, 2, 6), (0, 2, 6)))] == [None, None]
+
+
+def test_documents_from_every_form() -> None:
+    wanted = Documents(((0, 3, 4, 9),))
+    assert Documents.of_lengths([[3, 1, 0, 5]]) == wanted
+    assert Documents.from_cu_seqlens(torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)) == wanted
+    assert Documents.from_ids(torch.tensor([1, 1, 1, 0, 5, 5, 5, 5, 5])) == wanted
+    assert Documents.from_positions(torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4]])) == wanted
+    both = wanted.and_of(Documents(((0, 9), (0, 5, 9))))
+    assert both.begins == ((0, 3, 4, 9), (0, 3, 4, 5, 9))
+    padding = Documents.of_padding(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]).bool())
+    assert padding.begins == ((0, 2, 4), (0, 4))
+    with pytest.raises(UsageError, match="padding between tokens"):
+        Documents.of_padding(torch.tensor([[1, 0, 1, 1]]).bool())
+    with pytest.raises(UsageError, match=r"have \[5, 9\] positions together"):
+        Documents.of_lengths([[4, 5], [5]])
+
+
+@pytest.mark.parametrize("kernel", [CpuKernel(), PlainKernel()])
+def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(kernel: AttentionKernel) -> None:
+    query, key, value, gradient = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(4))
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    for is_causal in (False, True):
+        scores = query @ key.mT * 0.3
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
+        wanted = scores.softmax(-1) @ value
+        with torch.no_grad():
+            out, lse = kernel.forward(query, key, value, is_causal, 0.3)
+            shares = kernel.backward(gradient, query, key, value, out, lse, is_causal, 0.3)
+        assert torch.allclose(out, wanted)
+        assert torch.allclose(lse, scores.logsumexp(-1))
+        for share, expected in zip(shares, torch.autograd.grad(wanted, leaves, gradient), strict=True):
+            assert torch.allclose(share, expected)
+
+
+def test_the_plain_kernel_computes_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (torch.randn(1, 2, 7, 8) for _ in range(3))
+    whole = PlainKernel().forward(query, key, value, True, 1.0)
+    monkeypatch.setattr("shoal.parallel.sequence.kernels._PLAIN_QUERIES", 3)
+    for one, other in zip(PlainKernel().forward(query, key, value, True, 1.0), whole, strict=True):
+        assert torch.allclose(one, other)
+    gradient = torch.randn_like(query)
+    shares = PlainKernel().backward(gradient, query, key, value, *whole, True, 1.0)
+    for one, other in zip(shares, CpuKernel().backward(gradient, query, key, value, *whole, True, 1.0), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_kernel_follows_device_and_head_sizes() -> None:
+    assert isinstance(kernel_for(torch.empty(1, 1, 2, 7), torch.empty(1, 1, 2, 7)), CpuKernel)
+    assert isinstance(kernel_for(torch.empty(1, 1, 2, 7), torch.empty(1, 1, 2, 5)), PlainKernel)
+    assert isinstance(kernel_for(torch.empty(1, 1, 2, 8, device="meta"), torch.empty(1, 1, 2, 8)), PlainKernel)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import once_differentiable as _torchs
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
@@ -85,9 +85,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return result
 
 
-def _once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """torch's decorator, which has no types in some versions of torch."""
-    decorated: Callable[..., Any] = once_differentiable(backward)  # type: ignore[no-untyped-call,unused-ignore]
+    decorated: Callable[..., Any] = _torchs(backward)  # type: ignore[no-untyped-call,unused-ignore]
     return decorated
 
 
@@ -98,7 +98,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _sum(gradient, ctx.comm, f"{ctx.label} backward"), None, None
 
@@ -109,7 +109,7 @@ class _AllReduce(torch.autograd.Function):
         return _sum(tensor, comm, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient, None, None
 
@@ -121,7 +121,7 @@ class _Split(torch.autograd.Function):
         return _parts(tensor, comm.size, dim, label)[comm.rank].contiguous()
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -133,7 +133,7 @@ class _Gather(torch.autograd.Function):
         return _gather(tensor, comm, dim, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         own = _parts(gradient, ctx.comm.size, ctx.dim, ctx.label)[ctx.comm.rank]
         return own.contiguous(), None, None, None
@@ -146,7 +146,7 @@ class _AllGather(torch.autograd.Function):
         return _gather(tensor, comm, dim, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _sum_part(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -158,7 +158,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _sum_part(tensor, comm, dim, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _gather(gradient, ctx.comm, ctx.dim, f"{ctx.label} backward"), None, None, None
 
@@ -172,7 +172,7 @@ class _AllToAll(torch.autograd.Function):
         return _exchange_parts(tensor, comm, split_dim, concat_dim, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         split_dim, concat_dim = ctx.dims
         back = _exchange_parts(gradient, ctx.comm, concat_dim, split_dim, f"{ctx.label} backward")
@@ -188,7 +188,7 @@ class _AllToAllUneven(torch.autograd.Function):
         return _exchange_rows(tensor, comm, out_splits, source_splits, label)
 
     @staticmethod
-    @_once_differentiable
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         out_splits, source_splits = ctx.splits
         back = _exchange_rows(gradient, ctx.comm, source_splits, out_splits, f"{ctx.label} backward")

@@ -66,6 +66,10 @@ class CommunicatorGroup(_ProcessGroup):
         return "shoal"
 
     @property
+    def communicator(self) -> Communicator:
+        return self._comm
+
+    @property
     def pg_name(self) -> str:
         return self._name
 

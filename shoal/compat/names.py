@@ -12,6 +12,7 @@ from __future__ import annotations
 _BUILDERS = "shoal.compat.op_builders"
 _CONSTANTS = "shoal.compat.constants"
 _OPTIMIZERS = "shoal.compat.optimizers"
+_TILING = "shoal.compat.sequence_tiling"
 _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
@@ -133,6 +134,9 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.sequence_parallel": {},
+    "runtime.sequence_parallel.ulysses_sp": {
+        _TILING: "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute"
+    },
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {
@@ -147,6 +151,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.errors": "ZeRORuntimeException=ShoalError",
     },
     "sequence": {},
+    "sequence.cross_entropy": {_TILING: "vocab_sequence_parallel_cross_entropy"},
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },

@@ -101,6 +101,8 @@ def initialize(
         num_ranks=axes.batch.size,
         loss_scale=loss_scale_of(settings) if made.optimizer is not None else None,
         is_managed=settings.managed_gradient_accumulation,
+        counts_tokens=settings.loss_reduction == "token",
+        gradient_divisor=1.0 / (plan.precision.gradient.pre_scale * plan.precision.gradient.post_scale),
     )
     offloaded = Offloaded(properties, accumulation.counters)
     offload = Offload(model, properties)

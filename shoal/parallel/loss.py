@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.comm import autograd
-from shoal.comm.autograd import _once_differentiable as once_differentiable
+from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
@@ -158,6 +158,11 @@ def sequence_parallel_cross_entropy(
     return autograd.gather(losses.view(targets.shape), comm, label=label)
 
 
+def count_tokens(targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """The targets that count, for ``engine.backward(loss, num_tokens=...)``. Shape: [], int64, on their device."""
+    return (targets != ignore_index).sum()
+
+
 def _check(
     flat: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, comm: Communicator | None, ignore_index: int
 ) -> None:
@@ -205,7 +210,7 @@ class _Formula:
 
 
 @dataclass
-class _Gradients:
+class _LossGradients:
     """Of the sum of the losses, each multiplied by its token's factor. None: not asked for."""
 
     hidden: Tensor | None  # [T, D]
@@ -213,7 +218,7 @@ class _Gradients:
     bias: Tensor | None  # [V]
 
     @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _Gradients:
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _LossGradients:
         wide = torch.promote_types(weight.dtype, torch.float32)
         return cls(
             torch.empty_like(hidden) if needs[0] else None,
@@ -254,7 +259,7 @@ def _run(
     targets: Tensor,
     formula: _Formula,
     factor: Tensor,
-    gradients: _Gradients | None,
+    gradients: _LossGradients | None,
 ) -> Tensor:
     """The losses, [T]; 0 for ignored tokens. Adds to ``gradients``, with each token's factor, [T]."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
@@ -346,7 +351,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         is_counted = targets != formula.ignore_index
         is_eager = has_backward and formula.reduction != "none" and any(ctx.needs_input_grad)
-        ctx.gradients = _Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad) if is_eager else None
+        ctx.gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad) if is_eager else None
         losses = _run(hidden, weight, bias, targets, formula, is_counted, ctx.gradients)
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.formula = formula
@@ -364,7 +369,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale = gradient / ctx.count
         if gradients is None:  # "none", or a second pass through this graph
             hidden, weight, bias, targets = ctx.saved_tensors
-            gradients = _Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
+            gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
             factor = scale.expand(targets.shape) * (targets != ctx.formula.ignore_index)
             _run(hidden, weight, bias, targets, ctx.formula, factor, gradients)
             scale = scale.new_ones(())

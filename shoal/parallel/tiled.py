@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from shoal.comm.autograd import _once_differentiable as once_differentiable
+from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.recompute_blocks import RecomputedBlocks, find_modules
@@ -116,6 +116,15 @@ def tile_modules(
     )
 
 
+def num_tiles_of(length: int, num_tiles: int) -> int:
+    """How many tiles ``length`` positions have, where ``num_tiles`` are asked for.
+
+    >>> num_tiles_of(9, 6), num_tiles_of(2, 6), num_tiles_of(0, 6)
+    (5, 2, 1)
+    """
+    return max(math.ceil(length / (math.ceil(length / num_tiles) or 1)), 1)
+
+
 class _Tiles:
     """Runs a module's forward in tiles."""
 
@@ -161,12 +170,12 @@ def _run(
     tensors = [each for each in arguments if isinstance(each, Tensor)]
     others = tuple(None if isinstance(each, Tensor) else each for each in arguments)
     is_tensor = tuple(isinstance(each, Tensor) for each in arguments)
-    work = _Work(function, num_tiles, dim, output, len(tiles_of), tuple(trained), others, is_tensor)
+    work = _TiledCall(function, num_tiles, dim, output, len(tiles_of), tuple(trained), others, is_tensor)
     return _apply(work, torch.is_grad_enabled(), *tiles_of, *tensors, *trained)
 
 
 @dataclass(frozen=True)
-class _Work:
+class _TiledCall:
     """What runs on each tile."""
 
     function: Callable[..., Tensor]
@@ -181,8 +190,8 @@ class _Work:
     def ranges(self, length: int) -> Iterator[tuple[int, int]]:
         """Start and length of each tile."""
         step = math.ceil(length / self.num_tiles) or 1
-        for start in range(0, max(length, 1), step):
-            yield start, min(step, length - start)
+        for number in range(num_tiles_of(length, self.num_tiles)):
+            yield number * step, min(step, length - number * step)
 
     def call(self, tensors: Sequence[Tensor]) -> Tensor:
         """
@@ -230,10 +239,10 @@ class _Work:
         return [leaf.requires_grad_(each.requires_grad) for leaf, each in zip(made, tensors, strict=True)]
 
 
-class _Gradients:
+class _TileGradients:
     """Those of the tensors and of the parameters, summed over the tiles as they come."""
 
-    def __init__(self, work: _Work, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, work: _TiledCall, tensors: Sequence[Tensor]) -> None:
         self._work = work
         self._inputs = [*tensors, *work.parameters]
         self._found: list[Tensor | None] = [None] * len(self._inputs)
@@ -244,7 +253,9 @@ class _Gradients:
         asked = [index for index, each in enumerate(inputs) if each.requires_grad]
         if not output.requires_grad:
             return
-        found = torch.autograd.grad(output, [inputs[index] for index in asked], gradient, allow_unused=True)
+        found: Sequence[Tensor | None] = torch.autograd.grad(
+            output, [inputs[index] for index in asked], gradient, allow_unused=True
+        )
         for index, each in zip(asked, found, strict=True):
             if each is None:
                 continue
@@ -295,10 +306,10 @@ def _accelerator(device_type: str) -> str:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Work, has_backward: bool, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, work: _TiledCall, has_backward: bool, *inputs: Tensor) -> Tensor:
         tensors = inputs[: len(inputs) - len(work.parameters)]
         is_eager = work.output == "sum" and has_backward and any(ctx.needs_input_grad)
-        ctx.work, ctx.gradients = work, _Gradients(work, tensors) if is_eager else None
+        ctx.work, ctx.gradients = work, _TileGradients(work, tensors) if is_eager else None
         ctx.again = _Again(tensors[0]) if has_backward else None
         ctx.save_for_backward(*tensors)
         result: Tensor | None = None
@@ -316,22 +327,22 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        work: _Work = ctx.work
+        work: _TiledCall = ctx.work
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is not None:
             return (None, None, *gradients.take(gradient))
         tensors = ctx.saved_tensors
-        gradients = _Gradients(work, tensors)
+        gradients = _TileGradients(work, tensors)
         with ctx.again.enter():
             for number, (start, length) in enumerate(work.ranges(tensors[0].shape[work.dim])):
                 leaves = work.cut(tensors, start, length)
                 with torch.enable_grad():
                     output = work.call(leaves)
-                part = {
-                    "tiles": lambda start=start, length=length: gradient.narrow(work.dim, start, length),
-                    "stack": lambda number=number: gradient[number],
-                    "sum": lambda: gradient,
-                }[work.output]()
+                part = gradient
+                if work.output == "tiles":
+                    part = gradient.narrow(work.dim, start, length)
+                elif work.output == "stack":
+                    part = gradient[number]
                 gradients.add(leaves, output, part.reshape(output.shape), start)
                 del output, leaves
         return (None, None, *gradients.take())

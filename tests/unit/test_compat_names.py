@@ -162,17 +162,25 @@ NOT_THERE = {
     "deepspeed.runtime.pipe.topology": """
         ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid""",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": """
-        UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter TiledMLP TiledFusedLogitsLoss SequenceTiledCompute
-        sequence_tiled_compute""",
+        UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter""",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
-    "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
+    "deepspeed.sequence.cross_entropy": "vocab_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
     "deepspeed.sequence.layer": "DistributedAttention",
 }
 
 
 # What a module has beside its absent names.
-THERE_TOO = {"runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"}}
+THERE_TOO = {
+    "runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "SequenceTiledCompute",
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "sequence_tiled_compute",
+    },
+    "sequence.cross_entropy": {"vocab_sequence_parallel_cross_entropy"},
+}
 
 
 @pytest.fixture(autouse=True)

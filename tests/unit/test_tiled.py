@@ -67,7 +67,9 @@ def test_each_parameter_gets_its_gradient_once() -> None:
     for name, parameter in module.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
     tiled(module, x, num_tiles=4).sum().backward()
-    assert sorted(arrived) == ["down.weight", "up.bias", "up.weight"]  # none for what no tile read
+    assert {"down.weight", "up.bias", "up.weight"} <= set(arrived)
+    assert len(set(arrived)) == len(arrived)
+    assert module.unused.weight.grad is None  # no tile read it
 
 
 def test_a_16_bit_parameters_gradient_is_summed_in_fp32() -> None:
@@ -186,8 +188,8 @@ def test_wrong_uses_are_refused() -> None:
         tiled(lambda x: x.sum(1, keepdim=True), x, num_tiles=2)
     with pytest.raises(UsageError, match="return one number"):
         tiled_sum(lambda x: x, x, num_tiles=2)
-    with pytest.raises(UsageError, match="computed outside of it .by MulBackward0."):
-        outer = 2 * x[:1, :1]
+    outer = 2 * x[:1, :1]
+    with pytest.raises(UsageError, match=r"computed outside of it \(by MulBackward0\)"):
         tiled(lambda x: x * outer, x, num_tiles=2)
     with pytest.raises(ModelError, match="but it was to be tiled"):
         tile_modules(module, "Up", tile_tokens=2)

@@ -203,12 +203,8 @@ ABSENT: dict[str, tuple[str, str]] = {
         _STAGES,
         "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
     ),
-    "runtime.sequence_parallel.ulysses_sp": (
-        _SEQUENCE,
-        "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute",
-    ),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
-    "sequence.cross_entropy": (_SEQUENCE, "vocab_sequence_parallel_cross_entropy vocab_parallel_cross_entropy"),
+    "sequence.cross_entropy": (_SEQUENCE, "vocab_parallel_cross_entropy"),
     "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss"),
     "sequence.layer": (_SEQUENCE, "single_all_to_all"),
 }

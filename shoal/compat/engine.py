@@ -23,6 +23,7 @@ from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
+from shoal.engine.accumulation import NumTokens
 from shoal.engine.engine import Engine
 from shoal.engine.settings import dtype_of
 from shoal.errors import AssertedUsageError, NotBuiltError
@@ -56,11 +57,17 @@ class DeepSpeedEngine(Engine):
     # where DeepSpeed answers otherwise
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        num_tokens: NumTokens | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        loss = super().backward(loss, retain_graph, scale_wrt_gas, **kwargs)
+        loss = super().backward(loss, retain_graph, scale_wrt_gas, num_tokens, **kwargs)
+        is_averaged = self.follows_deepspeed and scale_wrt_gas and num_tokens is None
         num_micro = self.gradient_accumulation_steps()
-        return loss / num_micro if self.follows_deepspeed and scale_wrt_gas and num_micro > 1 else loss
+        return loss / num_micro if is_averaged and num_micro > 1 else loss
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

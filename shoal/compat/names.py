@@ -16,6 +16,7 @@ _CONSTANTS = "shoal.compat.constants"
 _MONITORS = "shoal.compat.monitors"
 _OPTIMIZERS = "shoal.compat.optimizers"
 _SEQUENCE = "shoal.compat.sequence_parallel"
+_TILING = "shoal.compat.sequence_tiling"
 _SMALL = "shoal.compat.small_functions"
 
 EXPORTS: dict[str, dict[str, str]] = {
@@ -163,7 +164,10 @@ EXPORTS: dict[str, dict[str, str]] = {
             " get_sequence_data_parallel_rank"
         ),
     },
-    "runtime.sequence_parallel.ulysses_sp": {_SEQUENCE: "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        _SEQUENCE: "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
+        _TILING: "SequenceTiledCompute TiledMLP TiledFusedLogitsLoss sequence_tiled_compute",
+    },
     "runtime.sparse_tensor": {"shoal.compat.sparse_tensor": "SparseTensor"},
     "runtime.swap_tensor": {_CONSTANTS: "MIN_SWAPPABLE_BYTES"},
     "runtime.zero.config": {
@@ -206,6 +210,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         "shoal.errors": "ZeRORuntimeException=ShoalError",
     },
     "sequence": {},
+    "sequence.cross_entropy": {_TILING: "vocab_sequence_parallel_cross_entropy"},
     "sequence.layer": {_SEQUENCE: "DistributedAttention"},
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),

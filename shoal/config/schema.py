@@ -40,6 +40,11 @@ class Schema(Section):
     zero_allow_untested_optimizer: bool = key(False, "allow any optimizer with ZeRO")
     communication_data_type: Dtype | None = key(None, "format in which gradients are reduced; null: their own")
     gradient_allreduce_op: Literal["mean", "sum"] = key("mean", "how the ranks' gradients are combined")
+    loss_reduction: Literal["mean", "token"] = key(
+        "mean",
+        "'mean': each micro-batch of each rank counts the same; 'token': each token of the step does, and"
+        " `engine.backward(loss, num_tokens=n)` says how many a micro-batch has",
+    )
     prescale_gradients: bool = key(False, "divide gradients before they are summed, not after")
     gradient_predivide_factor: float = key(
         1.0,

@@ -5,7 +5,14 @@
     engine.scale(loss), loss.backward()     loss scale / accumulation steps     1 / loss scale
     loss.backward() alone                   1                                   1 / accumulation steps
 
-Without fp16 the loss scale is 1.
+Without fp16 the loss scale is 1. With ``loss_reduction: "token"`` a micro-batch's loss, the mean over its tokens,
+counts by their number. How many tokens the step has is known when all ranks have exchanged it:
+
+    loss is multiplied by               gradients are then multiplied by
+    loss scale x tokens / token unit    token unit x divisor of the ranks' sum / (loss scale x tokens of the step)
+
+The token unit, a power of two near the mean number of tokens of the micro-batches so far, keeps gradients in the range
+of means, so that a loss scale fits them.
 """
 
 from __future__ import annotations
@@ -21,6 +28,8 @@ import torch
 from shoal.errors import AssertedUsageError, ConfigError, UsageError
 from shoal.optim.loss_scale import LossScale
 
+NumTokens = int | torch.Tensor
+
 
 @dataclass
 class Counters:
@@ -30,6 +39,7 @@ class Counters:
     global_samples: int = 0  # over all ranks
     micro_steps: int = 0  # calls of step()
     skipped_steps: int = 0
+    global_tokens: int = 0  # over all ranks, where they are counted
 
 
 class Accumulation:
@@ -54,6 +64,8 @@ class Accumulation:
         loss_scale: of fp16; None: losses are not scaled.
         is_managed: False: the script accumulates by itself (``managed_gradient_accumulation``): every ``step()`` is a
             boundary, and gradients are not averaged over micro-batches.
+        counts_tokens: losses count by their tokens.
+        gradient_divisor: what the sum of the ranks' gradients is divided by.
     """
 
     def __init__(
@@ -64,12 +76,15 @@ class Accumulation:
         num_ranks: int,
         loss_scale: LossScale | None = None,
         is_managed: bool = True,
+        counts_tokens: bool = False,
+        gradient_divisor: float = 1.0,
     ) -> None:
         self.micro_batch = micro_batch
         self.num_micro = num_micro
         self.num_ranks = num_ranks
         self.loss_scale = loss_scale
         self.is_managed = is_managed
+        self.counts_tokens = counts_tokens
         self.counters = Counters()
         self.micro_in_step = 0  # micro-batches since the last boundary
         self.boundary: bool | None = None  # as set from outside; None: counted here
@@ -77,6 +92,10 @@ class Accumulation:
         self.losses: list[torch.Tensor] = []  # since the last step, before scaling
         self.scaled_by: set[str] = set()  # "engine", "scaled": how losses were scaled
         self.clip_norm = math.inf  # of this step, as asked for by ``clip_grad_norm_()``
+        self._gradient_divisor = gradient_divisor
+        self._tokens: list[torch.Tensor] = []  # of each loss, [] in fp64; empty: the script divides by their number
+        self._token_unit = 1.0
+        self._step_tokens: float | None = None  # of all ranks, once they are known
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
 
     # sizes
@@ -149,30 +168,102 @@ class Accumulation:
 
     # losses
 
-    def scaled(self, loss: torch.Tensor, by: Literal["engine", "scaled"], *, is_averaged: bool = True) -> torch.Tensor:
+    def scaled(
+        self,
+        loss: torch.Tensor,
+        by: Literal["engine", "scaled"],
+        *,
+        is_averaged: bool = True,
+        num_tokens: NumTokens | None = None,
+    ) -> torch.Tensor:
         """Record ``loss`` and return it scaled for the backward pass.
 
         Args:
             by: "engine" for ``engine.backward()``, "scaled" for ``engine.scale()``.
             is_averaged: divide by the accumulation steps.
+            num_tokens: of which ``loss`` is the mean.
+
+        Raises: UsageError: ``num_tokens`` does not fit ``loss_reduction``, or the step's other losses.
         """
+        self._check_tokens(num_tokens, is_averaged=is_averaged)
+        if num_tokens is not None:
+            if not self._tokens:
+                self._token_unit = self._choose_token_unit()
+            count = torch.as_tensor(num_tokens, dtype=torch.float64, device=loss.device).detach().reshape(())
+            self._tokens.append(count)
         self.losses.append(loss.detach())
         self.scaled_by.add(by)
-        if is_averaged and self.num_micro > 1:
+        if num_tokens is not None:
+            loss = loss.float() * (self._tokens[-1] / self._token_unit).float()
+        elif is_averaged and self.num_micro > 1:
             loss = loss / self.num_micro
         return loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
 
+    def _check_tokens(self, num_tokens: NumTokens | None, *, is_averaged: bool) -> None:
+        if num_tokens is not None and not self.counts_tokens:
+            raise UsageError(
+                'num_tokens was given, but loss_reduction is "mean": each micro-batch counts the same.',
+                do='set "loss_reduction": "token" in the config, or leave num_tokens out.',
+                code="loss-tokens",
+            )
+        if self.counts_tokens and num_tokens is None and is_averaged:
+            raise UsageError(
+                'loss_reduction is "token", but this loss came without its number of tokens.',
+                do="call engine.backward(loss, num_tokens=n), where loss is the mean over n tokens"
+                " (shoal.parallel.loss.count_tokens(labels)); or scale_wrt_gas=False, where the script has divided by"
+                " the tokens of the step.",
+                code="loss-tokens",
+            )
+        if self.losses and bool(self._tokens) != (num_tokens is not None):
+            raise UsageError(
+                "one step mixed losses with and without num_tokens.",
+                do="give num_tokens with all losses of a step, or with none.",
+                code="loss-tokens",
+            )
+
+    def _choose_token_unit(self) -> float:
+        """The same on all ranks: from counters that are."""
+        counters = self.counters
+        mean = counters.global_tokens * self.micro_batch / max(counters.global_samples, 1)
+        return 2.0 ** round(math.log2(mean)) if mean > 1 else 1.0
+
+    def count_tokens(self, device: torch.device) -> torch.Tensor | None:
+        """Those of this rank's micro-batches of the step. Shape: []; None: they are not counted."""
+        if not self.counts_tokens:
+            return None
+        if not self._tokens:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([count.to(device) for count in self._tokens]).sum()
+
+    def set_step_tokens(self, num_tokens: float | None) -> None:
+        """The step has ``num_tokens`` over all ranks: they divide its gradients from now on."""
+        self._step_tokens = num_tokens
+        self.counters.global_tokens += int(num_tokens or 0)
+
     def gradient_scale(self) -> float:
-        """The factor that turns the accumulated gradients into the gradients of the step."""
+        """The factor that turns the accumulated gradients into the gradients of the step.
+
+        With tokens it gives, as long as those of the other ranks are not known, gradients of the sum over tokens.
+        """
         if not self.scaled_by:  # loss.backward() alone
             return 1.0 / self.num_micro if self.is_managed else 1.0
-        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
+        scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
+        if not self._tokens:
+            return scale
+        return scale * self._token_unit * self._gradient_divisor / max(self._step_tokens or 1.0, 1.0)
 
     def compute_mean_loss(self) -> torch.Tensor | None:
-        """The mean of the losses, where they are. Shape: [], fp32. The host does not wait for it."""
+        """The mean of the losses, by tokens if they are counted, where they are. Shape: [], fp32.
+
+        The host does not wait for it.
+        """
         if not self.losses:
             return None
-        return torch.stack([loss.reshape(()).float() for loss in self.losses]).mean()
+        losses = torch.stack([loss.reshape(()).float() for loss in self.losses])
+        if not self._tokens:
+            return losses.mean()
+        counts = torch.stack(self._tokens)
+        return ((losses * counts).sum() / counts.sum().clamp(min=1)).float()
 
     def refuse_mixed(self, num_plain_passes: int) -> None:
         """Raises: UsageError: ``engine.backward(loss)`` and ``loss.backward()`` were both used in one step.
@@ -180,6 +271,12 @@ class Accumulation:
         Args:
             num_plain_passes: passes of ``loss.backward()`` since the last step.
         """
+        if num_plain_passes and self.counts_tokens and not self.scaled_by:
+            raise UsageError(
+                'loss_reduction is "token", and loss.backward() says of no number of tokens.',
+                do="call engine.backward(loss, num_tokens=n), or engine.scale(loss, num_tokens=n).backward().",
+                code="loss-tokens",
+            )
         if num_plain_passes and self.scaled_by == {"engine"}:
             raise UsageError(
                 "one step mixed engine.backward(loss) and loss.backward(): they are scaled differently.",
@@ -193,18 +290,25 @@ class Accumulation:
         self.clip_norm = math.inf
         self.losses.clear()
         self.scaled_by.clear()
+        self._tokens.clear()
+        self._step_tokens = None
 
     # checkpoints
 
     def own_state(self) -> dict[str, Any]:
-        """The losses of an unfinished step on this rank."""
-        return {"losses": [float(loss) for loss in self.losses], "styles": sorted(self.scaled_by)}
+        """The losses, and their tokens, of an unfinished step on this rank."""
+        state = {"losses": [float(loss) for loss in self.losses], "styles": sorted(self.scaled_by)}
+        if self._tokens:
+            state |= {"tokens": [float(count) for count in self._tokens], "token_unit": self._token_unit}
+        return state
 
     def load_own_state(self, saved: Mapping[str, Any], device: torch.device) -> None:
         """Restore what ``own_state`` returned, to continue the step."""
         self.has_backward = True
         self.losses = [torch.tensor(loss, device=device) for loss in saved["losses"]]
         self.scaled_by = set(saved["styles"])
+        self._tokens = [torch.tensor(n, dtype=torch.float64, device=device) for n in saved.get("tokens", ())]
+        self._token_unit = float(saved.get("token_unit", 1.0))
 
 
 def check_for_backward(loss: Any) -> None:

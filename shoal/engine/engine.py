@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.compiler import refuse_cuda_graphs
 from shoal.device import in_backward
-from shoal.engine.accumulation import Accumulation, check_for_backward, check_for_scale
+from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
 from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
@@ -146,25 +146,37 @@ class Engine(nn.Module):
 
     # backward
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+    def scale(self, loss: torch.Tensor, num_tokens: NumTokens | None = None) -> torch.Tensor:
         """The loss as ``loss.backward()`` needs it: divided by the accumulation steps, multiplied by the loss scale.
+
+        Args:
+            num_tokens: as ``backward`` takes it.
 
         Raises: AssertedUsageError: the loss is not one number with a graph behind it.
         """
         check_for_scale(loss)
-        return self.accumulation.scaled(loss, "scaled")
+        return self.accumulation.scaled(loss, "scaled", num_tokens=num_tokens)
 
     def backward(
-        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        num_tokens: NumTokens | None = None,
+        **kwargs: Any,
     ) -> torch.Tensor:
         """Back-propagate.
 
         Args:
             loss: shape [] or [1].
             scale_wrt_gas: divide by the accumulation steps.
+            num_tokens: with ``loss_reduction: "token"``: the tokens of which ``loss`` is the mean; an int, or a tensor
+                of one number. The step divides by those of all its micro-batches, over all ranks. Without it, and with
+                ``scale_wrt_gas=False``, the script has divided by them, as Transformers' Trainer does.
 
         Returns: the loss as it was given; under DeepSpeed's name divided by the accumulation steps, as DeepSpeed does.
-        Raises: UsageError: no optimizer, or a loss that is not one differentiable number.
+        Raises: UsageError: no optimizer, a loss that is not one differentiable number, or ``num_tokens`` that does not
+            fit ``loss_reduction``.
         Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
         of stage 3.
         """
@@ -174,7 +186,7 @@ class Engine(nn.Module):
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
         with self._failing("backward"), self.timers.phase("backward"):
-            scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas)
+            scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas, num_tokens=num_tokens)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
             scaled.backward(retain_graph=retain_graph, **kwargs)
             self.sharded.finish_backward()
@@ -270,9 +282,12 @@ class Engine(nn.Module):
                 do="call engine.backward(loss) first.",
                 code="step-without-backward",
             )
-        self.accumulation.refuse_mixed(self.sharded.num_plain_passes)
-        self.sharding.reduce_all()
-        return self.sharding.synchronize_status(self.accumulation.compute_mean_loss())
+        accumulation, sharding = self.accumulation, self.sharding
+        accumulation.refuse_mixed(self.sharded.num_plain_passes)
+        sharding.reduce_all()
+        status = sharding.synchronize_status(accumulation.compute_mean_loss(), accumulation.count_tokens(self.device))
+        accumulation.set_step_tokens(status.num_tokens)
+        return status
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Let the next ``step()`` clip to ``max_norm``, beside the config's ``gradient_clipping``. Every rank calls.

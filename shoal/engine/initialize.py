@@ -108,6 +108,8 @@ def initialize(
         num_ranks=batch_ranks(settings, world.size)[0],
         loss_scale=loss_scale_of(settings) if made.optimizer is not None else None,
         is_managed=settings.managed_gradient_accumulation,
+        counts_tokens=settings.loss_reduction == "token",
+        gradient_divisor=1.0 / (plan.precision.gradient.pre_scale * plan.precision.gradient.post_scale),
     )
     offloaded = Offloaded(properties, accumulation.counters)
     offload = Offload(model, properties)

@@ -49,6 +49,7 @@ class Sharding:
         self._plan = properties.plan
         self._axes = properties.axes
         self._device = properties.device
+        self._is_scale_known = not accumulation.counts_tokens  # before the step's status is exchanged
         self.failure: Exception | None = None  # set when the state is no longer usable
         self.check = ParameterCheck(module, model)
         self.access = EngineParameters(
@@ -66,6 +67,7 @@ class Sharding:
             model.defer_gathers()
         if step is not None and step.cpu_optimizer is not None:
             step.cpu_optimizer.likely_scale = accumulation.gradient_scale
+            step.cpu_optimizer.is_likely = self._is_scale_known
 
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
@@ -83,13 +85,16 @@ class Sharding:
         self.check.follow()  # before the update overwrites what the script has changed
         self.model.reducer.complete_step()
 
-    def synchronize_status(self, mean_loss: torch.Tensor | None) -> GlobalStatus:
-        """Exchange norm, loss, overflow and missing gradients.
+    def synchronize_status(
+        self, mean_loss: torch.Tensor | None, num_tokens: torch.Tensor | None = None
+    ) -> GlobalStatus:
+        """Exchange norm, loss, overflow, missing gradients and the number of tokens.
 
-        Communicates: one exchange of 4 numbers per rank; two more of a few bytes where a gradient is missing or late.
+        Communicates: one exchange of 4 or 5 numbers per rank; two more of a few bytes where a gradient is missing or
+            late.
         """
         device = self._device.torch_device
-        return synchronize_status(self.groups, self.model.reducer, self._axes, device, mean_loss)
+        return synchronize_status(self.groups, self.model.reducer, self._axes, device, mean_loss, num_tokens)
 
     def refuse_unused(self, status: GlobalStatus, step: int) -> None:
         """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""
@@ -105,7 +110,7 @@ class Sharding:
         step = self.step
         assert step is not None
         if step.cpu_optimizer is not None:
-            step.cpu_optimizer.is_likely = not is_clipped
+            step.cpu_optimizer.is_likely = self._is_scale_known and not is_clipped
         self.model.release_all()
         self.model.deferred.wait()
         self._axes.drain()  # peers may still be reading the shards that are about to change

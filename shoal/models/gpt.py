@@ -24,6 +24,8 @@ from torch.nn import functional as F
 
 from shoal.errors import ModelError, UsageError
 
+HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [B, L, D], weight [V, D], targets [B, L] -> loss []
+
 _INIT_STD = 0.02
 _ROTARY_BASE = 10_000.0
 
@@ -106,12 +108,17 @@ class Linear(nn.Linear):
 
 
 class Head(nn.Module):
-    """From hidden states to logits, with a weight of its own or the embedding's."""
+    """From hidden states to logits, with a weight of its own or the embedding's.
+
+    Args:
+        loss: of hidden states, weight and targets; see ``GPT``.
+    """
 
     weight: nn.Parameter  # [V, D]
 
-    def __init__(self, config: GPTConfig, tied_to: nn.Parameter | None) -> None:
+    def __init__(self, config: GPTConfig, tied_to: nn.Parameter | None, loss: HeadLoss | None = None) -> None:
         super().__init__()
+        self.loss = loss
         self.is_tied = tied_to is not None
         if tied_to is not None:
             self.weight = tied_to
@@ -124,7 +131,10 @@ class Head(nn.Module):
         if not self.is_tied:
             nn.init.normal_(self.weight, std=_INIT_STD)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The logits; or, with targets, what ``loss`` computes without them."""
+        if targets is not None and self.loss is not None:
+            return self.loss(hidden, self.weight, targets)
         return F.linear(hidden, self.weight)
 
 
@@ -184,16 +194,21 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model; ``blocks`` are its repeated parts."""
+    """A decoder-only language model; ``blocks`` are its repeated parts.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        loss: of the last hidden states, the head's weight and the targets, as
+            ``shoal.parallel.loss.linear_cross_entropy``; None: logits, then cross-entropy.
+    """
+
+    def __init__(self, config: GPTConfig, *, loss: HeadLoss | None = None) -> None:
         super().__init__()
         self.config = config
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.head = Head(config, self.embedding.weight if config.tied else None)
+        self.head = Head(config, self.embedding.weight if config.tied else None, loss)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The mean loss per target when targets are given, else the logits.
@@ -216,6 +231,9 @@ class GPT(nn.Module):
         cos, sin = rotations(length, self.config.head_size, hidden.dtype, hidden.device)
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
+        if targets is not None and self.head.loss is not None:
+            fused: Tensor = self.head(self.norm(hidden), targets)
+            return fused
         logits: Tensor = self.head(self.norm(hidden))
         if targets is None:
             return logits

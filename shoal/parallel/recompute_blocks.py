@@ -98,12 +98,28 @@ def recompute_blocks(
         found = _blocks(model, modules)
     else:
         wanted = [classes] if isinstance(classes, str | type) else list(classes)
-        found = {name for each in wanted for name in _matching(each, modules)}
+        found = set(find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed"))
     ordered = [name for name in modules if name in found]
     return RecomputedBlocks({name: modules[name] for name in ordered[::every]}, recompute)
 
 
-def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module]) -> list[str]:
+def find_modules(
+    model: nn.Module, wanted: Iterable[str | type[nn.Module]], *, where: str, purpose: str
+) -> dict[str, nn.Module]:
+    """Modules by name, in the model's order.
+
+    Args:
+        wanted: as ``classes`` of ``recompute_blocks``.
+        purpose: what happens to them, for the error: "recomputed".
+
+    Raises: ModelError: one of ``wanted`` matches no module.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    found = {name for each in wanted for name in _matching(each, modules, where, purpose)}
+    return {name: module for name, module in modules.items() if name in found}
+
+
+def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], where: str, purpose: str) -> list[str]:
     if isinstance(wanted, type):
         found = [name for name, module in modules.items() if isinstance(module, wanted)]
     else:
@@ -115,9 +131,9 @@ def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module]) -> l
         text = wanted if isinstance(wanted, str) else wanted.__name__
         names = [type(module).__name__ for module in modules.values()]
         raise ModelError(
-            f"no module of the model is called {text!r}, or of a class of that name, but it was to be recomputed"
+            f"no module of the model is called {text!r}, or of a class of that name, but it was to be {purpose}"
             f"{did_you_mean(text, [*names, *modules]) or '.'}",
-            where="activation_checkpointing.modules",
+            where=where,
             do="name a class of the model, or modules as model.named_modules() does: " + ", ".join(sorted(set(names))),
             code="recompute-no-match",
         )

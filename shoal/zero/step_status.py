@@ -28,6 +28,7 @@ class GlobalStatus:
         bad_loss_ranks: ranks whose loss is not finite.
         bad_gradient_ranks: ranks whose range of the gradient is not finite.
         mean_loss: this rank's; None: the engine saw no loss.
+        num_tokens: of all ranks' micro-batches; None: they are not counted.
     """
 
     norm: float
@@ -35,6 +36,7 @@ class GlobalStatus:
     bad_loss_ranks: tuple[int, ...]
     bad_gradient_ranks: tuple[int, ...]
     mean_loss: float | None
+    num_tokens: float | None = None
 
     @property
     def is_finite(self) -> bool:
@@ -43,20 +45,27 @@ class GlobalStatus:
 
 
 def synchronize_status(
-    groups: Sequence[ParameterGroup], reducer: Reducer, axes: Axes, device: torch.device, mean_loss: torch.Tensor | None
+    groups: Sequence[ParameterGroup],
+    reducer: Reducer,
+    axes: Axes,
+    device: torch.device,
+    mean_loss: torch.Tensor | None,
+    num_tokens: torch.Tensor | None = None,
 ) -> GlobalStatus:
     """Exchange the status of the step.
 
     Args:
         mean_loss: of this rank's micro-batches, where it was computed. Shape: []; None: the engine saw no loss.
+        num_tokens: of this rank's micro-batches. Shape: []; None, on all ranks: they are not counted.
 
-    Communicates: one exchange of 4 numbers over all ranks; two more of a few bytes when some parameter has no
-    gradient, or when one arrived late.
+    Communicates: one exchange of 4 numbers (5 with tokens) over all ranks; two more of a few bytes when some parameter
+    has no gradient, or when one arrived late.
     Order: blocks the host until the gradients are reduced, once; nothing before that does.
     """
     is_late = [any(gradient.has_unreduced() for gradient in unit.gradients) for unit in reducer.units]
     is_missing = any(is_late) or not all(all(group.gradient.has_grad) for group in groups)
     flags = [float(is_missing), float(any(is_late)), 0.0 if mean_loss is None else mean_loss]
+    flags += [] if num_tokens is None else [num_tokens]
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
@@ -73,6 +82,10 @@ def synchronize_status(
         bad_loss_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[3])),
         bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
         mean_loss=None if mean_loss is None else own[2],
+        # Ranks that hold other parts of the model count the same tokens.
+        num_tokens=None
+        if num_tokens is None
+        else math.fsum(row[4] for row in rows) * axes.data.size / axes.world.size,
     )
 
 

@@ -166,10 +166,8 @@ NOT_THERE = {
     "deepspeed.runtime.pipe.schedule": "TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction",
     "deepspeed.runtime.pipe.topology": """
         ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid""",
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": """
-        TiledMLP TiledFusedLogitsLoss SequenceTiledCompute sequence_tiled_compute""",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
-    "deepspeed.sequence.cross_entropy": "vocab_sequence_parallel_cross_entropy",
+    "deepspeed.sequence.cross_entropy": "vocab_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
 }
 
@@ -177,7 +175,15 @@ NOT_THERE = {
 # What a module has beside its absent names.
 THERE_TOO = {
     "runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"},
-    "runtime.sequence_parallel.ulysses_sp": {"UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"},
+    "runtime.sequence_parallel.ulysses_sp": {
+        "SequenceTiledCompute",
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter",
+        "sequence_tiled_compute",
+    },
+    "sequence.cross_entropy": {"vocab_sequence_parallel_cross_entropy"},
     "sequence.layer": {"DistributedAttention"},
 }
 

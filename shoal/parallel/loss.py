@@ -1,0 +1,383 @@
+"""Cross-entropy of a linear layer's output, in chunks of tokens: the logits of all tokens never exist together.
+
+    hidden [T, D]    weight [V, D]
+    for each chunk of tokens:
+        logits = hidden @ weight.T                       [chunk, V], freed with the chunk
+        loss   = logsumexp(logits) - logits[target]      [chunk]
+        probabilities - one-hot, in place of the logits  -> gradients of the chunk's hidden states and of the weight
+
+The gradients are computed in the forward pass, up to the factor that arrives in the backward pass, so no logits are
+computed twice: three matrix products a chunk, as without chunks. What cannot be known then is computed again in the
+backward pass, from the hidden states: gradients of ``reduction="none"``, and those of a second backward pass through
+the same graph.
+
+Source: Liger (arXiv:2410.10989), section 3.2; vocabulary-parallel: Megatron-LM (arXiv:1909.08053), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shoal.comm import autograd
+from shoal.comm.autograd import once_differentiable
+from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
+from shoal.errors import UsageError
+
+Reduction = Literal["mean", "sum", "none"]
+
+IGNORED = -100
+_CHUNK_NUMEL = {"cpu": 2**25}  # elements of a chunk's logits by type of device
+_CHUNK_NUMEL_ELSEWHERE = 2**27
+_CHUNK_TOKENS_PARALLEL = 1024  # the same on every rank, whatever its part of the vocabulary
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = IGNORED,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+    comm: Communicator | None = None,
+    vocabulary_start: int | None = None,
+    label: str = "loss",
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)`` without the logits of all tokens.
+
+    Args:
+        hidden: [..., D].
+        weight: [V, D]; a tied or a sharded one too. With ``comm``: this rank's rows of it.
+        targets: [...], int64, as the dims of ``hidden`` before the last.
+        bias: [V].
+        ignore_index: targets that count nothing; "mean" divides by the number of the others, and is 0 without any.
+        label_smoothing: the share of the target's probability that is spread over the vocabulary.
+        softcap: logits become ``softcap * tanh(logits / softcap)``.
+        z_loss: this times the square of each token's logsumexp is added to its loss.
+        chunk_tokens: tokens of one chunk; None: as many as 128 MiB of logits have (512 MiB on an accelerator), at least
+            256; with ``comm`` 1024. With ``comm`` the same on all ranks.
+        comm: the ranks that have a range of the vocabulary each. All have the same ``hidden``.
+        vocabulary_start: the first token of this rank's range; None: all ranges are of one size.
+
+    Returns: the loss in fp32: [], or the targets' shape for "none".
+    Raises: UsageError: shapes that do not fit, or targets outside of the vocabulary (seen on CPU only).
+    Communicates: with ``comm``: per chunk an all_gather of 2 numbers a token (4 with label smoothing); in the backward
+        pass an all_reduce of the gradient of ``hidden``.
+    Memory: one chunk's logits, twice (in fp32); until the backward pass ``hidden`` and the gradients, that of the
+        weight in fp32.
+    """
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    _check(flat, weight, targets, bias, comm, ignore_index)
+    first = 0
+    if comm is not None and comm.size > 1:
+        first = comm.rank * weight.shape[0] if vocabulary_start is None else vocabulary_start
+        flat = autograd.copy(flat, comm, label=f"{label} hidden")
+    else:
+        comm = None
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        flat, weight = flat.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+    if chunk_tokens is None:
+        most = _CHUNK_NUMEL.get(device, _CHUNK_NUMEL_ELSEWHERE) // weight.shape[0] // 64 * 64
+        chunk_tokens = _CHUNK_TOKENS_PARALLEL if comm is not None else max(256, most)
+    formula = _Formula(
+        ignore_index, reduction, label_smoothing, softcap, z_loss, chunk_tokens, comm, first, weight.dtype, label
+    )
+    losses: Tensor = _apply(flat, weight, bias, targets.reshape(-1), formula, torch.is_grad_enabled())
+    return losses.view(targets.shape) if reduction == "none" else losses
+
+
+class LinearCrossEntropy(nn.Module):
+    """A head: logits from hidden states, or the loss without the logits of all tokens.
+
+    Args:
+        tied_to: the weight, [V, D], that another module owns; None: one of its own.
+        options: of ``linear_cross_entropy``.
+    """
+
+    weight: nn.Parameter  # [V, D]
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocabulary_size: int,
+        *,
+        has_bias: bool = False,
+        tied_to: nn.Parameter | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.options = options
+        self.is_tied = tied_to is not None
+        self.weight = tied_to if tied_to is not None else nn.Parameter(torch.empty(vocabulary_size, hidden_size))
+        self.bias = nn.Parameter(torch.empty(vocabulary_size)) if has_bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weight, unless it is tied, as ``nn.Linear`` does; and the bias with zeros."""
+        if not self.is_tied:
+            nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The loss when targets are given, else the logits."""
+        if targets is None:
+            return F.linear(hidden, self.weight, self.bias)
+        return linear_cross_entropy(hidden, self.weight, targets, self.bias, **self.options)
+
+
+def sequence_parallel_cross_entropy(
+    logits: Tensor, targets: Tensor, comm: Communicator, *, ignore_index: int = IGNORED, label: str = "loss"
+) -> Tensor:
+    """The loss of every token of the whole sequence, on each rank, from this rank's part of it.
+
+    Args:
+        logits: [L / ranks, ..., V]: this rank's part of the sequence, the whole vocabulary.
+        targets: [L / ranks, ...].
+        comm: the ranks among which the sequence is divided, in its order.
+
+    Returns: [L, ...], fp32; each rank back-propagates through its own part only.
+    Communicates: an all_gather of one number a token; nothing in the backward pass.
+    """
+    losses = F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="none"
+    )
+    return autograd.gather(losses.view(targets.shape), comm, label=label)
+
+
+def count_tokens(targets: Tensor, ignore_index: int = IGNORED) -> Tensor:
+    """The targets that count, for ``engine.backward(loss, num_tokens=...)``. Shape: [], int64, on their device."""
+    return (targets != ignore_index).sum()
+
+
+def _check(
+    flat: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, comm: Communicator | None, ignore_index: int
+) -> None:
+    """Raises: UsageError."""
+    do = "hidden is [..., D], weight [V, D], bias [V], and targets have the dims of hidden before the last."
+    if targets.numel() != flat.shape[0] or weight.dim() != 2 or weight.shape[1] != flat.shape[1]:
+        raise UsageError(
+            f"hidden states of {flat.shape[0]} tokens and width {flat.shape[1]}, a weight of shape"
+            f" {tuple(weight.shape)} and {targets.numel()} targets do not fit together.",
+            where="linear_cross_entropy",
+            do=do,
+            code="loss-shape",
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UsageError(
+            f"a bias of shape {tuple(bias.shape)} beside a weight of shape {tuple(weight.shape)}.",
+            where="linear_cross_entropy",
+            do=do,
+            code="loss-shape",
+        )
+    if targets.device.type == "cpu" and comm is None and targets.numel():
+        counted = targets[targets != ignore_index]
+        if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < weight.shape[0]:
+            raise UsageError(
+                f"targets go from {int(counted.min())} to {int(counted.max())}, and the weight has"
+                f" {weight.shape[0]} rows.",
+                where="linear_cross_entropy",
+                do=f"use targets of the vocabulary, or {ignore_index} where there is none to learn from.",
+                code="loss-target",
+            )
+
+
+@dataclass(frozen=True)
+class _Formula:
+    ignore_index: int
+    reduction: Reduction
+    label_smoothing: float
+    softcap: float | None
+    z_loss: float
+    chunk_tokens: int
+    comm: Communicator | None
+    first: int  # token of this rank's range of the vocabulary
+    dtype: torch.dtype  # of hidden and weight
+    label: str
+
+
+@dataclass
+class _LossGradients:
+    """Of the sum of the losses, each multiplied by its token's factor. None: not asked for."""
+
+    hidden: Tensor | None  # [T, D]
+    weight: Tensor | None  # [V, D], fp32 for 16-bit weights
+    bias: Tensor | None  # [V]
+
+    @classmethod
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _LossGradients:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        return cls(
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+        )
+
+    def add(self, chunk: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, factor: Tensor) -> None:
+        """Add a chunk's.
+
+        Args:
+            d_logits: [chunk, V], fp32.
+            factor: [chunk, 1].
+        """
+        if self.bias is not None:
+            self.bias += (d_logits.t() @ factor.to(d_logits.dtype)).view(-1)
+        d_logits = d_logits.to(weight.dtype)
+        if self.hidden is not None:
+            torch.mm(d_logits, weight, out=self.hidden[chunk])
+            self.hidden[chunk].mul_(factor)
+        if self.weight is not None:
+            counted = (hidden * factor).to(weight.dtype)
+            if self.weight.dtype == weight.dtype:
+                self.weight.addmm_(d_logits.t(), counted)
+            else:
+                self.weight += d_logits.t() @ counted
+
+    def scaled(self, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Multiply all, in place; in the inputs' dtype."""
+        found = (self.hidden, self.weight, self.bias)
+        return tuple(None if each is None else each.mul_(scale).to(dtype) for each in found)
+
+
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    formula: _Formula,
+    factor: Tensor,
+    gradients: _LossGradients | None,
+) -> Tensor:
+    """The losses, [T]; 0 for ignored tokens. Adds to ``gradients``, with each token's factor, [T]."""
+    losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+    is_counted = targets != formula.ignore_index
+    with torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, targets.numel(), formula.chunk_tokens):
+            chunk = slice(start, start + formula.chunk_tokens)
+            logits = F.linear(hidden[chunk], weight, bias)
+            found = _one_chunk(logits, targets[chunk], formula, has_gradient=gradients is not None)
+            losses[chunk] = found[0]
+            if gradients is not None and found[1] is not None:
+                gradients.add(chunk, found[1], hidden[chunk], weight, factor[chunk, None])
+            del logits, found  # before the next chunk's are allocated
+    return losses.mul_(is_counted)
+
+
+def _one_chunk(
+    logits: Tensor, targets: Tensor, formula: _Formula, *, has_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The losses of a chunk and their gradients with respect to ``logits``; of ignored tokens, any numbers.
+
+    Args:
+        logits: [chunk, V]; overwritten.
+    """
+    smoothing, z_loss = formula.label_smoothing, formula.z_loss
+    derivative = None  # of the capped logits
+    if formula.softcap is not None:
+        logits = logits.float().div_(formula.softcap).tanh_()
+        derivative = logits.square().neg_().add_(1) if has_gradient else None
+        logits = logits.mul_(formula.softcap)
+    # The logarithm of this rank's probabilities; those of the whole vocabulary once its logsumexp is known.
+    result = torch.log_softmax(logits, -1, dtype=torch.float32)  # [chunk, V]
+    width = torch.tensor(float(logits.shape[-1]), device=logits.device)
+    local = targets - formula.first
+    is_here = (local >= 0) & (local < logits.shape[-1])
+    index = torch.where(is_here, local, 0)[:, None]
+    log_sum: Tensor | None = None  # [chunk]
+    if formula.comm is not None or z_loss:
+        log_sum = logits.amax(-1).float() - result.amax(-1)
+    del logits
+    at_target = result.gather(1, index)[:, 0]
+    total = result.sum(-1) if smoothing else None
+    if formula.comm is not None:
+        assert log_sum is not None
+        mine = [log_sum, torch.where(is_here, at_target + log_sum, 0.0)]
+        mine += [total + width * log_sum, width.expand_as(log_sum)] if total is not None else []
+        parts = _exchange(torch.stack(mine), formula.comm, formula.label)  # [ranks, numbers, chunk]
+        own, log_sum = log_sum, parts[:, 0].logsumexp(0)
+        result += (own - log_sum)[:, None]
+        at_target = parts[:, 1].sum(0) - log_sum
+        if total is not None:
+            width = parts[:, 3].sum(0)
+            total = parts[:, 2].sum(0) - width * log_sum
+    losses = -at_target
+    if total is not None:
+        losses = (1 - smoothing) * losses - smoothing * total / width
+    if z_loss and log_sum is not None:
+        losses = losses + z_loss * log_sum.square()
+    if not has_gradient:
+        return losses, None
+    gradient = result.exp_()
+    if z_loss and log_sum is not None:
+        gradient *= (1 + 2 * z_loss * log_sum)[:, None]
+    if total is not None:
+        gradient -= (smoothing / width).view(-1, 1)
+    gradient.scatter_add_(1, index, ((smoothing - 1) * is_here)[:, None])
+    if derivative is not None:
+        gradient *= derivative
+    return losses, gradient
+
+
+def _exchange(numbers: Tensor, comm: Communicator, label: str) -> Tensor:
+    """Every rank's ``numbers``. Shape: [ranks, *numbers.shape]."""
+    everywhere = torch.empty((comm.size, *numbers.shape), dtype=numbers.dtype, device=numbers.device)
+    comm.all_gather(everywhere.view(-1), numbers.contiguous().view(-1), label=label).drain()
+    return everywhere
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        formula: _Formula,
+        has_backward: bool,
+    ) -> Tensor:
+        is_counted = targets != formula.ignore_index
+        is_eager = has_backward and formula.reduction != "none" and any(ctx.needs_input_grad)
+        ctx.gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad) if is_eager else None
+        losses = _run(hidden, weight, bias, targets, formula, is_counted, ctx.gradients)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.formula = formula
+        ctx.count = is_counted.sum().clamp(min=1) if formula.reduction == "mean" else 1
+        return losses if formula.reduction == "none" else losses.sum() / ctx.count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """
+        Args:
+            gradient: of the loss: [] or, for "none", [T].
+        """
+        gradients, ctx.gradients = ctx.gradients, None
+        scale = gradient / ctx.count
+        if gradients is None:  # "none", or a second pass through this graph
+            hidden, weight, bias, targets = ctx.saved_tensors
+            gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
+            factor = scale.expand(targets.shape) * (targets != ctx.formula.ignore_index)
+            _run(hidden, weight, bias, targets, ctx.formula, factor, gradients)
+            scale = scale.new_ones(())
+        return (*gradients.scaled(scale, ctx.formula.dtype), None, None, None)
+
+
+# A compiler calls it as it is: the chunks' loop, unrolled, would be a large graph.
+@untraced
+def _apply(*args: Any) -> Tensor:
+    losses: Tensor = _LinearCrossEntropy.apply(*args)
+    return losses

@@ -83,9 +83,7 @@ def synchronize_status(
         bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
         mean_loss=None if mean_loss is None else own[2],
         # Ranks that hold other parts of the model count the same tokens.
-        num_tokens=None
-        if num_tokens is None
-        else math.fsum(row[4] for row in rows) * axes.data.size / axes.world.size,
+        num_tokens=None if num_tokens is None else math.fsum(row[4] for row in rows) * axes.data.size / axes.world.size,
     )
 
 

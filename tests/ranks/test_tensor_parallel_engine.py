@@ -169,7 +169,7 @@ def test_a_checkpoint_and_weights_change_their_layout(tmp_path: Path) -> None:
 
 def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
     def job() -> None:
-        with pytest.raises(ModelError, match="names modules that the model does not have: blocks.*.nothing"):
+        with pytest.raises(ModelError, match=r"names modules that the model does not have: blocks\.\*\.nothing"):
             initialize(make(gpt), config(1, 2, parallel={"tp_plan": {"blocks.*.nothing": "column"}}))
         with shoal.zero.Init():
             model = gpt()

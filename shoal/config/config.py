@@ -18,9 +18,8 @@ from shoal.config.problems import HIDDEN, ConfigProblems, Problem, shown, warn
 from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
-from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
+from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems, unused_reasons
 from shoal.config.tree import Key, keys_of, walk
-from shoal.config.unused import unused_reasons
 from shoal.errors import ConfigError
 from shoal.processor import Format
 

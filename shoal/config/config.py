@@ -158,7 +158,7 @@ class Config(Schema):
             else:
                 batch = solve(given, ranks, reason)
         except BatchMismatch as mismatch:
-            raise ConfigProblems([Problem(mismatch.path, str(mismatch), mismatch.do)], self._name) from None
+            raise ConfigProblems([Problem(TRAIN, str(mismatch), mismatch.do)], self._name) from None
         except ElasticityError as error:
             raise problems_error(ConfigProblems([Problem("elasticity", error.what, error.do)], self._name)) from None
         made = self.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.accumulation})

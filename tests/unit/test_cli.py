@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.cli.job import TrainJob, effective_config, start, usual_learning_rate
+from shoal.cli.job import TrainJob, effective_config, usual_learning_rate
+from shoal.cli.start import start
 from shoal.errors import ModelError, UsageError
 
 

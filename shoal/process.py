@@ -119,7 +119,7 @@ def read_owner(fd: int) -> FileOwner | None:
 
 def lock_if_gone(path: str, folder_fd: int) -> tuple[FileOwner, int] | None:
     """The owner, if it has certainly ended, and a descriptor whose lock keeps other processes from removing the files
-    at the same time. None: it lives, or the file does not tell.
+    at the same time. None: it lives, or the file does not name its owner.
     """
     with suppress(OSError):
         fd = open_owner(path, folder_fd=folder_fd)

@@ -80,7 +80,7 @@ class LocalShard:
     num_copies: int = 1  # ranks that have this very range
     copy: int = 0  # which of them this one is
     fetch: Callable[[], tuple[torch.Tensor, ...]] | None = None  # where ``parts`` only show sizes: the memory itself
-    is_private: bool = False  # it is changed by Shoal alone, after ``ParameterGroup.settle``
+    is_private: bool = False  # changed by Shoal alone, once a pending save has copied it
 
     @property
     def name(self) -> str:

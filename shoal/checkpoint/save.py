@@ -236,7 +236,7 @@ class Save:
             ) from problem
         return values
 
-    # an go on
+    # while training continues
 
     def wait_taken(self) -> None:
         """Wait until optimizer state and shards are copied. Call it before they are changed."""

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from shoal.config import ConfigProblems, examine
-from shoal.config.precision import Bf16 as DeepSpeedBF16Config
-from shoal.config.precision import Fp16
+from shoal.config.sections import Bf16 as DeepSpeedBF16Config
+from shoal.config.sections import Fp16
 from shoal.config.tree import names_of
 from shoal.config.zero import OffloadOptimizer, ZeroOptimization
 from shoal.config.zero import OffloadParam as DeepSpeedZeroOffloadParamConfig

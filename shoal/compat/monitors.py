@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.config.watching import Comet as CometConfig
-from shoal.config.watching import CsvMonitor as CSVConfig
-from shoal.config.watching import Tensorboard as TensorBoardConfig
-from shoal.config.watching import Wandb as WandbConfig
+from shoal.config.sections import Comet as CometConfig
+from shoal.config.sections import CsvMonitor as CSVConfig
+from shoal.config.sections import Tensorboard as TensorBoardConfig
+from shoal.config.sections import Wandb as WandbConfig
 from shoal.observe.monitor import CometWriter, Event, make_monitor
 
 

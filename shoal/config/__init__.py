@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.config.arguments import add_config_arguments
 from shoal.config.config import Config, Examined, examine, load, schema_paths
 from shoal.config.problems import ConfigProblems, ConfigWarning, Problem
 from shoal.config.reference import json_schema, reference
+from shoal.config.source import add_config_arguments
 from shoal.config.support import Support, support_of
 
 __all__ = [

@@ -12,11 +12,11 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 
 class BatchMismatch(Exception):
-    """The sizes contradict each other: ``what`` is the reason, ``do`` the repair, ``path`` the key."""
+    """The sizes contradict each other: ``what`` is the reason, ``do`` the repair."""
 
-    def __init__(self, what: str, do: str, path: str = TRAIN) -> None:
-        super().__init__(what, do, path)
-        self.what, self.do, self.path = what, do, path
+    def __init__(self, what: str, do: str) -> None:
+        super().__init__(what, do)
+        self.what, self.do = what, do
 
     def __str__(self) -> str:
         return self.what

@@ -19,9 +19,8 @@ from shoal.config.ranks import batch_ranks, rank_problems
 from shoal.config.resolve import check_types, put_old_defaults, resolve_types
 from shoal.config.schema import Schema
 from shoal.config.source import open_source
-from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems
+from shoal.config.supported import KeySupport, keys_with_support, unsupported_problems, unused_reasons
 from shoal.config.tree import Key, keys_of, walk
-from shoal.config.unused import unused_reasons
 from shoal.errors import ConfigError
 from shoal.processor import Format
 
@@ -160,7 +159,7 @@ class Config(Schema):
             else:
                 batch = solve(given, ranks, reason)
         except BatchMismatch as mismatch:
-            raise ConfigProblems([Problem(mismatch.path, str(mismatch), mismatch.do)], self._name) from None
+            raise ConfigProblems([Problem(TRAIN, str(mismatch), mismatch.do)], self._name) from None
         except ElasticityError as error:
             raise problems_error(ConfigProblems([Problem("elasticity", error.what, error.do)], self._name)) from None
         made = self.model_copy(update={TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.accumulation})

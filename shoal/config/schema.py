@@ -5,15 +5,29 @@ from __future__ import annotations
 from typing import Literal
 
 from shoal.config.base import Dtype, Section, key, section
-from shoal.config.data_pipeline import CurriculumLearning, ProgressiveLayerDropSection
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.own import Data, Debug, OffloadActivation, Units
 from shoal.config.parallel import Parallel, TensorParallel
-from shoal.config.precision import Bf16, DataTypes, Fp16, PrecisionSection, TorchAutocast
-from shoal.config.saving import ActivationCheckpointing, Aio, Checkpoint
-from shoal.config.tuning import Elasticity
+from shoal.config.sections import (
+    ActivationCheckpointing,
+    Aio,
+    Bf16,
+    Checkpoint,
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    CurriculumLearning,
+    DataTypes,
+    Elasticity,
+    FlopsProfilerSection,
+    Fp16,
+    PrecisionSection,
+    ProgressiveLayerDropSection,
+    Tensorboard,
+    TorchAutocast,
+    Wandb,
+)
 from shoal.config.unsupported import with_unsupported
-from shoal.config.watching import Comet, CommsLogger, CsvMonitor, FlopsProfilerSection, Tensorboard, Wandb
 from shoal.config.zero import ZeroOptimization
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]

@@ -73,7 +73,7 @@ def make_optimizer(
     parameters = list(model_parameters) if model_parameters is not None else None
     if isinstance(given, torch.optim.Optimizer):
         if settings.optimizer is not None and settings.optimizer.type:
-            notes.append("the optimizer handed in is used; the config's optimizer section is not.")
+            notes.append("the client optimizer is used; the config's optimizer section is not.")
         is_direct = _check_given(given, settings, world_size)
         made: torch.optim.Optimizer = given
     elif callable(given):
@@ -146,7 +146,7 @@ def schedule_notes(given: Any, settings: Config, optimizer: torch.optim.Optimize
     if settings.scheduler is None or not settings.scheduler.type:
         return []
     if given is not None:
-        return ["the lr_scheduler handed in is used; the config's scheduler section is not."]
+        return ["the client's lr_scheduler is used; the config's scheduler section is not."]
     return [] if optimizer is not None else ["the config's scheduler section has no effect without an optimizer."]
 
 

@@ -200,7 +200,7 @@ class DiskTier:
         return self._submit(extent, tensor, offset, is_write=False)
 
     def drain(self) -> None:
-        """Block the host until no read or write is pending. Their failures are told by their tickets."""
+        """Block the host until no read or write is pending. Their tickets raise their errors."""
         self._threads.drain()
 
     def close(self) -> None:

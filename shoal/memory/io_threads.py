@@ -1,4 +1,4 @@
-"""A few threads that read and write files, in an order that no reader can tell from one operation after another.
+"""A few threads that read and write files, as if the operations on one file ran one after another.
 
     submit    wait while too many operations are unfinished. Then hold the operation back behind the earlier ones that
               touch the same bytes, if it or they write.
@@ -22,7 +22,7 @@ import torch
 from shoal.errors import TierError, UsageError
 from shoal.memory.aligned import aligned_empty
 
-Part = Callable[[torch.Tensor], None]  # what a thread does with its own bounce buffer at hand
+Part = Callable[[torch.Tensor], None]  # run by a thread, which passes its own bounce buffer
 
 
 class Operation(Protocol):
@@ -151,7 +151,7 @@ class IoThreads:
         return job.ticket
 
     def drain(self, key: object = None) -> None:
-        """Wait until nothing is pending: of ``key``, or at all. Failures are told by the tickets.
+        """Wait until nothing is pending: of ``key``, or at all. The tickets raise the errors.
 
         Order: blocks the host.
         """
@@ -218,7 +218,7 @@ class IoThreads:
         with self._changed:
             jobs = self._pending.get(job.operation.key, [])
             if job not in jobs:
-                return  # close() gave up on this thread and has told the ticket
+                return  # close() gave up on this thread and has finished the ticket
             jobs.remove(job)
             if not jobs:
                 del self._pending[job.operation.key]

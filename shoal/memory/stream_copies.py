@@ -102,7 +102,7 @@ class ComputeStream:
 
 
 def mark(device: torch.device) -> CopyDone:
-    """The end of what ``device`` has been told to do on its current stream so far."""
+    """An event after all work queued on the current stream of ``device`` so far."""
     if device.type == "cpu":
         return CopyDone()
     event = torch.Event(device)

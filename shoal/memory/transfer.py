@@ -124,7 +124,7 @@ class DiskTransfer:
 
     Args:
         open_file: gives a descriptor of the extent's file, opened with these flags.
-        traffic: told of the bytes when they have all moved.
+        traffic: counts the bytes once all of them are transferred.
     """
 
     def __init__(

@@ -120,9 +120,9 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def smooth(points: Sequence[Point], half_life: float | None = None) -> list[Point]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """An exponential moving average that starts unbiased; its half-life, in points, is a hundredth of the series."""
-    decay = 0.5 ** (1.0 / max(0.3, half_life or len(points) / 100))
+    decay = 0.5 ** (1.0 / max(0.3, len(points) / 100))
     result: list[Point] = []
     total = weight = 0.0
     for x, y in points:

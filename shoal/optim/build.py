@@ -23,7 +23,7 @@ from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
-from shoal.optim.options import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, hint, problems_with
 from shoal.optim.orthogonal import METHODS
 
 BETAS = (0.9, 0.999)
@@ -155,7 +155,7 @@ def _find(name: str) -> tuple[str, Recipe]:
             return canonical, Recipe(factory)
     names = list(dict.fromkeys([*RECIPES, *classes]))
     raise OptimizerError(
-        f"unknown optimizer {name!r}{nearest(name, names)}.",
+        f"unknown optimizer {name!r}{hint(name, names)}.",
         where="optimizer.type",
         do=f"use one of: {', '.join(names)}.",
         code="optimizer-name",

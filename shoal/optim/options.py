@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -10,27 +9,26 @@ from typing import Any
 import torch
 
 from shoal.errors import OptimizerError
+from shoal.text import nearest
 
 
-def accepted_names(factory: type, *, leave_out: Collection[str] = ()) -> dict[str, bool]:
+def accepted_names(factory: type) -> dict[str, bool]:
     """The keyword parameters of a constructor by name; True: required. Without ``self`` and the first argument."""
     found = {}
     for name, parameter in list(inspect.signature(factory).parameters.items())[1:]:
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name not in leave_out:
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             found[name] = parameter.default is parameter.empty
     return found
 
 
-def nearest(name: str, names: Collection[str]) -> str:
+def hint(name: str, names: Collection[str]) -> str:
     """A hint such as `` (did you mean 'betas'?)``, or nothing."""
-    found = difflib.get_close_matches(name.lower(), [other.lower() for other in names], n=1)
-    match = next((other for other in names if found and other.lower() == found[0]), None)
-    return f" (did you mean {match!r}?)" if match else ""
+    return "".join(f" (did you mean {near!r}?)" for near in nearest(name, names, limit=1))
 
 
 def problems_with(params: Mapping[str, Any], accepted: Mapping[str, bool]) -> list[str]:
     """Messages for unknown names, missing names, and values that are still "auto"."""
-    problems = [f"unknown parameter {name!r}{nearest(name, accepted)}" for name in params if name not in accepted]
+    problems = [f"unknown parameter {name!r}{hint(name, accepted)}" for name in params if name not in accepted]
     problems += [
         f"missing parameter {name!r}" for name, required in accepted.items() if required and name not in params
     ]

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from shoal.config.types import NOT_FROM_JSON, torch_schedules
 from shoal.errors import OptimizerError
-from shoal.optim.options import accepted_names, nearest, problems_with
+from shoal.optim.options import accepted_names, hint, problems_with
 from shoal.optim.schedule import Schedule, torch_optimizer
 
 WarmupType = Literal["log", "linear"]
@@ -348,7 +348,7 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
     canonical = next((key for key in factories if key.lower() == name.lower()), None)
     if canonical is None:
         raise OptimizerError(
-            f"unknown schedule {name!r}{nearest(name, list(factories))}.",
+            f"unknown schedule {name!r}{hint(name, list(factories))}.",
             where="scheduler.type",
             do=f"use one of: {', '.join([*VALID_LR_SCHEDULES, *theirs])}.",
             code="schedule-name",

@@ -313,24 +313,21 @@ class EngineParameters(ParameterOwner):
     # optimizer state
 
     def _state_parts(
-        self, parameter: nn.Parameter, key: str, *, create: bool = False
+        self, parameter: nn.Parameter, key: str
     ) -> tuple[ParameterGroup, int, Segment | None, torch.Tensor | None]:
         group, slot, segment = self._find(parameter)
         if self._step is None or segment is None:
             return group, slot, segment, None
         with group.resident():
-            return group, slot, segment, self._resident_parts(group, slot, key, create=create)
+            return group, slot, segment, self._resident_parts(group, slot, key)
 
-    def _resident_parts(self, group: ParameterGroup, slot: int, key: str, *, create: bool) -> torch.Tensor | None:
+    def _resident_parts(self, group: ParameterGroup, slot: int, key: str) -> torch.Tensor | None:
         assert self._step is not None
         parts = []
         for part_range, segment in group.ranges_of(slot):
-            state = self._step.optimizer.state
-            held = state[part_range.param] if create else state.get(part_range.param, {})
+            held = self._step.optimizer.state.get(part_range.param, {})
             if key not in held:
-                if not create:
-                    return None
-                held[key] = torch.zeros_like(part_range.param.detach())
+                return None
             parts.append(held[key][segment.start : segment.stop])
         whole = torch.cat(parts) if len(parts) != 1 else parts[0]
         return whole if group.disk is None or len(parts) != 1 else whole.clone()

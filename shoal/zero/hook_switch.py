@@ -37,7 +37,10 @@ class Handle:
 
 
 class Coordinator:
-    """The order in which units are used, under DeepSpeed's names. It mends itself; clients may have it forgotten."""
+    """The order in which units are used, under DeepSpeed's names.
+
+    It is recorded again when it changes; clients may discard it.
+    """
 
     def __init__(self, order: UnitOrder) -> None:
         self._order = order

@@ -1,12 +1,15 @@
-"""The hooks on modules and on autograd: each calls a verb of the runtime.
+"""The hooks on modules and on autograd: each calls a verb of the runtime, or warns of a read of sharded parameters.
 
-All handles are kept; ``detach`` gives the model back as it was.
+All handles are kept; ``detach`` gives the model back as it was. ``state_dict()``, ``copy.deepcopy()`` and
+``torch.save()`` of a module find a placeholder where a parameter is sharded: its shape, and NaN. Nothing in that is an
+error to them, and a checkpoint of NaN is found out too late.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,9 +17,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal.compiler import untraced
-from shoal.sharding.unit import Unit
+from shoal.errors import UsageError
+from shoal.sharding.unit import Unit, UnitState
 from shoal.zero.hook_switch import Switch
-from shoal.zero.state_dict_hook import AtRestHook, Notice
 
 
 class Runtime(Protocol):
@@ -89,7 +92,7 @@ class HookSet:
         for name, module in model.named_modules():
             own = [sharded_of[id(p)] for p in module._parameters.values() if id(p) in sharded_of]
             if own:
-                hook = AtRestHook(name, module, list(dict.fromkeys(own)), notice)
+                hook = ShardedReadHook(name, module, list(dict.fromkeys(own)), notice)
                 self._handles.append(module.register_state_dict_pre_hook(hook))
 
     def detach(self) -> None:
@@ -129,3 +132,58 @@ def tensors_in(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     elif depth < 4 and hasattr(value, "__dict__") and not isinstance(value, nn.Module | type) and not callable(value):
         for item in vars(value).values():
             yield from tensors_in(item, depth + 1)
+
+
+_WHOLE = "`with shoal.zero.GatheredParameters(model.parameters()):`, on every rank"
+
+
+class Notice:
+    """What one engine says at most once."""
+
+    def __init__(self) -> None:
+        self.is_given = False
+
+
+class ShardedReadHook:
+    """A ``state_dict`` pre-hook of one module that holds sharded parameters.
+
+    It warns before the values are read. It is also copied and pickled with the module, and refuses while a parameter
+    is sharded; a copy of the module gets a hook that does nothing.
+    """
+
+    def __init__(self, name: str, module: nn.Module, units: Sequence[Unit], notice: Notice) -> None:
+        self._name = name or type(module).__name__
+        self._module = module
+        self._units = tuple(units)
+        self._notice = notice
+
+    def __call__(self, called: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        if called is not self._module or not self._is_sharded or self._notice.is_given:
+            return
+        self._notice.is_given = True
+        warnings.warn(
+            f"state_dict() reads sharded parameters: those of {self._name!r}, and all others that are not gathered,"
+            f" come out as NaN. Take engine.module_state_dict(), or call state_dict() inside {_WHOLE}."
+        )
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(unit.state is not UnitState.FULL for unit in self._units)
+
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Callable[[], Any], tuple[()]]:
+        """Raises: UsageError: a parameter of the module is sharded."""
+        if self._is_sharded:
+            raise UsageError(
+                f"{self._name!r} cannot be copied or pickled: its parameters are sharded, and the copy's would be NaN.",
+                do=f"copy it inside {_WHOLE}; or build the model anew and load engine.module_state_dict() into it.",
+                code="copy-at-rest",
+            )
+        return _nothing, ()
+
+
+def _nothing() -> Callable[[nn.Module, str, bool], None]:
+    return _do_nothing
+
+
+def _do_nothing(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    return

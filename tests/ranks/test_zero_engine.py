@@ -373,6 +373,6 @@ def test_an_unused_schedule_of_the_config_is_reported(caplog: pytest.LogCaptureF
         # A script's own lambda is what is tried.
         constant = lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer)  # noqa: E731
         assert notes(lr_scheduler=constant) == [
-            "the lr_scheduler handed in is used; the config's scheduler section is not."
+            "the client's lr_scheduler is used; the config's scheduler section is not."
         ]
         assert notes() == ["the config's scheduler section has no effect without an optimizer."]

@@ -9,8 +9,8 @@ import pytest
 from shoal.config import load
 from shoal.config.schema import Schema
 from shoal.config.support import support_of
+from shoal.config.supported import unused_reasons
 from shoal.config.tree import walk
-from shoal.config.unused import unused_reasons
 from shoal.errors import ConfigError
 
 

@@ -114,7 +114,9 @@ def test_the_optimizers_class_follows_from_its_state_where_possible(
     tree = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer, is_flat=False)}
     source = DcpSource(save(tree, tmp_path / "d"))
     assert source.about.optimizer == name
-    assert ("the optimizer's class is not said, and its state does not tell." in source.about.notes) is (name is None)
+    assert ("the optimizer's class is not stored, and its state does not show it." in source.about.notes) is (
+        name is None
+    )
 
 
 def test_a_bare_state_dict_is_read(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class DcpSource:
         self._take_twins()
         self.about.optimizer = _optimizer(self._kinds, self.about.groups)
         if self.about.optimizer is None and len(self._kinds) > 1:
-            self.about.notes.append("the optimizer's class is not said, and its state does not tell.")
+            self.about.notes.append("the optimizer's class is not stored, and its state does not show it.")
         if sorting.left:
             self.about.notes.append(f"{', '.join(map(repr, sorting.left[:5]))}: neither model nor optimizer; left out.")
 
@@ -185,11 +185,11 @@ def _take_aliases(model: dict[str, Item]) -> dict[str, tuple[str, ...]]:
 
 
 def _optimizer(kinds: Iterable[str], groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """The class of torch.optim that has such state and such hyperparameters, if that can be told."""
+    """The class of torch.optim that has such state and such hyperparameters, if they show it."""
     state = {kind.partition("/")[2] for kind in kinds if kind != MODEL}
     known = {key for group in groups for key in group}
     if {"exp_avg", "exp_avg_sq"} <= state and "betas" in known:
-        # Both classes say so since 2.9; before, nothing told them apart.
+        # Both classes store it since 2.9; before, nothing distinguished them.
         is_decoupled = all(group.get("decoupled_weight_decay", True) for group in groups)
         return "AdamW" if is_decoupled else "Adam"
     if state <= {"momentum_buffer"} and "nesterov" in known:

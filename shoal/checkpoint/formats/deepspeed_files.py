@@ -276,7 +276,7 @@ def _check_sums(path: Path) -> None:
         return  # the format before PyTorch 1.6 has no checksums
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
-            if entry.CRC == 0:  # torch.save was told to leave them out
+            if entry.CRC == 0:  # torch.save was called without checksums
                 continue
             try:
                 with archive.open(entry) as part:

@@ -29,7 +29,7 @@ class ModelFile:
     Args:
         state: what the file holds.
         file: its name, for errors.
-        is_stage_3: its parameters are empty tensors that tell no more than their dtype.
+        is_stage_3: its parameters are empty tensors, of which only the dtype is known.
         is_universal: weights are whole in another folder, also those that tensor parallelism split.
 
     Raises:
@@ -157,12 +157,12 @@ class ModelFile:
 
 
 def optimizer_name(config: Any, trained: NamedState) -> str | None:
-    """The optimizer's class: from the configuration, or else by its settings and state; None: it cannot be told."""
+    """The optimizer's class: from the configuration, or else by its settings and state; None: unknown."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     if isinstance(section, Mapping) and isinstance(section.get("type"), str):
         settings = section.get("params") or {}
         if section["type"].lower() == "adam" and settings.get("adam_w_mode", True):
-            return "AdamW"  # DeepSpeed's "Adam" decouples the weight decay unless it is told not to
+            return "AdamW"  # DeepSpeed's "Adam" decouples the weight decay unless adam_w_mode is false
         return "AdamW" if section["type"].lower() == "adamw" else section["type"]
     kinds, group = set(trained.kinds()), trained.groups[0] if trained.groups else {}
     if {"optimizer/exp_avg", "optimizer/exp_avg_sq"} <= kinds and "decoupled_weight_decay" in group:

@@ -103,7 +103,7 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
 
     Args:
         folder: ``zero`` of a tag.
-        module: tells the parameters, group by group.
+        module: names the parameters, group by group.
 
     Raises: CheckpointError: files are missing, or contradict each other.
     """

@@ -118,7 +118,7 @@ def _refused(error: Exception, where: str, file: Path | IO[bytes]) -> Checkpoint
 
 
 def _asked_for(file: Path | IO[bytes]) -> list[str]:
-    """Names that a file asks for and does not get; none where that cannot be told."""
+    """Names that a file asks for and does not get; none where that is not known."""
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # the file is damaged as well

@@ -1,0 +1,228 @@
+"""The smaller sections of the file: precision, saving, disk, recomputation, monitors, curriculum, elasticity."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from shoal.config.base import Auto, Dtype, Section, key, section
+from shoal.config.unsupported import with_unsupported
+
+
+class Fp16(Section):
+    """Half precision with fp32 main parameters and a loss scale."""
+
+    enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 main parameters, scaled loss")
+    auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0, allow_inf_nan=False)
+    initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power", ge=0)
+    loss_scale_window: int = key(1000, "steps without overflow before the scale doubles", gt=0)
+    hysteresis: int = key(2, "overflows tolerated before the scale is halved", ge=0)
+    consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
+    min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0, allow_inf_nan=False)
+    fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
+
+
+class Bf16(Section):
+    """bfloat16 with fp32 main parameters."""
+
+    enabled: bool = key(False, "bfloat16 weights and gradients, fp32 main parameters")
+    immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
+    check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
+    bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
+    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
+
+
+class TorchAutocast(Section):
+    """`torch.autocast` around the forward pass."""
+
+    enabled: bool = key(False, "run the forward pass under torch.autocast")
+    dtype: Dtype | None = key(None, "autocast's dtype; null is bf16")
+    lower_precision_safe_modules: tuple[str, ...] | None = key(
+        None,
+        "classes whose gradients are reduced in autocast's dtype; null: none (DeepSpeed: Linear, Conv1d to 3d)",
+    )
+
+
+class DataTypes(Section):
+    """Number formats of single kinds of state."""
+
+    grad_accum_dtype: Dtype | None = key(
+        None,
+        "format in which gradients of several micro-batches are summed; null is fp32 where there are fp32 main"
+        " parameters and more than one micro-batch, else that of the parameters (DeepSpeed: always that)",
+    )
+    param_dtype: Dtype | None = key(None, "format of the parameters; must equal that of fp16 or bf16")
+    buffer_dtype: Dtype | None = key(
+        None, "format of floating-point buffers of the model; null: their own (a batch norm's: that of the parameters)"
+    )
+    keep_in_fp32_modules: tuple[str, ...] | Auto = key(
+        "auto",
+        "names of buffers that stay in fp32 beside 16-bit parameters, `*` for any text; auto: those that the model"
+        " names in `_keep_in_fp32_modules_strict` (under fp16 also in `_keep_in_fp32_modules`)",
+    )
+
+
+@with_unsupported("precision")
+class PrecisionSection(Section):
+    """Shoal's own: formats of communication and state, and what a number that is not finite does."""
+
+    reduce_dtype: Dtype | None = key(
+        None, "format in which gradients are reduced; communication_data_type has priority"
+    )
+    nonfinite: Literal["raise", "skip", "warn"] | None = key(
+        None,
+        "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and continue; null: by precision",
+    )
+
+
+@with_unsupported("checkpoint")
+class Checkpoint(Section):
+    """Saving and loading."""
+
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = key("Warn", "what ranks with different tags do")
+    load_universal: bool = key(
+        False, "load_checkpoint without a tag loads what latest_universal names, if that file is there"
+    )
+    async_save: bool = key(False, "write during training (Shoal's own key)", alias=("async",))
+    keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
+    keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
+    on_save_error: Literal["raise", "warn"] = key("raise", "what training does after a failed save (Shoal's own key)")
+    verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
+    module_in_model_file: bool = key(
+        True,
+        "under DeepSpeed's name, below stage 3: the weights in mp_rank_00_model_states.pt too, for scripts that read"
+        " them there (Shoal's own key)",
+    )
+
+
+@with_unsupported("aio")
+class Aio(Section):
+    """How the disk is read and written when state is offloaded to it."""
+
+    block_size: int = key(1_048_576, "bytes of one request", ge=1)
+    queue_depth: int = key(8, "requests in flight", ge=1)
+    intra_op_parallelism: int = key(
+        1, "threads that read and write; two at the least, so that both go on at once", alias=("thread_count",), ge=1
+    )
+
+
+@with_unsupported("activation_checkpointing")
+class ActivationCheckpointing(Section):
+    """Which activations are recomputed in the backward pass instead of being saved."""
+
+    partition_activations: bool = key(False, "split saved activations over tensor-parallel ranks")
+    cpu_checkpointing: bool = key(False, "store saved activations in host memory")
+    contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
+    number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
+    synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
+    profile: bool = key(False, "time each recomputed function")
+    modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
+    policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
+
+
+class Tensorboard(Section):
+    """TensorBoard's event files."""
+
+    enabled: bool = key(False, "write event files")
+    output_path: str = key("", "folder; empty: a folder of the run")
+    job_name: str = key("DeepSpeedJobName", "folder inside it")
+
+
+class CsvMonitor(Section):
+    """CSV files."""
+
+    enabled: bool = key(False, "write CSV files")
+    output_path: str = key("", "folder; empty: a folder of the run")
+    job_name: str = key("DeepSpeedJobName", "folder inside it")
+
+
+class Wandb(Section):
+    """Weights & Biases."""
+
+    enabled: bool = key(False, "log to Weights & Biases")
+    group: str | None = key(None, "group of runs")
+    team: str | None = key(None, "team (its word: entity)")
+    project: str = key("deepspeed", "project")
+
+
+class Comet(Section):
+    """Comet."""
+
+    enabled: bool = key(False, "log to Comet")
+    samples_log_interval: int = key(100, "samples between two entries", ge=1)
+    project: str | None = key(None, "project")
+    workspace: str | None = key(None, "workspace")
+    api_key: str | None = key(None, "the service's key; never printed, logged or saved", secret=True)
+    experiment_name: str | None = key(None, "name of the run")
+    experiment_key: str | None = key(None, "a run to resume")
+    online: bool | None = key(None, "send immediately, or store locally")
+    mode: str | None = key(None, "get, create, or get_or_create")
+
+
+class CommsLogger(Section):
+    """Times of collectives."""
+
+    enabled: bool = key(False, "time every collective")
+    prof_all: bool = key(True, "all kinds of collectives")
+    prof_ops: tuple[str, ...] = key((), "only these kinds")
+    verbose: bool = key(False, "print each collective")
+    debug: bool = key(False, "print its caller too")
+
+
+class FlopsProfilerSection(Section):
+    """Operations of one step, by module."""
+
+    enabled: bool = key(False, "count the operations of one step")
+    profile_step: int = key(1, "which step", alias=("step",), ge=0)
+    module_depth: int = key(-1, "depth of the printed tree; -1: all", ge=-1)
+    top_modules: int = key(1, "modules printed at each depth", ge=1)
+    detailed: bool = key(True, "print the whole tree")
+    output_file: str | None = key(None, "file to print to")
+    recompute_fwd_factor: float = key(0.0, "forward passes counted for recomputation", ge=0)
+
+
+class ScheduleConfig(Section):
+    """How difficulty grows."""
+
+    total_curriculum_step: int | None = key(None, "steps until full difficulty")
+    difficulty_step: int | None = key(None, "difficulty is a multiple of this")
+    root_degree: int | None = key(None, "degree of the root, for fixed_root")
+    difficulty: tuple[int, ...] | None = key(None, "difficulties, for fixed_discrete")
+    max_step: tuple[int, ...] | None = key(None, "the last step of each of them")
+
+
+class CurriculumLearning(Section):
+    """Short sequences first (the older form)."""
+
+    enabled: bool = key(False, "begin with short sequences")
+    curriculum_type: str = key("seqlen", "what grows")
+    min_difficulty: int | None = key(None, "length at the start")
+    max_difficulty: int | None = key(None, "length at the end")
+    schedule_type: str | None = key(None, "fixed_linear, fixed_root, fixed_discrete or custom")
+    schedule_config: ScheduleConfig = section(ScheduleConfig, "how the length grows")
+
+
+class ProgressiveLayerDropSection(Section):
+    """Layers that are skipped at random, more of them as training goes on."""
+
+    enabled: bool = key(False, "skip layers at random")
+    theta: float = key(1.0, "share of layers that run at the end", ge=0, le=1)
+    gamma: float = key(0.001, "how fast that share is reached", ge=0)
+
+
+class Elasticity(Section):
+    """A batch size that stays the same while the number of ranks changes."""
+
+    enabled: bool = key(False, "choose such a batch size")
+    max_train_batch_size: int = key(2000, "largest global batch; must be written", ge=1)
+    micro_batch_sizes: tuple[int, ...] = key((2, 4, 6), "micro-batches to choose from; must be written")
+    min_gpus: int = key(1, "fewest ranks", ge=1)
+    max_gpus: int = key(10000, "most ranks", ge=1)
+    min_time: int = key(0, "minutes between two changes", ge=0)
+    prefer_larger_batch: bool = key(True, "of equal choices, the larger batch", alias=("prefer_large_batch",))
+    ignore_non_elastic_batch_info: bool = key(False, "ignore the batch sizes given elsewhere")
+    version: float = key(
+        0.2, "0.1 counts ranks; 0.2 whole nodes, and gives other numbers of ranks a batch of their own"
+    )
+    num_gpus_per_node: int = key(1, "ranks of a node", ge=1)
+    model_parallel_size: int = key(1, "model-parallel ranks of one model", ge=1)

@@ -5,7 +5,8 @@
 
 A case builds Shoal's step and the peer's from the same weights; a step is forward and backward. Every rank has one
 thread. A round is one step of each, so that a noisy machine disturbs both alike; the ratio is the median of the rounds'
-ratios (the peer's time over Shoal's), with their quartiles. Losses must agree. A new case is a function in CASES.
+ratios (the peer's time over Shoal's), with their quartiles; beside it the ratio of the least times, and the processor
+time of rank 0, which other processes disturb less. Losses must agree. A new case is a function in CASES.
 """
 
 from __future__ import annotations
@@ -258,7 +259,14 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = run(arguments)
     print(f"{arguments.ranks} ranks, one thread each, {arguments.rounds} rounds; milliseconds a step, median")
-    print(table([["case", "Shoal", "peer", "ratio", "quartiles"], *(row_of(row) for row in rows)]))
+    print(
+        table(
+            [
+                ["case", "Shoal", "peer", "ratio", "quartiles", "of least", "processor: Shoal", "peer"],
+                *(row_of(row) for row in rows),
+            ]
+        )
+    )
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps({"machine": machine(), "cases": rows}, indent=2) + "\n")
@@ -266,10 +274,11 @@ def main() -> None:
 
 def row_of(row: dict[str, Any]) -> list[str]:
     if "error" in row:
-        return [f"{row['case']}: {row['error']}", "", "", "", ""]
+        return [f"{row['case']}: {row['error']}", *[""] * 7]
     return [
         f"{row['case']} / {row['peer']}", f"{row['shoal_ms']:.1f}", f"{row['peer_ms']:.1f}", f"{row['ratio']:.2f}",
-        f"{row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}",
+        f"{row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}", f"{row['least_ratio']:.2f}",
+        f"{row['shoal_processor_ms']:.1f}", f"{row['peer_processor_ms']:.1f}",
     ]  # fmt: skip
 
 
@@ -313,15 +322,18 @@ def run_rank(rank: int, port: int, results: Any, arguments: argparse.Namespace) 
 def measure(pair: Pair, rounds: int) -> dict[str, Any]:
     """Both steps in turn; a time begins and ends with all ranks together."""
     times: dict[str, list[float]] = {"shoal": [], "peer": []}
+    processor: dict[str, list[float]] = {"shoal": [], "peer": []}
     losses = {"shoal": 0.0, "peer": 0.0}
     for number in range(rounds + 3):
         for name, step in (("shoal", pair.shoal), ("peer", pair.peer)):
             dist.barrier()
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             losses[name] = step()
+            used = time.process_time() - busy
             dist.barrier()
             if number >= 3:
                 times[name].append(1000 * (time.perf_counter() - begin))
+                processor[name].append(1000 * used)
     if abs(losses["shoal"] - losses["peer"]) > pair.rtol * abs(losses["peer"]):
         return {"error": f"losses differ: {losses}"}
     ratios = [peer / shoal for shoal, peer in zip(times["shoal"], times["peer"], strict=True)]
@@ -332,6 +344,9 @@ def measure(pair: Pair, rounds: int) -> dict[str, Any]:
         "peer_ms": median(times["peer"]),
         "ratio": median(ratios),
         "quartiles": [first, third],
+        "least_ratio": min(times["peer"]) / min(times["shoal"]),
+        "shoal_processor_ms": median(processor["shoal"]),
+        "peer_processor_ms": median(processor["peer"]),
         "loss": losses["shoal"],
     }
 

@@ -24,7 +24,8 @@ def write_weights(
 
     Args:
         name: with a suffix of torch's (``.bin``, ``.pt``, ``.pth``) in torch's format, else safetensors.
-        aliases: further names of a tensor.
+        aliases: further names of a tensor. safetensors has each tensor once: there the metadata says
+            ``{further name: name}``, as ``safetensors.torch.save_model`` writes it.
     """
     inside = Path(name).parent.as_posix()
     storage.make_folder("" if inside == "." else inside)
@@ -39,7 +40,8 @@ def write_weights(
                 sink.flush()
         else:
             entries = [TensorEntry(key, v.dtype, tuple(v.shape), partial(_flat, v)) for key, v in values.items()]
-            write_file(storage, "", staging, plan_file(entries))
+            metadata = {"format": "pt"} | {alias: key for key, names in aliases.items() for alias in names}
+            write_file(storage, "", staging, plan_file(entries, metadata))
         if staging != name:
             storage.move_over(staging, name)
     except BaseException:

@@ -5,6 +5,7 @@
                    Gloo connections
 3  other ranks     over shared memory: a wait sees the flag within a millisecond; over Gloo: the connection is closed;
                    over NCCL: a thread polls the store and aborts the groups
+   killed rank     reports nothing; over NCCL the rank before it does, whose connection to it was closed
 4  other ranks     look the traceback up, raise RankFailedError with it, and report it in turn
 5  rank 0          whose process has the store, waits until all have read the report, or for two seconds
 """
@@ -22,6 +23,7 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.next_rank import NextRank
 from shoal.errors import CommError, RankFailedError
 
 LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
@@ -67,6 +69,7 @@ class FailureReports:
         self._store = store
         self._rank = rank
         self._is_acknowledged = False
+        self.is_store_ended = False  # as ``find`` saw it last
 
     def report(self, rank: int, text: str) -> None:
         """Write ``rank``'s traceback, unless another rank was first. Never raises."""
@@ -81,11 +84,14 @@ class FailureReports:
         deadline = time.monotonic() + seconds
         while True:
             try:
-                if self._store.check([_KEY]):
+                is_found = self._store.check([_KEY])
+                self.is_store_ended = False
+                if is_found:
                     found = json.loads(self._store.get(_KEY))
                     return RankFailedError(found["rank"], found["traceback"])
             except Exception:
-                return None  # the store has ended
+                self.is_store_ended = True
+                return None
             if time.monotonic() >= deadline:
                 return None
             time.sleep(0.05)
@@ -126,14 +132,23 @@ class FailureReports:
 class FailureWatch:
     """A thread that polls for the first failure of the world, and then calls ``on_failure`` once.
 
-    For ranks that block where no exception reaches them, such as in ``.item()`` behind a collective on a GPU.
+    For ranks that block where no exception reaches them, such as in ``.item()`` behind a collective on a GPU. It makes
+    one request to the store in each interval.
+
+    Args:
+        next_rank: reported as failed where its process ends without a report; None: not watched. Closed with this.
     """
 
     def __init__(
-        self, failures: FailureReports, on_failure: Callable[[RankFailedError], None], interval_seconds: float
+        self,
+        failures: FailureReports,
+        on_failure: Callable[[RankFailedError], None],
+        interval_seconds: float,
+        next_rank: NextRank | None = None,
     ) -> None:
         self._failures = failures
         self._on_failure = on_failure
+        self._next_rank = next_rank
         self._interval_seconds = interval_seconds
         self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-failure-watch", daemon=True)
@@ -141,7 +156,16 @@ class FailureWatch:
 
     def _run(self) -> None:
         while not self._is_stopped.wait(self._interval_seconds):
+            was_store_ended = self._failures.is_store_ended
             found = self._failures.find()
+            if found is None and was_store_ended and self._failures.is_store_ended:
+                found = RankFailedError(0, "The process that has the store (rank 0's, or the launcher's) has ended.")
+            if found is None and self._next_rank is not None and self._next_rank.has_ended():
+                # One that raised has reported before its process ended.
+                found = self._failures.find() or RankFailedError(
+                    self._next_rank.rank, "Its process has ended without a report: killed, or out of memory."
+                )
+                self._failures.report(found.failed_rank, found.remote_traceback)
             if found is not None:
                 self._on_failure(found)
                 with contextlib.suppress(Exception):  # the store has ended
@@ -153,6 +177,8 @@ class FailureWatch:
         self._is_stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join(_LINGER_SECONDS)
+        if self._next_rank is not None:
+            self._next_rank.close()
 
 
 def clip(text: str) -> str:

@@ -20,12 +20,13 @@ from shoal.comm.direct import DirectCommunicator, Pending
 from shoal.comm.failure import FailureReports, FailureWatch, FirstError
 from shoal.comm.gloo import GlooCommunicator, GlooPending
 from shoal.comm.nccl import NcclCommunicator, new_group
+from shoal.comm.next_rank import NextRank
 from shoal.comm.protocol import Backend
 from shoal.comm.shm import LocalPeers, is_supported, join_group, vote
 from shoal.comm.single import SingleCommunicator
 from shoal.errors import RankFailedError
 
-_WATCH_SECONDS = 0.5
+_WATCH_SECONDS = 1.0
 
 
 class ProcessTransport:
@@ -35,7 +36,7 @@ class ProcessTransport:
         store: common to all ranks, and this world's alone (a PrefixStore).
         timeout: seconds without progress after which a wait gives up.
         shared_memory: use it where all ranks of an axis can; the same on every rank.
-        watch_seconds: between two looks for a failed rank, by a thread; None: 0.5 with a GPU, else no thread.
+        watch_seconds: between two looks for a failed rank, by a thread; None: 1 with a GPU, else no thread.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class ProcessTransport:
         self._nccl: dict[Sequence[tuple[int, ...]], dist.ProcessGroup] = {}
         if watch_seconds is None and device.type != "cpu":
             watch_seconds = _WATCH_SECONDS
-        self._watch = None if watch_seconds is None else FailureWatch(self._failures, self._abort, watch_seconds)
+        self._watch = None
+        if watch_seconds is not None:
+            next_rank = NextRank(PrefixStore("watch", store), rank, size)
+            self._watch = FailureWatch(self._failures, self._abort, watch_seconds, next_rank)
         self._pending = Pending(self._first_error)
         self._local_peers: LocalPeers | None = None
         self._wants_shared_memory = shared_memory and device.type == "cpu"

@@ -595,6 +595,9 @@ class Engine(nn.Module):
 
         Args:
             save_filename: safetensors, or with ``.bin``, ``.pt`` or ``.pth`` what ``torch.save`` of a state_dict gives.
+                safetensors has a tied weight once, as ``save_pretrained`` writes it, and its other names in the
+                metadata: ``from_pretrained`` and ``safetensors.torch.load_model`` tie it again, a strict
+                ``load_state_dict`` misses them. The other formats have every name.
 
         Communicates: at stage 3 an all_gather of each unit. Memory: the whole model on the host.
         """

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import shoal
 from shoal import zero
 from shoal.checkpoint.formats.huggingface import HuggingFaceSource, write_huggingface
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.errors import UsageError
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
@@ -66,6 +68,27 @@ def test_what_shoal_writes_is_what_from_pretrained_loads(tmp_path: Path) -> None
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "b")
     for name, parameter in model.named_parameters():
         assert torch.equal(dict(again.named_parameters())[name], parameter)
+
+
+def test_from_pretrained_ties_what_save_16bit_model_wrote_once(tmp_path: Path) -> None:
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def job() -> dict[str, torch.Tensor]:
+        engine, *_ = shoal.initialize(model=models[current_world().rank], config=settings)
+        engine.save_16bit_model(tmp_path)
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        engine.destroy()
+        return values
+
+    models = [llama(is_tied=True) for _ in range(2)]
+    expected = run_ranks(2, job)[0]
+    models[0].config.save_pretrained(tmp_path)
+    loaded, problems = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(problems.values())
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    found = loaded.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def test_a_base_model_takes_the_weights_of_one_with_a_head(tmp_path: Path) -> None:

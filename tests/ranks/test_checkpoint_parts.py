@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_model
 from torch import nn
 
 import shoal
@@ -133,6 +134,11 @@ def test_weights_alone_are_one_file_that_safetensors_opens(stage: int, tmp_path:
         assert sorted(opened.keys()) == sorted(set(values) - {"head.weight"})  # tied: written once
         for key in opened.keys():  # noqa: SIM118  # safetensors' file is no dict
             assert torch.equal(opened.get_tensor(key), values[key])
+        assert opened.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+    fresh = run.factory().bfloat16()
+    assert load_model(fresh, tmp_path / "model.safetensors", strict=True) == (set(), [])
+    assert fresh.head.weight is fresh.embedding.weight
+    assert torch.equal(fresh.head.weight, values["head.weight"])
     assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
     loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert sorted(loaded) == sorted(values)

@@ -103,7 +103,7 @@ class _ScatteredRow(torch.autograd.Function):
             work.wait()
             target.copy_(whole @ weight)
             if of_weight is not None:
-                of_weight += _weight_gradient(ctx, whole, chunk)
+                of_weight.add_(_weight_gradient(ctx, whole, chunk))
         for work in works:
             work.drain()
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None

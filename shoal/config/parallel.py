@@ -65,5 +65,6 @@ class TensorParallel(Section):
     """Layers split over ranks (AutoTP)."""
 
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
+    tp_overlap_comm: bool = key(False, "sum over ranks while computing")
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
     tp: TpDegree = section(TpDegree, "the same degree, as the inference config has it")

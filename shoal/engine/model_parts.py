@@ -52,6 +52,7 @@ def split(model: nn.Module, comm: Communicator, config: Config) -> ModelParts:
         sequence_parallel=asked.tp_sequence_parallel,
         loss_parallel=asked.tp_loss_parallel,
         strict=partition.strict_mode,
+        overlap=config.tensor_parallel.tp_overlap_comm,
     )
     local = {name: _spec(name, part) for name, part in found.parts.items()}
     return ModelParts(local, found.partial)

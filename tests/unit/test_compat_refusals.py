@@ -19,7 +19,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*tensor"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),
-    ({"tensor_parallel": {"tp_overlap_comm": True}}, r": overlap of tensor-parallel communication"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
     ({"compile": {"deepcompile": True}}, r": compile \(DeepCompile\)"),
     ({"compression_training": QUANTIZED}, r": compression"),

@@ -103,7 +103,7 @@ class _ScatteredRow(torch.autograd.Function):
             work.wait()
             target.copy_(whole @ weight)
             if of_weight is not None:
-                of_weight.add_(_weight_gradient(ctx, whole, chunk))
+                of_weight += _product(whole, chunk)
         for work in works:
             work.drain()
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
@@ -130,6 +130,10 @@ class _Column(torch.autograd.Function):
 def _weight_gradient(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if not ctx.needs_input_grad[1]:  # a frozen weight
         return None
+    return _product(gradient, x)
+
+
+def _product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 

@@ -36,6 +36,9 @@ class TrainJob:
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     ranks: int = 1
+    tp: int | None = None
+    sp: int | None = None
+    cp: int | None = None
     stage: int | None = None
     precision: str | None = None
     micro_batch: int | None = None
@@ -138,6 +141,10 @@ def effective_config(
     zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
     if job.config is None and zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0  # small models are sharded too: here that is what is to be seen
+    for axis in ("tp", "sp", "cp"):
+        degree = getattr(job, axis)
+        if degree is not None:
+            overrule(f"--{axis}", degree, "parallel", axis)
     _fill_batch(job, config, notes, overrule)
     _fill_precision(job, config, notes, has_accelerator)
     if job.clip is not None:

@@ -160,9 +160,14 @@ class _Run:
 
     def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
         torch.manual_seed(self.job.seed)
-        is_sharded = self.config["zero_optimization"]["stage"] == 3
-        with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
-            model = GPT(self.shape)
+        if self.config.get("parallel", {}).get("tp", 1) > 1:
+            with torch.device("meta"):  # each rank makes its part of a layer only
+                model = GPT(self.shape)
+        else:
+            is_sharded = self.config["zero_optimization"]["stage"] == 3
+            with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
+                model = GPT(self.shape)
+        model.attend_by(shoal.attention)
         own_schedule = None
         if "scheduler" not in self.config:
 
@@ -257,12 +262,22 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         count = self.engine.gradient_accumulation_steps()
         for _ in range(count):
-            tokens, targets = (part.to(self.engine.device, non_blocking=True) for part in next(self.batches))
-            loss = self.engine(tokens, targets)
+            loss = self._loss(*next(self.batches))
             self.engine.backward(loss)
             self.engine.step()
             total += loss.detach()
         return total / count
+
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss of this rank's positions of a batch. Shape: []."""
+        device, context = self.engine.device, self.engine.sequence_context
+        tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        if context is None:
+            loss: torch.Tensor = self.engine(tokens, targets)
+        else:
+            positions = context.positions(tokens.shape[1], device)
+            loss = self.engine(context.shard(tokens), context.shard(targets), positions)
+        return loss
 
     def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
         """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
@@ -293,9 +308,8 @@ class _Run:
         with torch.no_grad():
             for start in range(0, len(own), batch):
                 samples = [self.validation[index] for index in own[start : start + batch]]
-                tokens = torch.stack([sample[0] for sample in samples]).to(self.engine.device)
-                targets = torch.stack([sample[1] for sample in samples]).to(self.engine.device)
-                total += self.engine(tokens, targets).double() * len(samples)
+                tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
+                total += self._loss(tokens, targets).double() * len(samples)
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
         self.last_validation, _ = self._agree(total / len(own), 0.0)
@@ -305,7 +319,7 @@ class _Run:
 
     def _validation_indices(self) -> list[int]:
         """This rank's part; parts are of equal size, so that all ranks take part in every forward pass."""
-        rank, size = self.comm.rank, self.comm.size
+        rank, size = self.engine.axes.batch.rank, self.engine.axes.batch.size
         count = min(len(self.validation), _VALIDATION_SEQUENCES)
         spread = [index * len(self.validation) // count for index in range(count)]
         per_rank = count // size
@@ -321,13 +335,14 @@ class _Run:
         self.progress.say(f"writing a sample of {num_tokens} tokens ...")
         generator = torch.Generator(self.engine.device).manual_seed(self.job.seed)
         model = cast(GPT, self.engine.module)
-        written = model.generate(
-            given.to(self.engine.device)[None],
-            num_tokens,
-            temperature=self.job.temperature,
-            top_k=_SAMPLE_TOP_K,
-            generator=generator,
-        )[0].tolist()
+        with shoal.sequence_parallel(None):  # every rank has the whole text
+            written = model.generate(
+                given.to(self.engine.device)[None],
+                num_tokens,
+                temperature=self.job.temperature,
+                top_k=_SAMPLE_TOP_K,
+                generator=generator,
+            )[0].tolist()
         written = [min(token, self.tokenizer.vocab_size - 1) for token in written]  # --vocab may be larger
         return self.tokenizer.decode(written[: len(given)]), self.tokenizer.decode(written[len(given) :])
 
@@ -388,7 +403,10 @@ def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     stage = config["zero_optimization"]["stage"]
     count = format_count(shape.num_parameters())
-    return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}"
+    axes = "".join(
+        f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in ("tp", "sp", "cp")
+    )
+    return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}{axes}"
 
 
 def _duration(seconds: float) -> str:

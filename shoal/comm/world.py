@@ -84,6 +84,7 @@ class World:
         self.local_rank = local_rank
         self.device = device
         self.backend = backend
+        self.mesh = Mesh.of(size)  # of the engine that was made last
         self.recorder = Recorder()
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}

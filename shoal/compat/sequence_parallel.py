@@ -30,27 +30,27 @@ class SequenceParallelUnit:
 
     def __init__(self, world: World, sp: int) -> None:
         self._world = world
-        self._mesh = Mesh.of(world.size, sp=sp)
-        self.communicator = world.communicator("sp", self._mesh)
-        self._groups = {axis: world.process_group(axis, self._mesh) for axis in ("sp", "dp", "world")}
+        self.mesh = Mesh.of(world.size, sp=sp)
+        self.communicator = world.communicator("sp", self.mesh)
+        self._groups = {axis: world.process_group(axis, self.mesh) for axis in ("sp", "dp", "world")}
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         return self._groups["sp"]
 
     def get_sequence_parallel_world_size(self) -> int:
-        return self._mesh.sp
+        return self.mesh.sp
 
     def get_sequence_parallel_rank(self) -> int:
-        return self._mesh.index("sp", self._world.rank)
+        return self.mesh.index("sp", self._world.rank)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._groups["dp"]
 
     def get_data_parallel_world_size(self) -> int:
-        return self._mesh.dp
+        return self.mesh.dp
 
     def get_data_parallel_rank(self) -> int:
-        return self._mesh.index("dp", self._world.rank)
+        return self.mesh.index("dp", self._world.rank)
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
         """The ranks that shard the parameters: all."""
@@ -78,6 +78,7 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """
     world = current_world()
     unit = _units[world] = SequenceParallelUnit(world, sequence_parallel_size)
+    world.mesh = unit.mesh
     set_sequence_context(SequenceContext(sp=unit.communicator))
 
 

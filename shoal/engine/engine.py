@@ -32,6 +32,7 @@ from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemor
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
+from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, set_sequence_context
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
@@ -105,6 +106,10 @@ class Engine(nn.Module):
         self._was_step_applied = False
         self._is_destroyed = False
         self._same_inputs = SameInputs(properties.axes.tp)
+        self.sequence_context: SequenceContext | None = None
+        if properties.axes.sp is not None or properties.axes.cp is not None:
+            self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
+            set_sequence_context(self.sequence_context)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
         CLIPPING.add(self.access, accumulation)
@@ -779,6 +784,8 @@ class Engine(nn.Module):
         self._activations.remove()
         self._is_destroyed = True
         CLIPPING.remove(self.access)
+        if self.sequence_context is not None and current_sequence_context() is self.sequence_context:
+            set_sequence_context(None)
         if self._progress.monitor is not None:
             self._progress.monitor.close()
         self.sharding.detach()

@@ -88,6 +88,7 @@ def initialize(
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)
     refuse_cuda_graphs(model, plan.zero.stage, world.device)
+    world.mesh = plan.mesh
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     parts = parts_of(model, axes, settings, world.device)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 from shoal.errors import ModelError, UsageError
 
+Attend = Callable[..., Tensor]  # as torch.nn.functional.scaled_dot_product_attention
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [B, L, D], weight [V, D], targets [B, L] -> loss []
 
 _INIT_STD = 0.02
@@ -144,6 +146,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.num_heads = config.num_heads
+        self.attention: Attend = F.scaled_dot_product_attention
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
         self.out = Linear(config.hidden_size, config.hidden_size, _residual_std(config))
 
@@ -151,7 +154,7 @@ class Attention(nn.Module):
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))  # [B, L, 3, H, E]
         query, key = rotate(qkv[:, :, :2], cos, sin).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, E] each
         value = qkv[:, :, 2].transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -210,12 +213,18 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.head = Head(config, self.embedding.weight if config.tied else None, loss)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def attend_by(self, attention: Attend) -> None:
+        """Let every block compute attention by a function with the arguments of ``scaled_dot_product_attention``."""
+        for block in self.blocks:
+            cast(Block, block).attention.attention = attention
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The mean loss per target when targets are given, else the logits.
 
         Args:
             tokens: [B, L], int64.
             targets: [B, L], int64: the token that follows each position; -100 where there is none to learn from.
+            positions: [L], int64, of the tokens in their sequence; None: from 0.
 
         Returns: loss, [] in fp32; or logits, [B, L, V].
         Raises: UsageError: more positions than ``sequence_length``.
@@ -228,7 +237,9 @@ class GPT(nn.Module):
                 do="shorten the sequence, or build the model with a longer sequence_length.",
             )
         hidden = self.embedding(tokens)
-        cos, sin = rotations(length, self.config.head_size, hidden.dtype, hidden.device)
+        if positions is None:
+            positions = torch.arange(length, device=hidden.device)
+        cos, sin = rotations(positions, self.config.head_size, hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden, cos, sin)
         if targets is not None and self.head.loss is not None:
@@ -276,11 +287,10 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1))
 
 
-def rotations(length: int, head_size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, [L, E / 2] each, of every position's angles; computed in fp32, then rounded to ``dtype``."""
-    steps = torch.arange(0, head_size, 2, dtype=torch.float32, device=device) / head_size  # [E / 2]
-    positions = torch.arange(length, dtype=torch.float32, device=device)  # [L]
-    angles = torch.outer(positions, torch.exp(steps * -math.log(_ROTARY_BASE)))
+def rotations(positions: Tensor, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, [L, E / 2] each, of the angles of ``positions`` [L]; computed in fp32, rounded to ``dtype``."""
+    steps = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size  # [E / 2]
+    angles = torch.outer(positions.float(), torch.exp(steps * -math.log(_ROTARY_BASE)))
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 

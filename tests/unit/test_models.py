@@ -73,7 +73,7 @@ def test_no_position_sees_a_later_one() -> None:
 
 def test_rotation_makes_scores_depend_on_the_distance_only() -> None:
     query, key = torch.randn(8), torch.randn(8)
-    cos, sin = rotations(12, 8, torch.float32, torch.device("cpu"))
+    cos, sin = rotations(torch.arange(12), 8, torch.float32)
     queries = rotate(query.expand(1, 12, 1, 1, 8), cos, sin)[0, :, 0, 0]
     keys = rotate(key.expand(1, 12, 1, 1, 8), cos, sin)[0, :, 0, 0]
     scores = queries @ keys.T

@@ -192,8 +192,8 @@ class ReadsAhead(Unpadded):
 
 
 def test_a_parameter_that_is_read_outside_of_its_unit_is_waited_for() -> None:
-    plain = train_ranks(2, ReadsAhead, overlapped(2, is_on=False), steps=4, between=evaluate)
-    found = train_ranks(2, ReadsAhead, overlapped(2), steps=4, between=evaluate)
+    plain = train_ranks(2, ReadsAhead, overlapped(2, is_on=False), steps=4)
+    found = train_ranks(2, ReadsAhead, overlapped(2), steps=4)
     assert [one.losses for one in found] == [one.losses for one in plain]
 
 

@@ -13,13 +13,18 @@ from torch.utils._pytree import tree_leaves
 class LiveStorages(TorchDispatchMode):
     """While active, notes every storage that an operation of this thread allocates.
 
+    Args:
+        has_resizes: storages may grow after they were made; without, it sums only where a new peak is possible.
+
     Attributes:
         peak: the largest sum of living storages after any operation since ``reset_peak()``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_resizes: bool = True) -> None:
         super().__init__()
         self.peak = 0
+        self._has_resizes = has_resizes
+        self._most = 0  # bytes that can be alive: those of the last sum, and what has been allocated since
         self._seen: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(
@@ -34,7 +39,10 @@ class LiveStorages(TorchDispatchMode):
                 held = self._seen.get(key)
                 if held is None or held.expired():
                     self._seen[key] = StorageWeakRef(tensor.untyped_storage())
-        self.peak = max(self.peak, self.now())
+                    self._most += tensor.untyped_storage().nbytes()
+        if self._has_resizes or self._most > self.peak:
+            self._most = self.now()
+            self.peak = max(self.peak, self._most)
         return result
 
     def now(self) -> int:
@@ -49,7 +57,7 @@ class LiveStorages(TorchDispatchMode):
         return total
 
     def reset_peak(self) -> None:
-        self.peak = self.now()
+        self.peak = self._most = self.now()
 
 
 def _key(tensor: torch.Tensor) -> int:

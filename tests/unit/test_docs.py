@@ -129,6 +129,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
     ("page", "printed"),
     [
         ("curriculum.md", "8 1.0\n16 1.0\n16 0.952\n24 0.909\n24 0.87\n32 0.835\n"),
+        ("long-sequences.md", "1 1100\n"),
         ("embeddings.md", "[[1, 2, 3, 4, 5]]\n"),
         ("sharded-models.md", "torch.Size([8, 512]) torch.bfloat16 0.25\ntorch.float32\n"),
     ],

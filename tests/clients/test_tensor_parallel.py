@@ -6,15 +6,17 @@ ranks, 50 neurons not by 4.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.comm.threads import run_ranks
 from shoal.errors import ModelError
-from shoal.parallel.tensor import plan_for
-from tests.ranks.tensor_cases import Outputs, compare, randomize
+from shoal.parallel.tensor import parallelize, plan_for
+from tests.ranks.tensor_cases import Outputs, compare, randomize, tp_communicator
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -130,6 +132,21 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     compare(model, loss_alone, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon-alibi"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_generation_gives_the_same_tokens(family: str, sequence_parallel: bool) -> None:
+    model = build(family).eval()
+    arguments = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    expected = model.generate(TOKENS[:, :4], **arguments)
+
+    def on_a_rank() -> None:
+        mine = copy.deepcopy(model)
+        parallelize(mine, tp_communicator(), sequence_parallel=sequence_parallel)
+        assert torch.equal(mine.generate(TOKENS[:, :4], **arguments), expected)
+
+    run_ranks(2, on_a_rank)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "llama-multi-query"])

@@ -3,6 +3,7 @@
 parameter                         what a rank reads of it
 of shoal.zero.Init                its shard: one range of bytes
 of a live engine, sharded         what it owns of the bucket: one range of bytes
+split over tensor parallel ranks  its part: ranges of bytes, or of rows where it is split by columns
 any other                         all of it
 """
 
@@ -12,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.errors import CheckpointError, UsageError
+from shoal.parallel.tensor.parts import Part
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init, suspended
 from shoal.zero.parameter_owner import OWNERS
@@ -41,6 +44,7 @@ def load_hf(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    parts: Mapping[str, Part] | None = None,
 ) -> nn.Module:
     """Fill a model with the weights in a folder of safetensors (or one such file, or an fsspec URL).
 
@@ -53,6 +57,7 @@ def load_hf(
             ``shoal.zero.Init``.
         dtype: cast the model's parameters of floating point to it first; None: leave them as they are.
         strict: a name that is in only one of model and folder is an error. A shape that differs always is.
+        parts: of a model that ``shoal.parallel.tensor.parallelize`` has split, the ``parts`` that it returned.
 
     Returns: the model.
     Raises: CheckpointError: the folder cannot be read, or differs from the model: every difference is listed, and the
@@ -66,12 +71,13 @@ def load_hf(
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
-        found = _matched(model, [*parameters, *buffers], weights, strict)
+        parts = parts or {}
+        found = _matched(model, [*parameters, *buffers], weights, strict, parts)
         with torch.no_grad():
             for home in parameters:
                 name = found.get(home.names)
                 if name is not None:
-                    _fill(home.tensor, weights, name, dtype)
+                    _fill(home.tensor, weights, name, dtype, parts.get(home.names[0]))
             for home in buffers:
                 name = found.get(home.names)
                 if name is not None:
@@ -131,7 +137,7 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 
 
 def _matched(
-    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool
+    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool, parts: Mapping[str, Part]
 ) -> dict[tuple[str, ...], str]:
     """The name in the folder of each tensor of the model.
 
@@ -148,7 +154,9 @@ def _matched(
             missing.append(home.names[0])
             continue
         found[home.names] = present[0]
-        theirs, ours = weights.tensors[present[0]].shape, tuple(home.tensor.shape)
+        part = parts.get(home.names[0])
+        ours = tuple(home.tensor.shape) if part is None else part.global_shape
+        theirs = weights.tensors[present[0]].shape
         if theirs != ours:
             shapes.append(f"{home.names[0]} is {list(theirs)} in the folder and {list(ours)} in the model")
     unexpected = [name for name in weights.tensors if name not in used]
@@ -195,18 +203,27 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 # values
 
 
-def _fill(parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None) -> None:
+def _fill(
+    parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None, part: Part | None
+) -> None:
     owner = OWNERS.get(parameter)
+
+    def read() -> torch.Tensor:
+        return weights.read(name) if part is None else part.read(partial(weights.read_range, name))
+
+    def read_range(begin: int, end: int) -> torch.Tensor:
+        return weights.read_range(name, begin, end) if part is None else read().view(-1)[begin:end]
+
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     if owner is not None:
         assert isinstance(parameter, nn.Parameter)
         if isinstance(owner, ShardedAtInit) and wanted != parameter.dtype:
             owner.cast(parameter, wanted)
-        owner.load(parameter, lambda begin, end: weights.read_range(name, begin, end))
+        owner.load(parameter, read_range)
     elif wanted != parameter.dtype:
-        parameter.data = weights.read(name).to(parameter.device, wanted)
+        parameter.data = read().to(parameter.device, wanted)
     else:
-        parameter.copy_(weights.read(name))
+        parameter.copy_(read())
 
 
 # building

@@ -6,14 +6,17 @@ ranks, 50 neurons not by 4.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from shoal.parallel.tensor import plan_for
-from tests.ranks.tensor_cases import Outputs, compare, randomize
+from shoal.comm.threads import run_ranks
+from shoal.errors import ModelError
+from shoal.parallel.tensor import parallelize, plan_for
+from tests.ranks.tensor_cases import Outputs, compare, randomize, tp_communicator
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -70,6 +73,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BertForMaskedLM", "BertConfig",
         {**_SHAPE, "intermediate_size": 50, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _LLAMA),  # a norm over all heads: Transformers' plan gathers them
     "deepseek-v3": (
         "DeepseekV3ForCausalLM", "DeepseekV3Config",
         {**_LLAMA, "num_key_value_heads": 6, "first_k_dense_replace": 2, **_MLA},
@@ -101,7 +105,12 @@ def test_logits_loss_and_gradients_are_those_of_the_whole_model(family: str, siz
     compare(build(family), forward, size)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_parallelism_of_gathered_heads_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"q_proj cannot be split as column_gather_output: sequence parallelism needs"):
+        compare(build("olmo2"), forward, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "olmo2"])
 def test_sequence_parallelism_changes_no_value(family: str) -> None:
     compare(build(family), forward, 4, sequence_parallel=True)
 
@@ -123,6 +132,21 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     compare(model, loss_alone, 2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon-alibi"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_generation_gives_the_same_tokens(family: str, sequence_parallel: bool) -> None:
+    model = build(family).eval()
+    arguments = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones(2, 4, dtype=torch.int64)}
+    expected = model.generate(TOKENS[:, :4], **arguments)
+
+    def on_a_rank() -> None:
+        mine = copy.deepcopy(model)
+        parallelize(mine, tp_communicator(), sequence_parallel=sequence_parallel)
+        assert torch.equal(mine.generate(TOKENS[:, :4], **arguments), expected)
+
+    run_ranks(2, on_a_rank)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "llama-multi-query"])

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.storage import _LocalReader
 from shoal.comm.threads import run_ranks
 from shoal.errors import CheckpointError, UsageError
+from shoal.models.gpt import GPT, GPTConfig
+from shoal.parallel.tensor import parallelize, parts
 from tests.ranks.models import HIDDEN, Adapted, FrozenIntegers, OddParameters, Plain, SeveralDtypes, WithBuffers
+from tests.ranks.tensor_cases import tp_communicator
 from tests.ranks.training import STAGES, are_bit_equal, config, make, run_steps, start
 from tests.unit.formats_source import MemorySource
 
@@ -104,6 +108,46 @@ def test_each_rank_reads_its_range_of_every_parameter_and_nothing_else(tmp_path:
         owned = [min(n, max(0, v.numel() - rank * n)) for n, v in zip(lengths, tensors.values(), strict=True)]
         assert read[f"rank-{rank}"] == 4 * sum(owned)
         assert abs(read[f"rank-{rank}"] - total / world) < 150
+
+
+def test_a_split_model_gets_its_parts_and_reads_no_others_of_what_is_split_by_rows(tmp_path: Path) -> None:
+    saved = GPT(GPTConfig(67, 8, num_layers=1, hidden_size=48, num_heads=6))
+    folder = write(tmp_path / "weights", weights_of(saved))
+
+    def on_a_rank() -> int:
+        torch.manual_seed(9)
+        model = GPT(saved.config)
+        split = parallelize(model, tp_communicator())
+        load_hf(model, folder, parts=split.parts)
+        for name, parameter in saved.named_parameters():
+            part = split.parts.get(name)
+            expected = parameter if part is None else part.of(parameter)
+            assert torch.equal(model.get_parameter(name), expected), name
+        wrong = {**split.parts, "embedding.weight": replace(split.parts["embedding.weight"], global_shape=(66, 48))}
+        with pytest.raises(CheckpointError, match=r"embedding.weight is \[67, 48\] in the folder and \[66, 48\]"):
+            load_hf(model, folder, parts=wrong)
+        by_columns = [name for name, part in split.parts.items() if part.dim == 1]
+        assert by_columns == ["blocks.0.attention.out.weight", "blocks.0.feed_forward.down.weight"]
+        whole = sum(saved.get_parameter(name).nbytes for name in by_columns)
+        return whole + sum(p.nbytes for name, p in model.named_parameters() if name not in by_columns)
+
+    with counting_bytes() as read:
+        expected = run_ranks(4, on_a_rank)
+    assert sorted(read.values()) == sorted(expected)
+
+
+def test_a_part_by_columns_is_read_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_READ_NUMEL", 20)
+    whole = torch.arange(7 * 8 * 2).view(7, 8, 2)
+    asked: list[tuple[int, int]] = []
+
+    def read_range(begin: int, end: int) -> torch.Tensor:
+        asked.append((begin, end))
+        return whole.view(-1)[begin:end]
+
+    part = parts.Part((7, 8, 2), 1, ((1, 3), (6, 7)))
+    assert torch.equal(part.read(read_range), part.of(whole))
+    assert asked == [(16 * row, 16 * (row + 1)) for row in range(7)]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.threads import run_ranks
@@ -286,14 +287,27 @@ def _dropout_masks(rank: int, size: int) -> list[Any]:
         y = checkpoint(layer, x, use_reentrant=False)
         y.sum().backward()
         found = [layer.masks, torch.get_rng_state().sum().item(), y.tolist()]
+        model = gpt(dropout=0.5)
+        parallelize(model, tp_communicator(), sequence_parallel=True)
+        dropped: list[Any] = []
+        model.get_submodule("blocks.0.attention.out").register_forward_hook(
+            lambda module, args, out: dropped.append((F.dropout(torch.ones_like(out), 0.5) > 0).tolist())
+        )
+        loss = model(TOKENS, TARGETS)
+        loss.backward()
+        found += [dropped, [loss.item(), torch.get_rng_state().sum().item()]]
     world.close()
     return found
 
 
 @pytest.mark.gloo
 def test_dropout_is_equal_on_whole_activations_and_differs_on_split_ones(gloo: Gloo) -> None:
-    (first, state, out), (second, other_state, other_out) = gloo(2, _dropout_masks)
+    (first, state, out, split, after), (second, other_state, other_out, other_split, other_after) = gloo(
+        2, _dropout_masks
+    )
     assert first[0] != second[0]  # inside
     assert first[1] == second[1]  # behind the sum
     assert (first[2:], second[2:]) == (first[:2], second[:2])  # recomputed: the same elements again
     assert (state, out) == (other_state, other_out)
+    assert split != other_split  # sequence parallel: other tokens, other elements
+    assert after == other_after

@@ -205,6 +205,8 @@ class _Splitter:
         blocks = style.block_sizes(numel) if kind == "column" else (numel,)
         if given is None and (not blocks or min(blocks) < comm.size):
             raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
+        if kind in ("column_gather_output", "row_split_input") and self.region_of(name) is not self.plain:
+            raise _misfit(name, style, "sequence parallelism needs outputs that stay split up to a row layer")
         ranges, is_whole = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), False)
         layer = _Layer(module, kind, dim, ranges, is_whole, splits_bias=kind in _COLUMNS and not is_whole)
         gathers = kind == "column_gather_output" or (kind == "vocab_head" and gathers_logits)

@@ -52,10 +52,9 @@ class AttentionRule:
     head_arguments: tuple[str, ...] = ()
 
     def describes(self, module: nn.Module) -> bool:
-        """Whether the module has the submodules and values of this rule."""
-        return _has(module, (*self.projections, self.out)) and all(
-            getattr(module, name, None) == value for name, value in self.when.items()
-        )
+        """Whether the module has the submodules and values of this rule, and normalizes head by head if at all."""
+        has_values = all(getattr(module, name, None) == value for name, value in self.when.items())
+        return has_values and _has(module, (*self.projections, self.out)) and not _normalizes_all_heads(module)
 
 
 ATTENTION_RULES: tuple[AttentionRule, ...] = (
@@ -127,6 +126,13 @@ def has_path(module: nn.Module, path: str) -> bool:
             return False
         module = module.get_submodule(name)
     return True
+
+
+def _normalizes_all_heads(module: nn.Module) -> bool:
+    """Whether a norm (OLMo 2's) reads all query heads together, so that they must be gathered."""
+    weight = getattr(getattr(module, "q_norm", None), "weight", None)
+    head_size = next((vars(module)[name] for name in HEAD_SIZE_ATTRIBUTES if name in vars(module)), None)
+    return weight is not None and head_size is not None and weight.numel() > head_size
 
 
 def _has(module: nn.Module, paths: tuple[str, ...]) -> bool:

@@ -10,12 +10,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 Range = tuple[int, int]  # start, stop
+
+_READ_NUMEL = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,26 @@ class Part:
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """This part of ``whole``: a view where there is one range, else a copy."""
         return take(whole, self.dim, self.ranges)
+
+    def read(self, read_range: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        """This part of a tensor that is read by ranges of its flattened elements, as from a file.
+
+        Args:
+            read_range: elements [begin, end) of the whole tensor, 1-D.
+
+        Memory: this part; with it, where another dim than the first is split, at most 4 Mi elements of the whole tensor
+            or one of its rows.
+        """
+        outer, size = math.prod(self.global_shape[: self.dim]), self.global_shape[self.dim]
+        inner = math.prod(self.global_shape[self.dim + 1 :])
+        if outer == 1:
+            return torch.cat([read_range(start * inner, stop * inner) for start, stop in self.ranges]).view(self.shape)
+        rows = max(1, _READ_NUMEL // (size * inner))
+        pieces = []
+        for row in range(0, outer, rows):
+            block = read_range(row * size * inner, min(row + rows, outer) * size * inner).view(-1, size, inner)
+            pieces.append(take(block, 1, self.ranges).clone())
+        return torch.cat(pieces).view(self.shape)
 
 
 def take(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:

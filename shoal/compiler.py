@@ -6,6 +6,7 @@ made and when one steps, for the sake of compiled callers.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -30,6 +31,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which runs as it is in compiled callers too: ``torch.compiler.disable``, once it is imported."""
     disabled: list[Callable[P, R]] = []
 
+    @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not is_imported():
             return function(*args, **kwargs)

@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.of_group import communicator_of
@@ -34,7 +33,7 @@ class SequenceParallelUnit:
         self.communicator = world.communicator("sp", self.mesh)
         self._groups = {axis: world.process_group(axis, self.mesh) for axis in ("sp", "dp", "world")}
 
-    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+    def get_sequence_parallel_group(self) -> Any:
         return self._groups["sp"]
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -43,7 +42,7 @@ class SequenceParallelUnit:
     def get_sequence_parallel_rank(self) -> int:
         return self.mesh.index("sp", self._world.rank)
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
+    def get_data_parallel_group(self) -> Any:
         return self._groups["dp"]
 
     def get_data_parallel_world_size(self) -> int:
@@ -52,7 +51,7 @@ class SequenceParallelUnit:
     def get_data_parallel_rank(self) -> int:
         return self.mesh.index("dp", self._world.rank)
 
-    def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
+    def get_sequence_data_parallel_group(self) -> Any:
         """The ranks that shard the parameters: all."""
         return self._groups["world"]
 
@@ -93,7 +92,7 @@ def _unit() -> SequenceParallelUnit:
     return unit
 
 
-def get_sequence_parallel_group() -> dist.ProcessGroup:
+def get_sequence_parallel_group() -> Any:
     return _unit().get_sequence_parallel_group()
 
 
@@ -105,7 +104,7 @@ def get_sequence_parallel_rank() -> int:
     return _unit().get_sequence_parallel_rank()
 
 
-def get_sequence_data_parallel_group() -> dist.ProcessGroup:
+def get_sequence_data_parallel_group() -> Any:
     return _unit().get_sequence_data_parallel_group()
 
 

@@ -80,6 +80,15 @@ def with_torchs_groups(rank: int, size: int) -> None:
     assert communicator_of(None).size == size
     alone = communicator_of(dist.new_group([rank], use_local_synchronization=True))
     assert (alone.size, alone.rank) == (1, 0)
+    initialize_sequence_parallel(2)
+    set_sequence_context(None)
+    assert dist.get_process_group_ranks(groups._get_sequence_parallel_group()) == [0, 1]
+    assert dist.get_process_group_ranks(groups._get_data_parallel_group()) == [rank]
+    batches = UlyssesSPDataLoaderAdapter(
+        [{"input_ids": torch.arange(8).view(1, 8) + 10 * rank}], rank, groups._get_sequence_parallel_group(), 2, "cpu"
+    )
+    own = [batch["input_ids"].flatten().tolist() for batch in batches]
+    assert own == [[first + 4 * rank + index for index in range(4)] for first in (0, 10)]
     current_world().close()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import chunks_of
 from shoal.parallel.sequence.context import SequenceContext, current_sequence_context
@@ -25,6 +26,7 @@ from shoal.parallel.sequence.ulysses import HeadExchange, check_heads, split_hea
 _ALONE = SequenceContext()
 
 
+@untraced
 def attention(
     query: Tensor,
     key: Tensor,

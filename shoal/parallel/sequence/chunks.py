@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     is_causal: bool
 
 
-class Run(NamedTuple):
+class DocumentRun(NamedTuple):
     """Positions of one document that follow each other in a rank's memory."""
 
     document: int
@@ -122,7 +122,7 @@ def _tiles_of_row(
     return _merged(tiles)
 
 
-def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[Run]]:
+def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[DocumentRun]]:
     """The runs of each chunk."""
     found = []
     offset = 0
@@ -130,14 +130,16 @@ def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[Run]]:
         shift = offset - chunk.start
         bounds = enumerate(pairwise((0, chunk.stop) if begins is None else begins))
         inside = ((document, max(start, chunk.start), min(stop, chunk.stop)) for document, (start, stop) in bounds)
-        found.append([Run(document, start + shift, stop + shift) for document, start, stop in inside if start < stop])
+        found.append(
+            [DocumentRun(document, start + shift, stop + shift) for document, start, stop in inside if start < stop]
+        )
         offset += len(chunk)
     return found
 
 
-def _joined(runs: Sequence[Sequence[Run]]) -> list[Run]:
+def _joined(runs: Sequence[Sequence[DocumentRun]]) -> list[DocumentRun]:
     """The runs of all chunks, a document's in one."""
-    joined: list[Run] = []
+    joined: list[DocumentRun] = []
     for run in (run for of_chunk in runs for run in of_chunk):
         if joined and joined[-1].document == run.document:
             joined[-1] = joined[-1]._replace(stop=run.stop)

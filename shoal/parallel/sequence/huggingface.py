@@ -45,13 +45,13 @@ def register(name: str = "shoal", *, core: str | None = None, only_training: boo
     inner = _original(ALL_ATTENTION_FUNCTIONS.get(core or "sdpa"))
     alone = _original(ALL_ATTENTION_FUNCTIONS.get(name) or inner)
     mask = _original(ALL_MASK_ATTENTION_FUNCTIONS.get(name) or ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    AttentionInterface.register(name, _Attention(alone, inner if core else None, only_training))
-    AttentionMaskInterface.register(name, _Mask(mask))
+    AttentionInterface.register(name, _AttentionFunction(alone, inner if core else None, only_training))
+    AttentionMaskInterface.register(name, _MaskFunction(mask))
 
 
 def _original(function: Any) -> Any:
     """Transformers' function, also where Shoal's was registered before under its name."""
-    return function.alone if isinstance(function, _Attention | _Mask) else function
+    return function.alone if isinstance(function, _AttentionFunction | _MaskFunction) else function
 
 
 def _active() -> SequenceContext | None:
@@ -59,7 +59,7 @@ def _active() -> SequenceContext | None:
     return context if context is not None and context.size > 1 else None
 
 
-class _Mask:
+class _MaskFunction:
     """Transformers' function that makes masks; under a context the padding alone: [B, L of this rank], or None."""
 
     def __init__(self, alone: Callable[..., Any]) -> None:
@@ -77,7 +77,7 @@ class _Mask:
         return kwargs.get("attention_mask")
 
 
-class _Attention:
+class _AttentionFunction:
     """An attention function as transformers calls it.
 
     Args:

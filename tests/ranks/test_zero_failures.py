@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -238,3 +239,61 @@ def test_a_rank_that_reads_a_sharded_parameter_alone_is_told_to_gather_it_on_eve
     assert "On this rank" not in other
     for note in (reading, other):
         assert "with shoal.zero.GatheredParameters([p]):" in note
+
+
+class HangsOnRank1(Plain):
+    """From the third forward on, rank 1 waits for an event in a block's forward or backward."""
+
+    place = "forward"
+    may_end: threading.Event
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=8)
+        self.num_forwards = 0
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 3 and self.num_forwards == 3 and current_world().rank == 1:
+                if self.place == "backward":
+                    x.register_hook(lambda _: self.hang())
+                else:
+                    self.hang()
+        return x
+
+    def hang(self) -> None:
+        assert self.may_end.wait(30)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_the_error_of_a_hang_comes_after_one_timeout_however_many_units_are_under_way(
+    place: str, accumulation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HangsOnRank1, "place", place)
+    monkeypatch.setattr(HangsOnRank1, "may_end", threading.Event(), raising=False)
+    waited: list[tuple[str, float, float]] = []
+
+    def job() -> None:
+        engine = start(HangsOnRank1, config(3, gradient_accumulation_steps=accumulation))
+        began = ended = time.monotonic()
+        try:
+            for index in range(4):
+                began = time.monotonic()
+                engine.backward(engine(*batch(index, current_world().rank, 2)))
+                engine.step()
+        except CommError as error:
+            ended = time.monotonic()
+            with pytest.raises(CommError):  # it would gather
+                engine.destroy()
+            if current_world().rank == 0:
+                waited.append((error.code, ended - began, time.monotonic() - ended))
+        finally:
+            HangsOnRank1.may_end.set()
+
+    run_ranks(2, job, wait_timeout=1.0)
+    ((code, seconds, destroying),) = waited
+    assert code == "comm-timeout"
+    assert 0.9 <= seconds < 4.0  # one after the other the units under way would take 8
+    assert destroying < 3.0

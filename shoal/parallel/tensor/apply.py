@@ -17,7 +17,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
-from shoal.parallel.tensor.attention import HeadSplit, numel_of, split_heads
+from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.cross_entropy import VocabParallelLoss
 from shoal.parallel.tensor.hooks import InputHook, Stack
 from shoal.parallel.tensor.layers import (
@@ -115,7 +115,7 @@ class _Splitter:
         self.plain = TensorRegion(comm)
         self.stack_region = TensorRegion(comm, splits_sequence=True) if sequence else self.plain
         self.stacks = self._find_stacks() if sequence else []
-        self.heads: list[HeadSplit] = []
+        self.heads: list[AttentionSplit] = []
         self.layers: dict[str, _Layer] = {}
         self.parts: dict[int, Part] = {}  # by id of the parameter
 

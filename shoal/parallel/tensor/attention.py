@@ -31,7 +31,7 @@ class LocalConfig:
 
 
 @dataclass(frozen=True)
-class HeadSplit:
+class AttentionSplit:
     """The heads of one attention module on this rank.
 
     Args:
@@ -86,7 +86,7 @@ class HeadSplit:
 
 def split_heads(
     name: str, module: nn.Module, styles: Mapping[str, ParallelStyle], comm: Communicator
-) -> HeadSplit | None:
+) -> AttentionSplit | None:
     """How the heads of ``module`` are split, or None where it is no attention that the plan splits.
 
     Raises: ModelError: fewer heads than ranks, or projections of which the plan names only some.
@@ -123,7 +123,7 @@ def split_heads(
         for index, (child, projection) in enumerate(zip(rule.projections, projections, strict=True))
     }
     ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), False
-    return HeadSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges)
+    return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges)
 
 
 def numel_of(module: nn.Module, *, is_output: bool) -> int:

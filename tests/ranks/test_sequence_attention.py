@@ -122,6 +122,23 @@ def test_a_document_for_each_row_or_one_for_all_as_numbers_of_this_ranks_positio
     run_ranks(4, run)
 
 
+def test_documents_of_positions_are_exchanged_once_for_a_batch() -> None:
+    def run() -> None:
+        context = context_of("ring")
+        positions = context.positions(16).clone()[None]
+        with current_world().recorder.recording() as entries:
+            assert context.documents_of(positions, None) is None
+            first = len(entries)
+            assert context.documents_of(positions, None) is None
+            assert len(entries) == first > 0
+            positions[positions >= 6] -= 6
+            found = context.documents_of(positions, None)
+            assert len(entries) == 2 * first
+        assert found == Documents.of_lengths([[6, 10]])
+
+    run_ranks(2, run)
+
+
 def plain_check(dtype: torch.dtype, bound: float) -> None:
     """Heads of values that are smaller than those of keys, as in multi-head latent attention: the plain kernel."""
     context = context_of("both")

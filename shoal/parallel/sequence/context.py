@@ -44,7 +44,7 @@ class SequenceContext:
     exchange: KeyExchange = "ring"
     length: int | None = None
     # The tensors that describe the documents of the last batch, and the documents: one exchange serves all layers.
-    _last: list[tuple[tuple[Tensor | None, ...], Documents | None]] = field(
+    _last: list[tuple[tuple[Tensor | None, ...], list[int | None], Documents | None]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -160,7 +160,7 @@ class SequenceContext:
     def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
         """The documents of the whole rows, as models of transformers describe them; None: one document a row.
 
-        The result is kept for further calls with the same tensors.
+        The result is kept for further calls with the same tensors, until they are written to.
 
         Args:
             positions: ``position_ids`` of this rank, [B or 1, L of this rank]: a document begins where they do not go
@@ -170,8 +170,13 @@ class SequenceContext:
         Raises: UsageError: positions that every rank counts from 0; padding between tokens.
         Communicates: as :meth:`unshard`, for each of the two, and an exchange. Order: the host waits for the result.
         """
-        if self._last and all(one is other for one, other in zip(self._last[0][0], (positions, padding), strict=True)):
-            return self._last[0][1]
+        given = (positions, padding)
+        # Inference tensors have no version: their documents are exchanged again.
+        versions = [-1 if tensor is None else None if tensor.is_inference() else tensor._version for tensor in given]
+        if self._last and self._last[0][1] == versions and None not in versions:
+            kept, _, documents = self._last[0]
+            if all(one is other for one, other in zip(kept, given, strict=True)):
+                return documents
         documents = None
         if positions is not None:
             self._check_whole_positions(positions)
@@ -181,7 +186,7 @@ class SequenceContext:
             documents = of_padding if documents is None else documents.and_of(of_padding)
         if documents is not None and all(len(row) == 2 for row in documents.begins):
             documents = None
-        self._last[:] = [((positions, padding), documents)]
+        self._last[:] = [(given, versions, documents)]
         return documents
 
     def _check_whole_positions(self, positions: Tensor) -> None:

@@ -68,7 +68,7 @@ class _Update:
 
 
 @dataclass(eq=False)
-class _Transfer:
+class _HostCopies:
     """The host copies of one group."""
 
     gradient: torch.Tensor | None = None  # [owned numel]
@@ -130,7 +130,7 @@ class CpuOptimizer:
         self._step = step
         self._is_pinned = is_pinned
         self._thread: ThreadPoolExecutor | None = None
-        self._transfers: dict[ParameterGroup, _Transfer] = {}
+        self._transfers: dict[ParameterGroup, _HostCopies] = {}
         # By numel and dtype, host memory for parts and the addition that reads it.
         self._parts: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Future[torch.Tensor | None]]]] = {}
 
@@ -142,8 +142,8 @@ class CpuOptimizer:
         held += [transfer.gradient for transfer in self._transfers.values() if not transfer.is_only_copy]
         return sum(tensor.nbytes for tensor in held if tensor is not None) + self._step.scratch_nbytes
 
-    def _transfer(self, group: ParameterGroup) -> _Transfer:
-        return self._transfers.setdefault(group, _Transfer())
+    def _transfer(self, group: ParameterGroup) -> _HostCopies:
+        return self._transfers.setdefault(group, _HostCopies())
 
     # gradients
 
@@ -390,7 +390,7 @@ class CpuOptimizer:
         self._undo(group)
         self.finish(group)
 
-    def _done(self, transfer: _Transfer) -> _Update:
+    def _done(self, transfer: _HostCopies) -> _Update:
         """Wait for an update. One that failed stays, and fails every waiter: its group is half updated."""
         update = transfer.update
         assert update is not None

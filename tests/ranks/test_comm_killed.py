@@ -30,6 +30,12 @@ def nursery() -> Iterator[Nursery]:
     made.close()
 
 
+def meet(folder: Path, name: str, rank: int, others: set[int]) -> None:
+    (folder / f"{name}-{rank}").touch()
+    while not all((folder / f"{name}-{other}").exists() for other in others):
+        time.sleep(0.01)
+
+
 def run_rank(rank: int, folder: str, port: int, doomed: int, how: str) -> None:
     torch.set_num_threads(1)
     timeout = timedelta(seconds=30)
@@ -39,9 +45,8 @@ def run_rank(rank: int, folder: str, port: int, doomed: int, how: str) -> None:
     assert transport._watch is not None
     while transport._watch._next_rank._next is None:  # type: ignore[union-attr]
         time.sleep(0.01)
-    store.set(f"connected {rank}", "1")
-    store.wait([f"connected {other}" for other in range(SIZE)])
     out = Path(folder)
+    meet(out, "connected", rank, set(range(SIZE)))  # by files, since the store may end with its process
     if rank == doomed:
         if how == "killed, with a worker" and os.fork() == 0:
             time.sleep(4.0)
@@ -57,7 +62,8 @@ def run_rank(rank: int, folder: str, port: int, doomed: int, how: str) -> None:
     (out / f"rank-{rank}").write_text(f"{time.time()} {transport._first_error.error}")
     if how == "stopped" and rank == 0:
         os.kill(int((out / f"rank-{doomed}").read_text().split()[0]), signal.SIGKILL)
-    os._exit(0)  # the store's process may be gone
+    meet(out, "done", rank, set(range(SIZE)) - {doomed})  # rank 0's process has the store
+    os._exit(0)
 
 
 def run(nursery: Nursery, folder: Path, doomed: int, how: str) -> dict[int, tuple[float, str]]:

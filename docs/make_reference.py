@@ -20,7 +20,7 @@ BEGIN, END = "<!-- made by docs/make_reference.py: {} -->", "<!-- end -->"
 SECTIONS = ("Args", "Returns", "Raises", "Communicates", "Memory", "Order", "Source")
 
 INTRODUCTION = """\
-# The Python face
+# The Python API
 
 Made from the docstrings by `python docs/make_reference.py`; a test keeps it up to date. Errors are listed in
 [errors](errors.md), keys of the configuration in [configuration](config.md). *Every rank* means that all ranks call,
@@ -31,6 +31,7 @@ in the same order. Ψ (Psi) is the number of parameters.
 ENGINE_ATTRIBUTES = {
     "module": "the model that was handed in, with its parameters sharded",
     "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
+    "sequence_context": "how sequences are spread over `sp` and `cp` ranks; None without them",
     "on_step": "callables that get the engine after each step",
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
     "plan": "what the config means, in Shoal's words",
@@ -64,6 +65,7 @@ WORLD_ATTRIBUTES = {
     "device": "where this rank computes",
     "backend": "`threads`, `gloo`, `nccl`, `fake`, or `none` for one rank without a process group",
     "recorder": "what this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
+    "mesh": "of the engine that was made last",
     "is_closed": "after `close()`",
 }
 

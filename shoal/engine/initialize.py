@@ -36,7 +36,7 @@ from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of
 from shoal.engine.sharding import Sharding
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError, ModelError, NotBuiltError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
 from shoal.mesh import Mesh
@@ -45,6 +45,7 @@ from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
+from shoal.optim.whole import WholeTensorOptimizer
 from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.zero.build import build
@@ -263,6 +264,12 @@ def _make_step(
     if made.optimizer is None:
         return None
     config, plan, axes, device = properties.config, properties.plan, properties.axes, properties.device
+    if axes.tp is not None and isinstance(made.optimizer, WholeTensorOptimizer):
+        raise NotBuiltError(
+            f"{type(made.optimizer).__name__}, which updates whole tensors, beside tensor parallelism.",
+            do="take an elementwise optimizer, such as AdamW.",
+            code="tensor-parallel-optimizer",
+        )
     step: ShardedStep
     if made.is_direct:
         step = DirectStep(made.optimizer, sharded.trained_groups, axes.shard)

@@ -176,6 +176,8 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
             model = gpt()
         with pytest.raises(NotBuiltError, match=r"built under zero\.Init"):
             initialize(model, config(3, 2))
+        with pytest.raises(NotBuiltError, match="Lamb, which updates whole tensors"):
+            shoal.initialize(model=make(gpt), config=config(1, 2, optimizer={"type": "Lamb", "params": {"lr": 1e-3}}))
         assert current_world().size == 2
 
     run_ranks(2, job)

@@ -57,7 +57,8 @@ def load_hf(
             ``shoal.zero.Init``.
         dtype: cast the model's parameters of floating point to it first; None: leave them as they are.
         strict: a name that is in only one of model and folder is an error. A shape that differs always is.
-        parts: of a model that ``shoal.parallel.tensor.parallelize`` has split, the ``parts`` that it returned.
+        parts: of a model that ``shoal.parallel.tensor.parallelize`` has split, the ``parts`` that it returned. Those
+            of a live engine's model are known.
 
     Returns: the model.
     Raises: CheckpointError: the folder cannot be read, or differs from the model: every difference is listed, and the
@@ -71,7 +72,7 @@ def load_hf(
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
-        parts = parts or {}
+        parts = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, parts)
         with torch.no_grad():
             for home in parameters:
@@ -83,6 +84,18 @@ def load_hf(
                 if name is not None:
                     home.tensor.copy_(weights.read(name))
     return model
+
+
+def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part]:
+    """By the first name, the parts of parameters that engines have split over tensor-parallel ranks."""
+    found = {}
+    for home in homes:
+        owner = OWNERS.get(home.tensor)
+        spec = owner.spec_of(home.tensor) if isinstance(owner, EngineParameters) else None
+        if spec is not None and spec.is_part:
+            dim = next(dim for dim, size in enumerate(spec.shape) if size != spec.global_shape[dim])
+            found[home.names[0]] = Part(spec.global_shape, dim, spec.local[dim])
+    return found
 
 
 def _homes(model: nn.Module) -> tuple[list[_Home], list[_Home]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import nn
@@ -114,6 +113,11 @@ class EngineParameters(ParameterOwner):
         part, owned = group.buffer.owned_part(slot), group.buffer.owned_parameters
         return owned[:0] if part is None else owned[part.start : part.stop]
 
+    def spec_of(self, parameter: torch.Tensor) -> ParameterSpec:
+        """Its name, its global shape, and the part of it that this rank's engine has."""
+        group, slot = self._sharded.home_of[id(parameter)]
+        return group.buffer.layout.specs[slot]
+
     def num_shards(self, parameter: torch.Tensor) -> int:
         return self._sharded.home_of[id(parameter)][0].buffer.comm.size
 
@@ -122,9 +126,6 @@ class EngineParameters(ParameterOwner):
         group, slot = self._sharded.home_of[id(parameter)]
         buffer, part = group.buffer, group.buffer.owned_part(slot)
         spec = buffer.layout.specs[slot]
-        if spec.is_part:  # read whole, since its elements are not one range
-            own = cut(read(0, spec.global_numel).view(spec.global_shape), spec).reshape(-1)
-            read = partial(_range_of, own)
         if not buffer.is_sharded:
             value = read(0, spec.numel).view(spec.shape)
             buffer.comm.drain()
@@ -380,10 +381,6 @@ class EngineParameters(ParameterOwner):
                 numel = segment.stop - segment.start
                 held[key][segment.start : segment.stop].copy_(flat[done : done + numel])
                 done += numel
-
-
-def _range_of(flat: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    return flat[begin:end]
 
 
 def _check_shape(value: torch.Tensor, slot: ParameterSpec) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ModelError, NotBuiltError
 from shoal.models.gpt import GPT, GPTConfig
+from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.training import make, sgd
 
 ROWS, LENGTH, VOCABULARY = 2, 8, 50
@@ -181,3 +183,21 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
         assert current_world().size == 2
 
     run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_safetensors_fill_a_split_model(tmp_path: Path, stage: int) -> None:
+    whole = make(gpt, 7)
+    save_file(
+        {name: value for name, value in whole.state_dict().items() if name != "head.weight"}, tmp_path / "m.safetensors"
+    )
+
+    def job() -> dict[str, Any]:
+        engine = initialize(make(gpt), config(stage, 2))
+        shoal.load_hf(engine.module, tmp_path / "m.safetensors")
+        parameter = engine.module.blocks[0].attention.qkv.weight
+        assert torch.equal(safe_get_full_fp32_param(parameter), whole.blocks[0].attention.qkv.weight)
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, job):
+        assert all(torch.equal(values[name], value) for name, value in whole.state_dict().items())

@@ -384,18 +384,20 @@ def test_an_mpu_of_data_parallel_ranks_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "text"),
+    ("sizes", "kind", "text"),
     [
-        ({"model_parallel": 2}, r"get_model_parallel_world_size\(\) is 2"),
-        ({"pipe_parallel": 2}, r"get_pipe_parallel_world_size\(\) is 2"),
-        ({"pipeline_model_parallel": 4}, r"get_pipeline_model_parallel_world_size\(\) is 4"),
-        ({"context_parallel": 2}, r"get_context_parallel_world_size\(\) is 2"),
-        ({"data_parallel": 1}, r"get_data_parallel_world_size\(\) is 1, and there are 2 ranks"),
+        ({"model_parallel": 2}, ConfigError, "the mpu's tp 2 x data-parallel 2 = 4 ranks, and there are 2"),
+        ({"pipe_parallel": 2, "data_parallel": 1}, NotBuiltError, r"pipeline parallel \(pp=2\)"),
+        ({"pipeline_model_parallel": 4}, ConfigError, "pp 4 x data-parallel 2 = 8 ranks, and there are 2"),
+        ({"context_parallel": 2}, ConfigError, "cp 2 x data-parallel 2 = 4 ranks, and there are 2"),
+        ({"data_parallel": 1}, ConfigError, "data-parallel 1 = 1 ranks, and there are 2"),
     ],
 )
-def test_an_mpu_that_splits_ranks_otherwise_is_refused_by_name(sizes: dict[str, int], text: str) -> None:
+def test_an_mpu_that_does_not_fit_the_ranks_is_refused_by_name(
+    sizes: dict[str, int], kind: type[Exception], text: str
+) -> None:
     def rank() -> None:
-        with pytest.raises(NotBuiltError, match=text):
+        with pytest.raises(kind, match=text):
             initialize(model=nn.Linear(2, 2), config={**CONFIG, **ADAM}, mpu=Grid(**sizes))
 
     run_ranks(2, rank)

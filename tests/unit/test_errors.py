@@ -26,7 +26,7 @@ ARGUMENTS: dict[type[BaseException], tuple[Any, ...]] = {
     RankFailedError: (1, "Traceback ...\nValueError: a bad sample"),
     ConfigProblems: (PROBLEMS, "ds.json"),
     ElasticProblems: (PROBLEMS[:1], "ds.json"),
-    BatchMismatch: ("7 does not divide by 2.", "write 8.", "train_batch_size"),
+    BatchMismatch: ("7 does not divide by 2.", "write 8."),
     _StoppedError: (15,),
 }
 

@@ -32,7 +32,9 @@ class Ranks:
     def drain(self) -> None:
         return None
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str) -> Any:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: None = None
+    ) -> Any:
         if shard is not None:
             full[: shard.numel()].copy_(shard)
         self.streams.log.append(f"gather issued on {self.streams.current.name}")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from shoal.comm.world import current_world
 from shoal.compat.absent import not_built
 
@@ -35,12 +33,12 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def _group(axis: str) -> Any:
-    """Torch's process group along an axis of the current mesh; None without torch.distributed.
+    """Torch's process group along an axis of the current mesh; None for one rank without torch.distributed.
 
     Communicates: the first time, messages among its ranks: every rank calls.
     """
     world = current_world()
-    return world.process_group(axis, world.mesh) if dist.is_initialized() else None
+    return None if world.backend == "none" else world.process_group(axis, world.mesh)
 
 
 def _size(axis: str) -> int:

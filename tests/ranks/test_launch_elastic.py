@@ -47,11 +47,11 @@ while engine.global_steps < end:
         total += float(loss.detach()) / engine.gradient_accumulation_steps()
     sums = torch.tensor([total / engine.world_size])
     deepspeed.comm.all_reduce(sums)
-    if pause >= 0:
-        engine.save_checkpoint(folder / "saved")
-    if engine.global_rank == 0:
+    if engine.global_rank == 0:  # before the save: a step whose save is interrupted is taken and written again
         with open(folder / "steps", "a") as file:
             file.write(json.dumps([step, engine.world_size, engine.train_batch_size(), float(sums)]) + "\\n")
+    if pause >= 0:
+        engine.save_checkpoint(folder / "saved")
     if step == 2 and engine.global_rank == 0 and not (folder / "failed").exists() and len(sys.argv) > 4:
         (folder / "failed").touch()
         raise ValueError("once")

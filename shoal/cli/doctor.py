@@ -25,7 +25,9 @@ COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refuse
 
 def doctor(
     file: Annotated[Path | None, typer.Argument(help="The configuration, a JSON file.")] = None,
-    world_size: Annotated[int | None, typer.Option(min=1, help="Data-parallel ranks, to compute batch sizes.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks in all, to compute the mesh and batch sizes.")
+    ] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and stop.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print for programs.")] = False,
 ) -> None:

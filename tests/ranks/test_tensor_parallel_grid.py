@@ -185,58 +185,52 @@ def test_grouped_heads_and_a_mask_of_each_sample_compute_what_one_rank_does(
     compare(kind, size, randomize(Layers(num_layers)).to(dtype), whole, LLAMA_PLAN)
 
 
-@pytest.mark.parametrize(("kind", "size"), GRIDS)
-def test_a_layer_receives_and_keeps_the_bytes_of_the_formula(kind: GridKind, size: int) -> None:
+class OneBlock(nn.Module):
+    """One block of a GPT."""
+
+    def __init__(self, hidden: int, length: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(GPTConfig(1, length, 1, hidden, 8))])
+        self.cos, self.sin = rotations(torch.arange(length), hidden // 8, torch.float32)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.blocks[0](hidden, self.cos, self.sin)
+        return out
+
+
+@pytest.mark.parametrize(("kind", "size"), [*GRIDS, ("1d", 4), ("1d-sequence", 4)])
+def test_a_layer_receives_and_keeps_the_bytes_of_the_formula(kind: TensorParallelKind, size: int) -> None:
     hidden, length = 256, 16
-    block = randomize(Block(GPTConfig(31, length, 1, hidden, 4)))
-    cos, sin = rotations(torch.arange(length), hidden // 4, torch.float32)
-    stream = torch.randn(BATCH, length, hidden, generator=GENERATOR)
-    copies = [copy.deepcopy(block) for _ in range(size)]
     cost = layer_cost(kind, size, LayerShape(BATCH * length, hidden, 4 * hidden))
 
     def on_a_rank() -> None:
-        grid = open_grid(kind)
-        mine = copies[grid.rank]
-        parallelize_grid(mine, grid)
-        own = grid.split(stream).requires_grad_()
+        mine = OneBlock(hidden, length)
+        if kind == "1d" or kind == "1d-sequence":
+            parallelize(mine, tp_communicator(), sequence_parallel=kind == "1d-sequence")
+        else:
+            parallelize_grid(mine, open_grid(kind))
+        not_kept = {tensor.untyped_storage().data_ptr() for tensor in (*mine.parameters(), mine.cos, mine.sin)}
         kept: dict[int, int] = {}
-        held = {parameter.untyped_storage().data_ptr() for parameter in mine.parameters()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage().data_ptr() not in held:
+            if tensor.untyped_storage().data_ptr() not in not_kept:
                 kept[tensor.data_ptr()] = tensor.nbytes
             return tensor
 
         with current_world().recorder.recording() as entries:
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                output = mine(own, cos, sin)
+                output = mine(torch.randn(BATCH, length, hidden).requires_grad_())
             output.sum().backward()
-        assert sum(entry.nbytes for entry in entries) == cost.received
+        inside = [entry for entry in entries if entry.label.startswith("blocks.")]
+        assert sum(entry.nbytes for entry in inside) == cost.received
         assert sum(parameter.nbytes for parameter in mine.parameters()) == cost.weights
-        assert sum(kept.values()) == pytest.approx(cost.activations, rel=0.05)
-        linear = Counter(entry.op for entry in entries if entry.label.startswith("attention.qkv"))
-        sums = 2 if kind == "2d" else 3  # in 2-D nothing is summed after the product
-        assert linear == {"all_gather": 4 + (sums - 2), "reduce_scatter": sums}
+        assert sum(kept.values()) == pytest.approx(cost.activations, rel=0.03)
+        if not kind.startswith("1d"):
+            calls = Counter(entry.op for entry in inside if entry.label.startswith("blocks.0.attention.qkv"))
+            sums = 2 if kind == "2d" else 3  # in 2-D nothing is summed after the product
+            assert calls == {"all_gather": sums + 2, "reduce_scatter": sums}
 
     run_ranks(size, on_a_rank)
-
-
-@pytest.mark.parametrize("kind", ["1d", "1d-sequence"])
-def test_the_formula_of_one_dim_is_what_such_a_layer_receives(kind: TensorParallelKind) -> None:
-    hidden, length, size = 64, 8, 4
-    model = randomize(GPT(GPTConfig(31, length, 1, hidden, 4)))
-    copies = [copy.deepcopy(model) for _ in range(size)]
-    tokens = torch.zeros(BATCH, length, dtype=torch.int64)
-    cost = layer_cost(kind, size, LayerShape(BATCH * length, hidden, 4 * hidden))
-
-    def on_a_rank() -> int:
-        comm = tp_communicator()
-        parallelize(copies[comm.rank], comm, sequence_parallel=kind == "1d-sequence")
-        with current_world().recorder.recording() as entries:
-            copies[comm.rank](tokens).sum().backward()
-        return sum(entry.nbytes for entry in entries if entry.label.startswith("blocks."))
-
-    assert run_ranks(size, on_a_rank) == [cost.received] * size
 
 
 @pytest.mark.parametrize(("kind", "size"), GRIDS)

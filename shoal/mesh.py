@@ -19,6 +19,7 @@ parts of these:
     ep            runs of ep neighbours of fsdp   hold different experts
     expert_dp     every ep-th rank of fsdp        shard one expert: fsdp = expert_dp x ep
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
+    tp:2x4/1      runs of 4 neighbours of tp      a factor of tp (here the second: 2 x 4 ranks, the last varies fastest)
     world         all six                         all
 
 A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
@@ -35,10 +36,13 @@ A group's first rank is the first member of its axis; every group is that rank p
     >>> mesh = Mesh.of(8, ep=2)
     >>> mesh.groups("ep"), mesh.groups("expert_dp")
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)))
+    >>> Mesh.of(8, tp=8).groups(factor_axis("tp", (2, 4), (0,)))
+    ((0, 4), (1, 5), (2, 6), (3, 7))
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,6 +83,19 @@ def tied_axis(pipeline_stages: Sequence[int]) -> str:
     'tied:0,3'
     """
     return _TIED + ",".join(str(stage) for stage in sorted(set(pipeline_stages)))
+
+
+def factor_axis(axis: Axis, sizes: Sequence[int], factors: Sequence[int]) -> str:
+    """The axis of the ranks that differ only in some factors of a basic axis.
+
+    Args:
+        sizes: the factors of the axis's degree, the slowest first.
+        factors: which of them, the slowest first.
+
+    >>> factor_axis("tp", (2, 2, 4), (1, 2))
+    'tp:2x2x4/1,2'
+    """
+    return f"{axis}:{'x'.join(map(str, sizes))}/{','.join(map(str, factors))}"
 
 
 class Coordinate(NamedTuple):
@@ -286,7 +303,7 @@ class Mesh:
                 return self.ep
         raise ConfigError(
             f"the mesh has no axis {axis!r}",
-            do=f"use one of {', '.join(get_args(Axis))}, or tied_axis(pipeline stages).",
+            do=f"use one of {', '.join(get_args(Axis))}, tied_axis(pipeline stages) or factor_axis(...).",
             code="mesh-axis",
         )
 
@@ -300,8 +317,26 @@ class Mesh:
             return (_Extent(self.tp, self.ep),)
         if axis == "expert_dp":
             return (_Extent(self.tp * self.ep, self.fsdp // self.ep),)
+        if "/" in axis:
+            return self._factors(axis)
         names = _PRODUCTS.get(axis, (axis,))
         return tuple(_Extent(degree=self._degree(name), stride=self._stride(name)) for name in names)
+
+    def _factors(self, axis: str) -> tuple[_Extent, ...]:
+        found = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)/(\d(?:,\d)*)", axis)
+        base, sizes_text, kept_text = found.groups() if found else ("", "1", "0")
+        sizes = [int(size) for size in sizes_text.split("x")]
+        kept = [int(factor) for factor in kept_text.split(",")]
+        degree = self._degree(base) if base in _SLOWEST_FIRST else 0
+        if degree != prod(sizes) or max(kept) >= len(sizes) or kept != sorted(set(kept)):
+            raise ConfigError(
+                f"the axis {axis!r} is not made of factors of an axis of this mesh",
+                where=repr(self),
+                do="use factor_axis(axis, sizes, factors) with sizes whose product is the degree of the axis.",
+                code="mesh-axis",
+            )
+        stride = self._stride(base)
+        return tuple(_Extent(stride * prod(sizes[factor + 1 :]), sizes[factor]) for factor in kept)
 
     def _tied_stages(self, axis: str) -> list[int]:
         text = axis.removeprefix(_TIED)

@@ -22,6 +22,8 @@ from torch import nn
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.errors import CheckpointError, UsageError
 from shoal.parallel.tensor.parts import Part
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import cut
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init, suspended
 from shoal.zero.parameter_owner import OWNERS
@@ -72,13 +74,13 @@ def load_hf(
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
-        parts = {**_parts_of_engines(parameters), **(parts or {})}
-        found = _matched(model, [*parameters, *buffers], weights, strict, parts)
+        known: dict[str, Part | _Block] = {**_parts_of_engines(parameters), **(parts or {})}
+        found = _matched(model, [*parameters, *buffers], weights, strict, known)
         with torch.no_grad():
             for home in parameters:
                 name = found.get(home.names)
                 if name is not None:
-                    _fill(home.tensor, weights, name, dtype, parts.get(home.names[0]))
+                    _fill(home.tensor, weights, name, dtype, known.get(home.names[0]))
             for home in buffers:
                 name = found.get(home.names)
                 if name is not None:
@@ -86,15 +88,31 @@ def load_hf(
     return model
 
 
-def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part]:
+@dataclass(frozen=True)
+class _Block:
+    """A part that is split in several dims: it is cut out of the whole."""
+
+    spec: ParameterSpec
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.spec.global_shape
+
+    def read(self, read_range: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+        return cut(read_range(0, self.spec.global_numel).view(self.spec.global_shape), self.spec).contiguous()
+
+
+def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part | _Block]:
     """By the first name, the parts of parameters that engines have split over tensor-parallel ranks."""
     found = {}
     for home in homes:
         owner = OWNERS.get(home.tensor)
         spec = owner.spec_of(home.tensor) if isinstance(owner, EngineParameters) else None
         if spec is not None and spec.is_part:
-            dim = next(dim for dim, size in enumerate(spec.shape) if size != spec.global_shape[dim])
-            found[home.names[0]] = Part(spec.global_shape, dim, spec.local[dim])
+            dims = [dim for dim, size in enumerate(spec.shape) if size != spec.global_shape[dim]]
+            is_block = len(dims) > 1
+            part = _Block(spec) if is_block else Part(spec.global_shape, dims[0], spec.local[dims[0]])
+            found[home.names[0]] = part
     return found
 
 
@@ -150,7 +168,7 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 
 
 def _matched(
-    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool, parts: Mapping[str, Part]
+    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool, parts: Mapping[str, Any]
 ) -> dict[tuple[str, ...], str]:
     """The name in the folder of each tensor of the model.
 
@@ -217,7 +235,11 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 
 
 def _fill(
-    parameter: torch.Tensor, weights: SafetensorsWeights, name: str, dtype: torch.dtype | None, part: Part | None
+    parameter: torch.Tensor,
+    weights: SafetensorsWeights,
+    name: str,
+    dtype: torch.dtype | None,
+    part: Part | _Block | None,
 ) -> None:
     owner = OWNERS.get(parameter)
 

@@ -25,6 +25,11 @@ class Parallel(Section):
     tp_plan: dict[str, str] | Auto = key(
         "auto", "how modules are split, by name with wildcards (`column`, `row` ...); auto: the model's own plan"
     )
+    tp_grid: Literal["1d", "2d", "2.5d", "3d"] = key(
+        "1d",
+        "how layers are split over the tensor-parallel ranks: along one dim, or over a grid of q x q (2d), "
+        "q x q x d (2.5d) or q x q x q ranks (3d)",
+    )
     tp_sequence_parallel: bool = key(
         False, "between split layers, each tensor-parallel rank holds a part of the sequence (Megatron's)"
     )

@@ -6,10 +6,14 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
+from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
-from shoal.errors import ModelError, NotBuiltError
+from shoal.errors import ConfigError, ModelError, NotBuiltError
+from shoal.mesh import Mesh
 from shoal.parallel.tensor.apply import Part, parallelize
+from shoal.parallel.tensor.grid import Grid
+from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.plan import plan_for
 from shoal.sharding.layout import ParameterSpec
 from shoal.zero.build import ModelParts
@@ -35,16 +39,25 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
         )
     declared = declared_parts(model, comm)
     synchronize_whole(model, declared, comm, device)
-    return declared if declared.local else split(model, comm, config)
+    return declared if declared.local else split(model, comm, axes.mesh, config)
 
 
-def split(model: nn.Module, comm: Communicator, config: Config) -> ModelParts:
+def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> ModelParts:
     """Split a model by the config's plan, or by the model's own."""
     asked, partition = config.parallel, config.tensor_parallel.partition_config or PartitionConfig()
     plan = asked.tp_plan
     if plan == "auto":
         specs = [spec.model_dump() for spec in partition.layer_specs]
         plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs)
+    if asked.tp_grid != "1d":
+        if asked.tp_sequence_parallel or asked.tp_loss_parallel or config.tensor_parallel.tp_overlap_comm:
+            raise ConfigError(
+                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel, tp_loss_parallel or "
+                "tp_overlap_comm, which are of layers split along one dim.",
+                do="turn those off (on a grid all activations between the layers are split), or set tp_grid to 1d.",
+                code="tensor-parallel",
+            )
+        return ModelParts(parallelize_grid(model, Grid.open(current_world(), mesh, asked.tp_grid), plan))
     found = parallelize(
         model,
         comm,

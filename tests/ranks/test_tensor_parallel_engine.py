@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import ModelError, NotBuiltError
+from shoal.errors import ConfigError, ModelError, NotBuiltError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.training import make, sgd
@@ -91,6 +91,9 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 2, 3, 1, HOST),
         (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),
         (4, 2, 3, 1, {"activation_checkpointing": {"modules": ["blocks.*"]}}),
+        (4, 4, 1, 2, {"parallel": {"tp_grid": "2d"}}),
+        (8, 4, 3, 1, {"parallel": {"tp_grid": "2d"}}),
+        (8, 8, 2, 1, {"parallel": {"tp_grid": "2.5d"}}),
     ],
 )
 def test_a_gpt_trains_as_in_one_process(
@@ -185,15 +188,15 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
     run_ranks(2, job)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_safetensors_fill_a_split_model(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(("stage", "tp", "more"), [(1, 2, {}), (3, 2, {}), (3, 4, {"tp_grid": "2d"})])
+def test_safetensors_fill_a_split_model(tmp_path: Path, stage: int, tp: int, more: dict[str, str]) -> None:
     whole = make(gpt, 7)
     save_file(
         {name: value for name, value in whole.state_dict().items() if name != "head.weight"}, tmp_path / "m.safetensors"
     )
 
     def job() -> dict[str, Any]:
-        engine = initialize(make(gpt), config(stage, 2))
+        engine = initialize(make(gpt), config(stage, tp, parallel=more))
         shoal.load_hf(engine.module, tmp_path / "m.safetensors")
         parameter = engine.module.blocks[0].attention.qkv.weight
         assert torch.equal(safe_get_full_fp32_param(parameter), whole.blocks[0].attention.qkv.weight)
@@ -201,3 +204,17 @@ def test_safetensors_fill_a_split_model(tmp_path: Path, stage: int) -> None:
 
     for values in run_ranks(4, job):
         assert all(torch.equal(values[name], value) for name, value in whole.state_dict().items())
+
+
+def test_a_grid_is_refused_beside_what_is_of_one_dim_and_on_ranks_that_are_none() -> None:
+    for more, size, error, message in (
+        ({"tp_sequence_parallel": True, "tp_grid": "2d"}, 4, ConfigError, "turn those off"),
+        ({"tp_grid": "2d"}, 2, ConfigError, "2 tensor parallel ranks are no 2d grid.*(?s:.)*set tp to 4"),
+        ({"tp_grid": "3d"}, 8, UsageError, "dim 0 of .* does not divide by 4.*(?s:.)*pad it by 2"),
+    ):
+
+        def job(more: dict[str, Any] = more, size: int = size, error: Any = error, message: str = message) -> None:
+            with pytest.raises(error, match=message):
+                train(initialize(make(gpt), config(1, size, parallel=more)), range(1))
+
+        run_ranks(size, job)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, checkpoint, parallel
+from benchmarks import attention, checkpoint, parallel, parallel_bytes
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -161,3 +161,17 @@ def test_the_attention_benchmark_measures_every_contender_small(
     assert [row["contender"] for row in rows] == attention.CONTENDERS
     assert all(row["least_seconds"] > 0 and row["least_processor_seconds"] > 0 for row in rows)
     assert "torch-all-to-all" in capsys.readouterr().out
+
+
+def test_the_table_of_tensor_parallel_bytes_has_every_kind_that_fits_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That the formulas are what 4 ranks receive is asserted by the benchmark."""
+    out = tmp_path / "bytes.json"
+    parallel_bytes.main(["--ranks", "4", "64", "--out", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    line = ["1d", "1d-sequence"]
+    assert [row["kind"] for row in rows] == [*line, "2d", "2.5d", *line, "2d", "2.5d", "3d"]
+    received = {row["kind"]: row["received"] for row in rows if row["ranks"] == 64}
+    assert received["3d"] < received["2.5d"] < received["2d"] < received["1d"] == received["1d-sequence"]
+    assert "8x8x1" in capsys.readouterr().out

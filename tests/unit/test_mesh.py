@@ -10,14 +10,14 @@ import pytest
 
 import shoal.mesh
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.mesh import Axis, Coordinate, Mesh, tied_axis
+from shoal.mesh import Axis, Coordinate, Mesh, factor_axis, tied_axis
 
 AXES = get_args(Axis)
 
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(shoal.mesh)
-    assert result.attempted == 8
+    assert result.attempted == 10
     assert result.failed == 0
 
 
@@ -88,6 +88,20 @@ def test_expert_dp_and_ep_factor_the_fsdp_ranks(ep: int) -> None:
         reached = [other for shard in mesh.ranks_along("expert_dp", rank) for other in mesh.ranks_along("ep", shard)]
         assert sorted(reached) == list(fsdp)
         assert {mesh.index("ep", shard) for shard in mesh.ranks_along("expert_dp", rank)} == {mesh.index("ep", rank)}
+
+
+def test_the_factors_of_an_axis_are_groups_of_its_ranks() -> None:
+    mesh = Mesh.of(16, dp_shard=2, tp=8)
+    rows, depth, plane = (factor_axis("tp", (2, 2, 2), factors) for factors in ((1,), (2,), (0, 1)))
+    assert mesh.groups(rows)[:4] == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert mesh.groups(depth)[:2] == ((0, 1), (2, 3))
+    assert mesh.ranks_along(plane, 13) == (9, 11, 13, 15)
+    assert mesh.index(plane, 13) == 2
+    assert (mesh.size(rows), mesh.size(plane)) == (2, 4)
+    assert Mesh.of(4, dp_shard=4).groups(factor_axis("dp_shard", (2, 2), (0,))) == ((0, 2), (1, 3))
+    for wrong in ("tp:2x2/0", "tp:2x2x2/3", "tp:2x2x2/1,0", "tp:2x2x2/", "fsdp:2/0", "tp/0"):
+        with pytest.raises(ConfigError, match="not made of factors"):
+            mesh.groups(wrong)
 
 
 def test_a_tied_axis_joins_the_pipeline_stages_that_it_names() -> None:

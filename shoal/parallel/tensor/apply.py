@@ -123,7 +123,7 @@ class _Splitter:
         """Decide the ranges of every layer; raise what is wrong with them."""
         ranges: dict[str, tuple[tuple[Range, ...], bool]] = {}
         for name, module in self.modules.items():
-            split = split_heads(name, module, self.styles, self.comm)
+            split = split_heads(name, module, self.styles, self.comm.size, self.comm.rank)
             if split is not None:
                 self.heads.append(split)
                 ranges.update(split.ranges)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.errors import ModelError
 from shoal.parallel.tensor.families import ATTENTION_RULES, HEAD_ATTRIBUTES, HEAD_SIZE_ATTRIBUTES, AttentionRule
 from shoal.parallel.tensor.heads import LocalHeads, local_heads, projection_ranges
@@ -85,7 +84,7 @@ class AttentionSplit:
 
 
 def split_heads(
-    name: str, module: nn.Module, styles: Mapping[str, ParallelStyle], comm: Communicator
+    name: str, module: nn.Module, styles: Mapping[str, ParallelStyle], size: int, rank: int
 ) -> AttentionSplit | None:
     """How the heads of ``module`` are split, or None where it is no attention that the plan splits.
 
@@ -109,13 +108,13 @@ def split_heads(
     *projections, out = (module.get_submodule(child) for child in (*rule.projections, rule.out))
     in_numel = numel_of(out, is_output=False)
     num_heads, num_kv_heads = _count(core, rule, in_numel, [numel_of(child, is_output=True) for child in projections])
-    if num_heads < comm.size:
+    if num_heads < size:
         raise ModelError(
-            f"{name} has {num_heads} attention heads, too few for {comm.size} tensor parallel ranks.",
+            f"{name} has {num_heads} attention heads, too few for {size} tensor parallel ranks.",
             do=f"take at most {num_heads} tensor parallel ranks.",
             code="tensor-parallel",
         )
-    heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=comm.size, rank=comm.rank)
+    heads = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
     ranges = {
         join(name, child): projection_ranges(
             rule.layout, index, numel_of(projection, is_output=True), heads, num_heads, num_kv_heads

@@ -32,6 +32,10 @@ def _run(**fields: Any) -> dict[str, Any]:
     return {"run": fields}
 
 
+def _tp(**keys: Any) -> dict[str, Any]:
+    return {"parallel": {"tp": 2, "tp_plan": _PLAN, **keys}, **_run(tp=2)}
+
+
 def _optimizer(name: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1, **params}}}
 
@@ -40,10 +44,21 @@ def _optimizer(name: str, **params: Any) -> dict[str, Any]:
 # stay tiny in the update.
 _EPS = 1e-3
 
+_PLAN = {
+    "embedding": "vocab",
+    **dict.fromkeys(("blocks.*.q_proj", "blocks.*.k_proj", "blocks.*.v_proj", "blocks.*.up"), "column"),
+    **dict.fromkeys(("blocks.*.o_proj", "blocks.*.down"), "row"),
+    "head": "vocab_head",
+}
+
 AXES: dict[str, Values] = {
     # layout
     "stage": {str(stage): _zero(stage=stage) for stage in range(4)},
-    "ranks": {str(number): _run(ranks=number) for number in (1, 2, 3, 4)},
+    "ranks": {str(number): _run(ranks=number) for number in (1, 2, 4)},  # data-parallel ones
+    # The two switches of tensor parallelism do nothing without it, so they are values of its axis.
+    "tp": {"1": {}, "2": _tp(), "2 sequence": _tp(tp_sequence_parallel=True), "2 loss": _tp(tp_loss_parallel=True)},
+    "sp": {"1": {}, "2": {"parallel": {"sp": 2}, **_run(sp=2)}},
+    "cp": {"1": {}, "2": {"parallel": {"cp": 2}, **_run(cp=2)}},
     "hybrid": {
         "no": {},
         "mics": _zero(mics_shard_size=2),
@@ -75,21 +90,21 @@ AXES: dict[str, Values] = {
     # how a step is computed. Sums over ranks have another order than on one process. In 16 bits that may change the
     # last bit of a parameter and so the next gradient: the bounds are some last bits (2**-8 in bf16, 2**-11 in fp16).
     "precision": {
-        "fp32": _run(bound=1e-6),
-        "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-8)},
+        "fp32": _run(bound=1e-6, steps=5),
+        "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-7)},
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}, **_run(dtype="float16", scale=128, bound=2**-10)},
-        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-8)},
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-7)},
         "bf16 alone": {
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
             **_run(dtype="bfloat16", has_main=False, bound=2**-5),
         },
     },
-    "accumulation": {str(number): {"gradient_accumulation_steps": number} for number in (1, 4)},
+    "accumulation": {str(number): {"gradient_accumulation_steps": number} for number in (1, 2)},
+    "loss": {"mean": {}, "token": {"loss_reduction": "token", **_run(is_ragged=True)}},
     "clipping": _switch(gradient_clipping=0.05),
     "optimizer": {
         "AdamW": _optimizer("AdamW", eps=_EPS),
         "momentum": _optimizer("SGD", momentum=0.9),
-        "Adagrad": _optimizer("Adagrad", eps=_EPS),
         "client": {**_optimizer("AdamW", eps=_EPS), **_run(is_client=True)},
     },
     "buckets": {"wide": {}, "narrow": _zero(reduce_bucket_size=40)},
@@ -111,7 +126,11 @@ AXES: dict[str, Values] = {
     "head": {"tied": {}, "own": _run(is_tied=False)},
     "heads": {"7": _run(heads=7), "6 and 3": _run(heads=6, kv_heads=3)},
     "sharing": {"no": {}, **{kind: _run(sharing=kind) for kind in ("weight", "module", "twice")}},
-    "spare": {"no": {}, **{kind: _run(spare=kind) for kind in ("unused", "frozen")}},
+    "spare": {
+        "no": {},
+        "unused": {"parallel": {"tp_plan": {"spare": "replicate"}}, **_run(spare="unused")},
+        "frozen": _run(spare="frozen"),
+    },
 }
 
 
@@ -123,10 +142,20 @@ class Refusal:
     code: str
 
 
+_SPLIT = ("2", "2 sequence", "2 loss")
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
-    Refusal({"ranks": ("1", "3"), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
+    Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
+    Refusal({"tp": _SPLIT, "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"sp": ("2",), "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"cp": ("2",), "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"tp": _SPLIT, "built": ("zero.Init",)}, "tensor-parallel-init"),
+    Refusal({"tp": ("2 sequence",), "sharing": ("module",)}, "tensor-parallel"),
 )
+# Neither refused nor run. A block that is called again behind the last one begins another part that is split along the
+# sequence, without an end.
+NOT_RUN = ({"tp": "2 sequence", "sharing": "twice"},)
+MOST_RANKS = 8  # of one combination
 
 
 @dataclass(frozen=True)
@@ -134,11 +163,18 @@ class Run:
     """What a test does beside the config, and how exact the result has to be.
 
     Args:
+        ranks: data-parallel ones.
+        is_ragged: some targets do not count, another number on each rank.
         bound: largest difference of a parameter, relative to its largest value.
         is_early: build the model under ``zero.Init``.
     """
 
     ranks: int = 2
+    tp: int = 1
+    sp: int = 1
+    cp: int = 1
+    is_ragged: bool = False
+    steps: int = 3
     bound: float = 0.0
     dtype: str = "float32"
     has_main: bool = True
@@ -154,6 +190,10 @@ class Run:
     kv_heads: int | None = None
     sharing: str = "no"
     spare: str = "no"
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks * self.tp * self.sp * self.cp
 
 
 def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
@@ -184,9 +224,23 @@ def refusal(combination: Mapping[str, str]) -> Refusal | None:
     return None
 
 
+def num_ranks(combination: Mapping[str, str]) -> int:
+    """The ranks of a combination, which may lack axes."""
+    size = 1
+    for axis in ("ranks", "tp", "sp", "cp"):
+        size *= int(combination.get(axis, "1")[0])
+    return size
+
+
+def is_allowed(combination: Mapping[str, str]) -> bool:
+    """Nothing in a combination, which may lack axes, is refused, and it is run."""
+    is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
+    return is_run and num_ranks(combination) <= MOST_RANKS and refusal(combination) is None
+
+
 def refused() -> Iterator[tuple[Combination, str]]:
     """Every refused set of values, in an otherwise plain combination, with the code of its error."""
-    plain = {axis: next(iter(values)) for axis, values in AXES.items()}
+    plain = {axis: next(iter(values)) for axis, values in AXES.items()} | {"ranks": "2"}
     for each in REFUSALS:
         for values in itertools.product(*each.values.values()):
             yield {**plain, **dict(zip(each.values, values, strict=True))}, each.code
@@ -206,14 +260,14 @@ def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) ->
     missing: dict[tuple[Pair, ...], None] = {}  # a dict, since a set has another order in each process
     for names in itertools.combinations(axes, strength):
         for values in itertools.product(*(axes[name] for name in names)):
-            if refusal(dict(zip(names, values, strict=True))) is None:
+            if is_allowed(dict(zip(names, values, strict=True))):
                 missing[tuple(zip(names, values, strict=True))] = None
     order = {name: number for number, name in enumerate(axes)}
     found: list[Combination] = []
     while missing:
         first = dict(next(iter(missing)))
-        rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(4)]
-        row = max(rows, key=lambda row: len(_covered(row, missing, strength)))
+        rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(8)]
+        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (4 + num_ranks(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
         for values in covered:
@@ -232,7 +286,7 @@ def _complete(
 ) -> Combination:
     row = dict(first)
     for name in chosen.sample(others := [name for name in axes if name not in first], len(others)):
-        allowed = [value for value in axes[name] if refusal({**row, name: value}) is None]
+        allowed = [value for value in axes[name] if is_allowed({**row, name: value})]
         if not allowed:
             return {}
         chosen.shuffle(allowed)

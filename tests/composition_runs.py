@@ -16,12 +16,12 @@ from torch.nn import functional
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.engine.engine import Engine
+from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.test_offload import make_apart
 
-STEPS = 5
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
-SEQUENCE = 5
+SEQUENCE = 8
 ROWS = 2
 NUM_BLOCKS = 3
 
@@ -33,11 +33,13 @@ class Block(nn.Module):
 
     def __init__(self, run: Run) -> None:
         super().__init__()
-        self.heads, self.kv_heads = run.heads, run.kv_heads or run.heads
-        hidden = 2 * run.heads
+        self.head_size = 2
+        hidden, keys = 2 * run.heads, 2 * (run.kv_heads or run.heads)
         self.norm = nn.LayerNorm(hidden)
-        self.query = nn.Linear(hidden, hidden)
-        self.keys_values = nn.Linear(hidden, 4 * self.kv_heads, bias=False)
+        self.q_proj = nn.Linear(hidden, hidden)
+        self.k_proj = nn.Linear(hidden, keys, bias=False)
+        self.v_proj = nn.Linear(hidden, keys, bias=False)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
         self.up = nn.Linear(hidden, 2 * hidden + 1)
         self.down = nn.Linear(2 * hidden + 1, hidden)
         self.scale = nn.Parameter(torch.empty(()))
@@ -46,14 +48,17 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
-        rows, length = x.shape[:2]
-        query = self.query(y).view(rows, length, self.heads, 2).transpose(1, 2)
-        key, value = self.keys_values(y).view(rows, length, 2 * self.kv_heads, 2).transpose(1, 2).chunk(2, 1)
-        repeats = self.heads // self.kv_heads
-        scores = query @ key.repeat_interleave(repeats, 1).transpose(2, 3)
-        mixed = torch.softmax(scores, -1) @ value.repeat_interleave(repeats, 1)
-        x = x + mixed.transpose(1, 2).reshape(x.shape) * self.scale
+        query, key, value = (
+            project(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = shoal.attention(query, key, value, is_causal=True)
+        x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)) * self.scale
         return x + self.down(functional.gelu(self.up(x)))
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Model(nn.Module):
@@ -61,7 +66,9 @@ class Model(nn.Module):
         super().__init__()
         hidden = 2 * run.heads
         self.is_block_used_twice = run.sharing == "twice"
+        self.loss_function = cross_entropy
         self.embedding = nn.Embedding(VOCABULARY, hidden)
+        self.positions = nn.Embedding(SEQUENCE, hidden)
         self.blocks = nn.ModuleList(Block(run) for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         if run.is_tied:
@@ -74,7 +81,7 @@ class Model(nn.Module):
             self.spare = nn.Linear(3, 3)
         elif run.spare == "frozen":
             self.blocks[1].requires_grad_(False)
-            self.blocks[0].query.requires_grad_(False)
+            self.blocks[0].q_proj.requires_grad_(False)
         # All values are drawn here, since ranks that are threads share torch's generator.
         generator = torch.Generator().manual_seed(0)
         with shoal.zero.GatheredParameters(list(self.parameters()), modifier_rank=0):
@@ -82,18 +89,21 @@ class Model(nn.Module):
                 values = torch.rand(parameter.shape, generator=generator) - 0.5
                 parameter.data.copy_(values if parameter.dim() < 2 else values * (6 / parameter.shape[-1]) ** 0.5)
 
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(positions)
         for block in [*self.blocks, *([self.blocks[0]] * self.is_block_used_twice)]:
             x = block(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), targets.flatten())
+        return self.loss_function(self.head(x), targets)
 
 
-def batch(index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Micro-batch ``index`` of one rank."""
+def batch(run: Run, index: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, targets and positions of micro-batch ``index`` of one data-parallel rank."""
     generator = torch.Generator().manual_seed(100 * index + rank)
     rows = torch.randint(0, VOCABULARY, (ROWS, SEQUENCE + 1), generator=generator)
-    return rows[:, :-1], rows[:, 1:]
+    targets = rows[:, 1:].clone()
+    if run.is_ragged:  # the first row has a target for every part of the sequence
+        targets[1:][torch.rand(targets[1:].shape, generator=generator) < 0.6] = -100
+    return rows[:, :-1], targets, torch.arange(SEQUENCE)
 
 
 def _client(section: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
@@ -116,37 +126,47 @@ class _Trainer:
             client = _client(settings.pop("optimizer"), [p for p in model.parameters() if p.requires_grad])
         return shoal.initialize(model=model, optimizer=client, config=settings)[0]
 
-    def train(self) -> tuple[list[float], Values]:
+    def train(self) -> tuple[torch.Tensor, Values]:
+        """For each step the sum of the losses and their number; and the main parameters."""
         losses = []
-        for step in range(STEPS):
+        for step in range(self.run.steps):
             accumulation = self.engine.gradient_accumulation_steps()
             micro = range(step * accumulation, (step + 1) * accumulation)
-            losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro) / accumulation)
-            if step == 2:
+            losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
+            if step == 1:
                 getattr(self, self.run.between)()
         parameters = dict(self.engine.module.named_parameters())
         access = self.engine.access
         values = {name: access.full_parameter(p).clone().float() for name, p in parameters.items() if access.knows(p)}
         self.engine.destroy()
-        return losses, values
+        return torch.stack(losses), values
 
-    def micro_step(self, index: int, is_last: bool) -> float:
+    def micro_step(self, index: int, is_last: bool) -> torch.Tensor:
+        """The sum of the losses of this rank's targets, and their number. Shape: [2]."""
         engine = self.engine
+        inputs = self.batch(index)
+        count = count_tokens(inputs[1])
+        tokens = {"num_tokens": count} if self.run.is_ragged else {}
         with engine.no_sync() if self.run.style == "no_sync" and not is_last else nullcontext():
-            loss = engine(*batch(index, engine.global_rank))
+            loss = engine(*inputs)
             if self.run.style == "loss":
-                engine.scale(loss).backward()
+                engine.scale(loss, **tokens).backward()
             else:
-                engine.backward(loss)
+                engine.backward(loss, **tokens)
         engine.step()
-        return float(loss.detach())
+        return torch.stack([loss.detach().double() * count, count])
+
+    def batch(self, index: int) -> tuple[torch.Tensor, ...]:
+        context = self.engine.sequence_context or shoal.SequenceContext()
+        tokens, targets, positions = batch(self.run, index, self.engine.axes.batch.rank)
+        return context.shard(tokens), context.shard(targets), context.shard(positions, dim=0)
 
     def nothing(self) -> None:
         return
 
     def evaluate(self) -> None:
         with torch.no_grad():
-            self.engine(*batch(99, self.engine.global_rank))
+            self.engine(*self.batch(99))
 
     def offload_states(self) -> None:
         self.engine.offload_states()
@@ -159,7 +179,7 @@ class _Trainer:
         self.engine.load_checkpoint(self.folder, tag="middle")
 
 
-def train(settings: dict[str, Any], run: Run) -> list[tuple[list[float], Values]]:
+def train(settings: dict[str, Any], run: Run) -> list[tuple[torch.Tensor, Values]]:
     """The losses and main parameters of each rank."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
         make_apart(patch, run.is_host_separate)
@@ -167,7 +187,7 @@ def train(settings: dict[str, Any], run: Run) -> list[tuple[list[float], Values]
         for section in settings["zero_optimization"].values():
             if isinstance(section, dict) and section.get("device") == "nvme":
                 section["nvme_path"] = name
-        return run_ranks(run.ranks, lambda: _Trainer(settings, run, Path(name) / "checkpoint").train())
+        return run_ranks(run.world_size, lambda: _Trainer(settings, run, Path(name) / "checkpoint").train())
 
 
 def train_alone(settings: dict[str, Any], run: Run) -> tuple[list[float], Values]:
@@ -182,16 +202,18 @@ def train_alone(settings: dict[str, Any], run: Run) -> tuple[list[float], Values
     model.to(dtype)
     optimizer = _client(settings["optimizer"], list(main.values()))
     accumulation = settings.get("gradient_accumulation_steps", 1)
-    num = run.ranks * accumulation
     losses = []
-    for step in range(STEPS):
+    for step in range(run.steps):
         total = 0.0
-        for micro in range(accumulation):
+        micro_steps = [step * accumulation + micro for micro in range(accumulation)]
+        num = sum(int(count_tokens(batch(run, index, rank)[1])) for index in micro_steps for rank in range(run.ranks))
+        for index in micro_steps:
             for rank in range(run.ranks):
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=run.autocast):
-                    loss = model(*batch(step * accumulation + micro, rank))
-                (loss * (run.scale / accumulation)).backward()
-                total += float(loss.detach()) / num
+                    loss = model(*(inputs := batch(run, index, rank)))
+                share = int(count_tokens(inputs[1])) / num
+                (loss * (run.scale * run.ranks * share)).backward()
+                total += float(loss.detach()) * share
                 for name, parameter in names.items():
                     if parameter.grad is not None:
                         gradient = (parameter.grad.float() / (run.scale * run.ranks)).to(main[name].dtype)
@@ -229,5 +251,5 @@ def check(combination: Combination) -> None:
         assert not different, f"rank {rank} differs from rank 0 in {different}"
     far, name = relative_difference(results[0][1], parameters)
     assert far <= run.bound, f"{name} is {far:.3g} away, of {run.bound:g}; {settings}"
-    means = [sum(values) / run.ranks for values in zip(*(each[0] for each in results), strict=True)]
-    assert means == pytest.approx(losses, rel=run.bound * 10), settings
+    sums = torch.stack([each[0] for each in results]).sum(0)
+    assert (sums[:, 0] / sums[:, 1]).tolist() == pytest.approx(losses, rel=run.bound * 10), settings

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -52,8 +52,11 @@ class UnitRules:
     max_persistent_numel: int | None = None
 
 
-def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
+def partition(model: nn.Module, rules: UnitRules, sizes: Mapping[int, int] | None = None) -> list[UnitSpec]:
     """Partition ``model`` into units, in the order in which their parameters are registered; the root comes first.
+
+    Args:
+        sizes: the elements that the rules count for a parameter, by its ``id``; without one, the elements that it has.
 
     Raises: ModelError: the model has no parameters, or a name or class of the rules is not in it.
     """
@@ -65,11 +68,12 @@ def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
             code="model-empty",
         )
     modules = dict(model.named_modules())
-    blocks = _find_blocks(model, modules, rules)
+    numel = {id(parameter): parameter.numel() for parameter in parameters.values()} | dict(sizes or {})
+    blocks = _find_blocks(model, modules, rules, numel)
 
     owner_of = {id(modules[name]): name for name in blocks}
     homes: dict[int, set[str]] = {}  # id of a parameter -> the candidates whose modules hold it
-    sizes: Counter[str] = Counter()
+    numel_of_home: Counter[str] = Counter()
 
     def visit(module: nn.Module, name: str, block: str | None, seen: frozenset[int]) -> None:
         if id(module) in seen:
@@ -87,7 +91,7 @@ def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
     canonical = {id(module): name for name, module in modules.items()}
     for parameter in parameters.values():
         for home in homes[id(parameter)]:
-            sizes[home] += parameter.numel()
+            numel_of_home[home] += numel[id(parameter)]
 
     ancestors = {".".join(name.split(".")[:depth]) for name in blocks for depth in range(name.count(".") + 1)}
 
@@ -99,10 +103,10 @@ def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
         if not home.startswith("module:"):
             return home
         module_name = home.removeprefix("module:")
-        is_own = module_name and module_name not in ancestors and sizes[home] >= rules.min_module_numel
+        is_own = module_name and module_name not in ancestors and numel_of_home[home] >= rules.min_module_numel
         return module_name if is_own and canonical.get(id(modules.get(module_name))) == module_name else ROOT
 
-    persistent = _persistent(parameters, rules)
+    persistent = _persistent(parameters, rules, numel)
     members: dict[str, list[str]] = {ROOT: []}
     kept: list[str] = []
     for name, parameter in parameters.items():
@@ -116,19 +120,21 @@ def partition(model: nn.Module, rules: UnitRules) -> list[UnitSpec]:
     return specs
 
 
-def _persistent(parameters: dict[str, nn.Parameter], rules: UnitRules) -> set[str]:
+def _persistent(parameters: dict[str, nn.Parameter], rules: UnitRules, numel: Mapping[int, int]) -> set[str]:
     chosen, total = set(), 0
-    for name, parameter in sorted(parameters.items(), key=lambda item: item[1].numel()):
-        if parameter.numel() >= rules.persistence_threshold:
+    for name, count in sorted(((name, numel[id(p)]) for name, p in parameters.items()), key=lambda item: item[1]):
+        if count >= rules.persistence_threshold:
             break
-        if rules.max_persistent_numel is not None and total + parameter.numel() > rules.max_persistent_numel:
+        if rules.max_persistent_numel is not None and total + count > rules.max_persistent_numel:
             break
         chosen.add(name)
-        total += parameter.numel()
+        total += count
     return chosen
 
 
-def _find_blocks(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
+def _find_blocks(
+    model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules, numel: Mapping[int, int]
+) -> list[str]:
     """The names of the outermost blocks, in module order."""
     leaves = {
         name
@@ -140,11 +146,13 @@ def _find_blocks(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRul
             or getattr(module, "_z3_leaf", False)  # the mark that set_z3_leaf_modules leaves
         )
     }
-    found = set(_blocks_without_leaves(model, modules, rules)) | leaves
+    found = set(_blocks_without_leaves(model, modules, rules, numel)) | leaves
     return _outermost(name for name in modules if name in found)
 
 
-def _blocks_without_leaves(model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
+def _blocks_without_leaves(
+    model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules, numel: Mapping[int, int]
+) -> list[str]:
     if rules.classes or rules.names:
         return _outermost(_named_by_user(modules, rules))
     hinted = {name for module in modules.values() for name in (getattr(module, "_no_split_modules", None) or ())}
@@ -152,7 +160,7 @@ def _blocks_without_leaves(model: nn.Module, modules: dict[str, nn.Module], rule
         found = _outermost(name for name, module in modules.items() if type(module).__name__ in hinted and name)
         if found:
             return found
-    return _repeated_siblings(model, rules.min_block_numel)
+    return _repeated_siblings(model, rules.min_block_numel, numel)
 
 
 def _named_by_user(modules: dict[str, nn.Module], rules: UnitRules) -> list[str]:
@@ -193,7 +201,7 @@ def _outermost(names: Iterable[str]) -> list[str]:
     return found
 
 
-def _repeated_siblings(model: nn.Module, min_numel: int) -> list[str]:
+def _repeated_siblings(model: nn.Module, min_numel: int, numel: Mapping[int, int]) -> list[str]:
     """Children of one container that are of one class, from the outside in."""
     found: list[str] = []
     seen: set[int] = set()
@@ -205,7 +213,7 @@ def _repeated_siblings(model: nn.Module, min_numel: int) -> list[str]:
         children = [(child_name, child) for child_name, child in module._modules.items() if child is not None]
         repeated: set[type[nn.Module]] = set()
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and not _is_expert_container(name):
-            repeated = _repeated_classes([child for _, child in children], min_numel)
+            repeated = _repeated_classes([child for _, child in children], min_numel, numel)
         for child_name, child in children:
             path = f"{name}.{child_name}" if name else child_name
             if _plain_class(child) in repeated:
@@ -225,14 +233,14 @@ def _plain_class(module: nn.Module) -> type[nn.Module]:
     return type(inner) if isinstance(inner, nn.Module) else type(module)
 
 
-def _repeated_classes(children: Sequence[nn.Module], min_numel: int) -> set[type[nn.Module]]:
+def _repeated_classes(children: Sequence[nn.Module], min_numel: int, numel: Mapping[int, int]) -> set[type[nn.Module]]:
     distinct = {id(child): child for child in children}.values()
     counts: Counter[type[nn.Module]] = Counter()
-    numel: Counter[type[nn.Module]] = Counter()
+    totals: Counter[type[nn.Module]] = Counter()
     for child in distinct:
         counts[_plain_class(child)] += 1
-        numel[_plain_class(child)] += sum(parameter.numel() for parameter in child.parameters())
-    return {cls for cls, count in counts.items() if count > 1 and numel[cls] >= count * max(min_numel, 1)}
+        totals[_plain_class(child)] += sum(numel[id(parameter)] for parameter in child.parameters())
+    return {cls for cls, count in counts.items() if count > 1 and totals[cls] >= count * max(min_numel, 1)}
 
 
 def _is_expert_container(name: str) -> bool:

@@ -96,6 +96,15 @@ class ModelParts:
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
 
+    def sizes(self, parameters: Mapping[str, nn.Parameter], num_ranks: int) -> dict[int, int]:
+        """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.
+
+        Ranks whose parts differ in size so get the same units and groups: groups of whole parameters communicate over
+        the axis.
+        """
+        means = {name: -(-spec.global_numel // num_ranks) for name, spec in self.local.items()}
+        return {id(parameter): means.get(name, parameter.numel()) for name, parameter in parameters.items()}
+
 
 @dataclass(frozen=True)
 class _GroupPlan:
@@ -132,6 +141,7 @@ class _Plan:
     precision: Precision
     axes: Axes
     parts: ModelParts
+    sizes: Mapping[int, int]  # elements by ``id`` of a parameter, the same on all ranks
     sends_rows: frozenset[str]  # names of parameters
     keeps_rows: frozenset[str]
 
@@ -191,8 +201,8 @@ class _Plan:
             own = name if is_trained and name in self.sends_rows else None
             axes = name in self.parts.local, name in self.parts.partial
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
-            numel = sum(self.parameters[member].numel() for member in parts[-1])
-            if parts[-1] and limit is not None and numel + parameter.numel() > limit:
+            numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
+            if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
                 parts.append([])
             parts[-1].append(name)
         return [part for parts in kinds.values() for part in parts]
@@ -229,11 +239,13 @@ def build(
     """
     group_of = group_index(model, groups)
     _check_real(model, group_of)
-    specs = partition(model, settings.rules)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
+    parts = parts or ModelParts()
+    numel = parts.sizes(parameters, 1 if axes.tp is None else axes.tp.size)
+    specs = partition(model, settings.rules, numel)
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-    plan = _Plan(parameters, group_of, settings, precision, axes, parts or ModelParts(), sends_rows, keeps_rows)
+    plan = _Plan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
     planned = [plan.groups_of(spec) for spec in specs]
     sizes = [
         UnitMemory.of(spec.name, [one.memory(precision) for one in own])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import ShoalError
-from tests.composition import AXES, REFUSALS, Combination, covering, named, refusal, refused, settings_of
+from tests.composition import AXES, REFUSALS, Combination, covering, is_allowed, named, refused, settings_of
 from tests.composition_runs import check, train
 
 PAIRS = covering(2)
@@ -29,14 +29,14 @@ def test_every_two_values_of_different_axes_are_covered_or_refused() -> None:
         for other in axes[index + 1 :]:
             found = {(row[one], row[other]) for row in PAIRS}
             for pair in ((a, b) for a in AXES[one] for b in AXES[other]):
-                assert (pair in found) == (refusal(dict(zip((one, other), pair, strict=True))) is None)
+                assert (pair in found) == is_allowed(dict(zip((one, other), pair, strict=True)))
     assert {axis for each in REFUSALS for axis in each.values} <= set(AXES)
 
 
 def test_one_more_axis_is_one_more_line() -> None:
-    axes = {**AXES, "tp": {"1": {}, "2": {"parallel": {"tp": 2}}}}
+    axes = {**AXES, "order": {"1": {}, "2": {"run": {"order": 2}}}}
     rows = covering(2, axes)
-    assert {(row["tp"], row["stage"]) for row in rows} == {(tp, stage) for tp in "12" for stage in "0123"}
+    assert {(row["order"], row["stage"]) for row in rows} == {(order, stage) for order in "12" for stage in "0123"}
     assert len(rows) <= len(PAIRS) + 6
 
 

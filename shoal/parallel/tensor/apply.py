@@ -331,6 +331,7 @@ class _Splitter:
             is_inside = any(stack.contains(name) for stack in stacks)
             is_split = any(layer.startswith(f"{name}.") for layer in split)
             if isinstance(module, nn.ModuleList) and is_split and not is_inside:
+                _check_ends(name, module)
                 stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
         if not stacks:
             raise ModelError(
@@ -340,6 +341,19 @@ class _Splitter:
                 code="tensor-parallel",
             )
         return stacks
+
+
+def _check_ends(name: str, layers: nn.ModuleList) -> None:
+    """Raise where the first or the last of the layers stands among them again: the ends are found by their calls."""
+    ids = [id(layer) for layer in layers]
+    repeated = [f"{name}.{index}" for index in (0, len(ids) - 1) if ids.count(ids[index]) > 1]
+    if repeated:
+        raise ModelError(
+            f"{' and '.join(repeated)} stands among its layers more than once, so that the end of the part that is "
+            "split along the sequence is not known.",
+            do="turn sequence parallelism off, or make it a layer of its own with the same weights.",
+            code="tensor-parallel",
+        )
 
 
 def has_dropout(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.comm.environment import read_launch
 from shoal.comm.world import current_world, init_distributed, process_group
-from shoal.compat.absent import absent_function, not_built
+from shoal.compat.absent import absent_function
 from shoal.compat.absent_modules import SERVING as _SERVING
 from shoal.compat.assertions import be_assertion
 from shoal.compat.by_stage import take_class
@@ -27,7 +27,7 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_suffix,
 )
 from shoal.compat.engine import DeepSpeedEngine as Engine
-from shoal.compat.initialize import initialize as shoal_initialize
+from shoal.compat.initialize import initialize_on
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine.log import say_on_rank_0
@@ -82,7 +82,9 @@ def initialize(
     if isinstance(model, nn.Module):
         _take_over(model)
     try:
-        engine, _, loader, schedule = shoal_initialize(
+        tp_size = _tp_degrees.get(model, 1) if isinstance(model, nn.Module) else 1
+        engine, _, loader, schedule = initialize_on(
+            {"tp": tp_size} if tp_size > 1 else {},
             args=args,
             model=model,
             optimizer=optimizer,
@@ -210,15 +212,22 @@ def _take_over(model: nn.Module) -> None:
             owner.engine.destroy()
 
 
+_tp_degrees: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
-    """The model, cast to ``dtype``. Raises: NotBuiltError: ``tp_size`` is more than 1."""
-    if tp_size != 1:
-        raise not_built(
-            f"deepspeed.tp_model_init(tp_size={tp_size}): tensor parallelism",
-            "train with ZeRO stage 3, which needs no change of the model.",
-        )
+    """The model, cast to ``dtype``. ``initialize`` splits its layers over ``tp_size`` ranks.
+
+    Args:
+        config: accepted; ``initialize`` is given the config itself.
+
+    Raises: ConfigError: ``tp_size`` is below 1.
+    """
+    if tp_size < 1:
+        raise ConfigError(f"tp_size is {tp_size}.", do="give the number of tensor-parallel ranks.", code="mesh")
+    _tp_degrees[model] = tp_size
     return model.to(dtype)
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """No effect: there is no tensor parallelism that could be for inference only."""
+    """No effect: layers are split for training, which serves inference too."""

@@ -172,6 +172,32 @@ def test_two_linears_and_a_norm_compute_what_one_rank_does(kind: GridKind, size:
     compare(kind, size, randomize(Mlp()), of_a_block, PLAN)
 
 
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_the_lower_precision_of_the_model_or_of_autocast_is_that_of_products_and_bytes(is_autocast: bool) -> None:
+    model = randomize(Mlp())
+    copies = [copy.deepcopy(model) for _ in range(8)]
+    model(INPUT).sum().backward()
+
+    def on_a_rank() -> None:
+        grid = open_grid("2.5d")
+        mine = copies[grid.rank]
+        local = parallelize_grid(mine, grid, PLAN)
+        mine = mine if is_autocast else mine.bfloat16()
+        own = grid.split(INPUT if is_autocast else INPUT.bfloat16())
+        with current_world().recorder.recording() as entries:
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+                output = mine(own)
+            output.float().sum().backward()
+        linear = {entry.dtype for entry in entries if entry.label.startswith(("up", "down"))}
+        assert linear == {torch.bfloat16}
+        for name, parameter in mine.named_parameters():
+            whole = model.get_parameter(name).grad
+            assert parameter.grad is not None and whole is not None
+            assert difference(parameter.grad, cut(whole, local[name]), float(whole.abs().max())) < 0.03, name
+
+    run_ranks(8, on_a_rank)
+
+
 @pytest.mark.parametrize(("num_layers", "dtype"), [(1, torch.float32), (2, torch.float64)])
 @pytest.mark.parametrize(("kind", "size"), GRIDS)
 def test_a_model_with_fused_heads_computes_what_one_rank_does(

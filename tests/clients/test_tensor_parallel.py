@@ -14,9 +14,13 @@ import torch
 from torch import nn
 
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.errors import ModelError
-from shoal.parallel.tensor import parallelize, plan_for
-from tests.ranks.tensor_cases import Outputs, compare, randomize, tp_communicator
+from shoal.mesh import Mesh
+from shoal.parallel.tensor import Grid, parallelize, parallelize_grid, plan_for
+from shoal.parallel.tensor.grid import GridKind
+from shoal.sharding.parts import cut
+from tests.ranks.tensor_cases import Outputs, compare, difference, randomize, tp_communicator
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
 
@@ -198,3 +202,52 @@ def test_layer_specs_of_deepspeed_make_a_plan() -> None:
     }
     compare(model, forward, 2, plan=plan)
     assert plan_for(model, layer_specs=SPECS)["model.embed_tokens"] == "vocab"
+
+
+_WIDTHS = {"hidden_size": 64, "n_embd": 64, "word_embed_proj_dim": 64, "intermediate_size": 128, "ffn_dim": 128}
+_HEADS = {"num_attention_heads": 8, "n_head": 8, "num_key_value_heads": 4, "num_kv_heads": 4}
+
+
+def build_even(family: str) -> nn.Module:
+    """The family with sizes that divide by a grid."""
+    model, config, arguments = FAMILIES[family]
+    even = {name: value for name, value in {**_WIDTHS, **_HEADS}.items() if name in arguments}
+    return randomize(getattr(transformers, model)(getattr(transformers, config)(**{**arguments, **even}))).double()
+
+
+@pytest.mark.parametrize(("kind", "size"), [("2d", 4), ("3d", 8)])
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied-biases", "phi3", "bloom", "falcon-groups", "gpt-neox", "bert"])
+def test_a_grid_of_ranks_computes_what_the_whole_model_does(family: str, kind: GridKind, size: int) -> None:
+    model = build_even(family)
+    tokens, mask = TOKENS.repeat(2, 1), MASK.repeat(2, 1)
+    copies = [copy.deepcopy(model) for _ in range(size)]
+    expected = model(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+    expected.backward()
+
+    def on_a_rank() -> None:
+        grid = Grid.open(current_world(), Mesh.of(size, tp=size), kind)
+        mine = copies[grid.rank]
+        local = parallelize_grid(mine, grid)
+        loss = mine(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        loss.backward()
+        assert difference(loss, expected) < 1e-6  # Phi-3's is computed in fp32
+        for (name, parameter), whole in zip(mine.named_parameters(), model.parameters(), strict=True):
+            if whole.grad is not None:
+                want = cut(whole.grad, local[name]) if name in local else whole.grad
+                assert parameter.grad is not None, name
+                # Transformers' RMSNorm computes in fp32; the gradient of a key's bias is zero but for rounding.
+                floor = max(float(whole.grad.abs().max()), 1e-3)
+                assert difference(parameter.grad, want, floor) < 2e-6, name
+
+    run_ranks(size, on_a_rank)
+
+
+@pytest.mark.parametrize("family", ["falcon-multi-query", "qwen3", "gemma", "olmo2", "deepseek-v3", "mixtral"])
+def test_what_a_grid_cannot_split_is_refused(family: str) -> None:
+    model = build_even(family).float()
+
+    def on_a_rank() -> None:
+        with pytest.raises(ModelError, match=r"do not divide over 2 ranks|cannot be split over a grid"):
+            parallelize_grid(model, Grid.open(current_world(), Mesh.of(4, tp=4), "2d"))
+
+    run_ranks(4, on_a_rank)

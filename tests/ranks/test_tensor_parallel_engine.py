@@ -156,17 +156,24 @@ def test_a_checkpoint_and_weights_change_their_layout(tmp_path: Path) -> None:
     whole = torch.load(tmp_path / "weights" / "model.bin", weights_only=True)
     assert all(torch.equal(whole[name], value) for name, value in expected.items())
 
-    def second(stage: int, tp: int) -> dict[str, Any]:
-        engine = initialize(make(gpt, 1), config(stage, tp))
-        engine.load_checkpoint(tmp_path, "tag")
+    def second(stage: int, tp: int, grid: str, tag: str) -> dict[str, Any]:
+        engine = initialize(make(gpt, 1), config(stage, tp, parallel={"tp_grid": grid}))
+        engine.load_checkpoint(tmp_path, tag)
+        engine.save_checkpoint(tmp_path, f"from-{grid}")
         found = engine.module_state_dict()
         engine.load_module_state_dict(found)
         train(engine, range(2, STEPS))
         return {**found, **{f"{name} at the end": value for name, value in engine.module_state_dict().items()}}
 
     ends = []
-    for size, stage, tp in ((2, 2, 1), (4, 1, 2), (8, 3, 4)):
-        values = run_ranks(size, second, stage, tp)[0]
+    for size, stage, tp, grid, tag in (
+        (2, 2, 1, "1d", "tag"),
+        (4, 1, 2, "1d", "tag"),
+        (8, 3, 4, "1d", "tag"),
+        (8, 3, 4, "2d", "tag"),
+        (4, 2, 2, "1d", "from-2d"),
+    ):
+        values = run_ranks(size, second, stage, tp, grid, tag)[0]
         assert all(torch.equal(values[name], value) for name, value in expected.items())
         ends.append({name: value for name, value in values.items() if name.endswith("at the end")})
     for end in ends[1:]:

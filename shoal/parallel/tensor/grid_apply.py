@@ -128,12 +128,11 @@ class _GridSplitter:
             split = split_heads(name, module, self.styles, each.count, each.index)
             if split is None:
                 return {}
-            num_kv_heads = len(split.heads.kv) * each.count
             if split.num_heads % each.count or any(is_whole for _, is_whole in split.ranges.values()):
                 raise ModelError(
-                    f"{name} has {split.num_heads} attention heads, in {num_kv_heads} or fewer groups, which do not"
-                    f" divide over {each.count} ranks of a {self.grid.kind} grid.",
-                    do=f"take a grid of which {each.count} divides the heads and the key-value heads.",
+                    f"{name} has {split.num_heads} attention heads, which, or whose key-value heads, do not divide over"
+                    f" {each.count} ranks of a {self.grid.kind} grid.",
+                    do=f"take a grid whose {each.count} divides both, or split over one dim.",
                     code="tensor-parallel",
                 )
             for child, (own, _) in split.ranges.items():
@@ -177,7 +176,8 @@ class _GridSplitter:
     def _add_norm(self, name: str, module: nn.Module, widths: set[int]) -> None:
         norm = _describe_norm(module)
         weight = getattr(module, "weight", None)
-        if norm is None or not isinstance(weight, torch.Tensor) or weight.shape[-1] not in widths:
+        is_of_heads = name.endswith(("q_norm", "k_norm"))  # in the inner layout
+        if norm is None or is_of_heads or not isinstance(weight, torch.Tensor) or weight.shape[-1] not in widths:
             return
         layout, numel = self.grid.outer, weight.shape[-1]
         if weight.dim() != 1 or numel % layout.vector.count:
@@ -234,19 +234,27 @@ class _GridStack:
             if self._fork is not None and module.training:
                 self._fork.begin()
         first, *others = args if args else (None,)
-        return (first, *map(self._own, others)) if args else (), {name: self._own(v) for name, v in kwargs.items()}
+        return (first, *map(self._own, others)) if args else (), {
+            name: self._own(value, name) for name, value in kwargs.items()
+        }
 
     def _split(self, tensor: torch.Tensor) -> torch.Tensor:
         self._batch = tensor.shape[0]
         return self._grid.split(tensor, label=f"{self._name} in")
 
-    def _own(self, value: Any) -> Any:
-        """This rank's samples of a mask or of rotations [B, L, ...]: those of the attention, in the inner layout."""
+    def _own(self, value: Any, name: str = "") -> Any:
+        """This rank's samples of a mask or of rotations [B, L, ...]: those of the attention, in the inner layout.
+
+        BLOOM's ``alibi`` is [B * H, 1, L].
+        """
         if isinstance(value, tuple):
             return tuple(map(self._own, value))
-        if not isinstance(value, torch.Tensor) or value.dim() < 3 or not value.shape[0] == self._batch > 1:
+        if not isinstance(value, torch.Tensor) or value.dim() < 3 or self._batch == 1:
             return value
-        start, stop = self._grid.inner.tokens.range_of(self._batch)
+        size = value.shape[0]
+        if size != self._batch and not (name == "alibi" and size % self._batch == 0):
+            return value
+        start, stop = self._grid.inner.tokens.range_of(size)
         return value[start:stop]
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -43,8 +43,12 @@ def grid_linear(
         out / q - out / q^3) forward, and as much backward.
     Memory: until the end of each pass the gathered X, W and the product; for backward ``input`` and ``weight``.
     """
+    own, kind = input, input.device.type
+    if torch.is_autocast_enabled(kind):  # as F.linear; gathered in the lower precision
+        dtype = torch.get_autocast_dtype(kind)
+        own, weight, bias = own.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     apply: Callable[..., torch.Tensor] = _GridProductFunction.apply
-    output = apply(input, weight, product, label)
+    output = apply(own, weight, product, label)
     return output if bias is None else output + whole_vector(bias, product.output, label=f"{label} bias")
 
 
@@ -150,7 +154,7 @@ class _GridNormFunction(torch.autograd.Function):
             of_input = of_input - means[..., 1:]
         of_weight = None
         if weight is not None and ctx.needs_input_grad[1]:
-            of_weight = (gradient * normed).flatten(0, -2).sum(0)
+            of_weight = (gradient.to(scale.dtype) * normed).flatten(0, -2).sum(0).to(weight.dtype)
         return (of_input * scale).to(gradient.dtype), of_weight, None, None, None, None
 
 

@@ -267,7 +267,7 @@ def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) ->
     while missing:
         first = dict(next(iter(missing)))
         rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(8)]
-        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (4 + num_ranks(row)))
+        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + num_ranks(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
         for values in covered:
@@ -295,7 +295,7 @@ def _complete(
             for value in allowed:
                 values = tuple(sorted((*rest, (name, value)), key=lambda pair: order[pair[0]]))
                 gain[value] += values in missing
-        row[name] = max(allowed, key=gain.__getitem__)
+        row[name] = max(allowed, key=lambda value: (gain[value], -num_ranks({**row, name: value})))
     return {name: row[name] for name in axes}
 
 

@@ -25,7 +25,9 @@ class GatheredParameters:
         params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
             left as they are.
         modifier_rank: this rank's in-place changes are broadcast to all ranks on exit; None: changes to sharded
-            parameters are lost, and an error on all ranks with ``zero_optimization.enable_sanity_checks``.
+            parameters are lost, and an error on all ranks with ``zero_optimization.enable_sanity_checks``. A parameter
+            that is split over tensor-parallel ranks is this rank's part, and is changed by the ranks that hold the
+            other parts of the modifier's too (``world.mesh.index("loss", rank)`` is theirs).
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
 
     Raises: UsageError: something that is not a parameter; on exit, changes that are lost.

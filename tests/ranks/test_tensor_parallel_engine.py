@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -110,15 +111,19 @@ def test_a_gpt_trains_as_in_one_process(
         assert_equal(values, expected)
 
 
-@pytest.mark.parametrize(("tp", "stage"), [(4, 3), (2, 1)])
-def test_heads_and_vocabulary_that_do_not_divide(tp: int, stage: int) -> None:
+# Thresholds between the sizes of the ranks' parts: the ranks have the same units and buckets nevertheless.
+NARROW = {"zero": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 3200}}
+
+
+@pytest.mark.parametrize(("tp", "stage", "more"), [(4, 3, {}), (2, 1, {}), (2, 2, NARROW), (2, 3, NARROW)])
+def test_heads_and_vocabulary_that_do_not_divide(tp: int, stage: int, more: dict[str, Any]) -> None:
     def factory() -> GPT:
         return gpt(tied=False, num_heads=7)
 
     expected = alone(factory, 4 // tp)
 
     def job() -> dict[str, Any]:
-        engine = initialize(make(factory), config(stage, tp))
+        engine = initialize(make(factory), config(stage, tp, **copy.deepcopy(more)))
         train(engine, range(STEPS))
         return engine.module_state_dict()
 

@@ -74,7 +74,7 @@ def load_hf(
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
-        known: dict[str, Part | _Block] = {**_parts_of_engines(parameters), **(parts or {})}
+        known: dict[str, Part | _CutPart] = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
         with torch.no_grad():
             for home in parameters:
@@ -89,7 +89,7 @@ def load_hf(
 
 
 @dataclass(frozen=True)
-class _Block:
+class _CutPart:
     """A part that is split in several dims: it is cut out of the whole."""
 
     spec: ParameterSpec
@@ -102,7 +102,7 @@ class _Block:
         return cut(read_range(0, self.spec.global_numel).view(self.spec.global_shape), self.spec).contiguous()
 
 
-def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part | _Block]:
+def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part | _CutPart]:
     """By the first name, the parts of parameters that engines have split over tensor-parallel ranks."""
     found = {}
     for home in homes:
@@ -111,7 +111,7 @@ def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part | _Block]:
         if spec is not None and spec.is_part:
             dims = [dim for dim, size in enumerate(spec.shape) if size != spec.global_shape[dim]]
             is_block = len(dims) > 1
-            part = _Block(spec) if is_block else Part(spec.global_shape, dims[0], spec.local[dims[0]])
+            part = _CutPart(spec) if is_block else Part(spec.global_shape, dims[0], spec.local[dims[0]])
             found[home.names[0]] = part
     return found
 
@@ -239,7 +239,7 @@ def _fill(
     weights: SafetensorsWeights,
     name: str,
     dtype: torch.dtype | None,
-    part: Part | _Block | None,
+    part: Part | _CutPart | None,
 ) -> None:
     owner = OWNERS.get(parameter)
 

@@ -75,6 +75,7 @@ def run(ranks: list[int], shape: LayerShape) -> list[dict[str, Any]]:
                 formula = layer_cost(kind, size, small)
                 found = measure(kind, size, small)
                 assert found == {(formula.received, formula.weights)}, (kind, size, found, formula)
+            # startswith() does not narrow the kind to that of a grid.
             grid = "" if kind.startswith("1d") else "x".join(map(str, grid_shape(kind, size)))  # type: ignore[arg-type]
             rows.append({"ranks": size, "kind": kind, "grid": grid, "measured": measured, **vars(cost)})
     return rows

@@ -37,7 +37,7 @@ class NextRank:
         self._store = store
         self._is_over = False
         self._next: socket.socket | None = None
-        self._listener = socket.create_server(("", 0))  # the kernel completes connections that nobody accepts yet
+        self._listener = socket.create_server(("", 0))  # the kernel completes connections before they are accepted
         self._listener.setblocking(False)
         store.set(f"next/{rank}", f"{_own_address(store)} {self._listener.getsockname()[1]}")
         self._open.add(self)
@@ -51,7 +51,7 @@ class NextRank:
                 address, port = self._store.get(key).decode().split()
                 self._next = _connect(address, int(port))
         except (OSError, RuntimeError):
-            self._is_over = True  # not reachable, or the store has ended: this rank watches nobody
+            self._is_over = True  # not reachable, or the store has ended: this rank watches no other
         if self._next is None:
             return False
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError
@@ -27,14 +29,22 @@ _DIM_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def given_degrees(mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:
-    """The degree of each axis above 1 that ``initialize`` was given in code.
+TP_SIZES: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by ``deepspeed.tp_model_init``
+
+
+def given_degrees(model: nn.Module, mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:
+    """The degree of each axis above 1 that ``initialize`` was given in code. ``mpu`` and ``mesh_param`` go first.
 
     Args:
         mesh_param: DeepSpeed's (data-parallel ranks, sequence-parallel ranks), or a DeviceMesh.
 
     Raises: ConfigError: they do not multiply to the number of ranks, or order ranks otherwise than Shoal does.
     """
+    tp = TP_SIZES.get(model, 1)
+    return {**({"tp": tp} if tp > 1 else {}), **_of_mesh(mpu, mesh_param, num_ranks)}
+
+
+def _of_mesh(mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:
     if mpu is not None:
         return _of_mpu(mpu, num_ranks)
     if isinstance(mesh_param, DeviceMesh):

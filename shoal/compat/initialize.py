@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,42 +51,6 @@ def initialize(
     Raises: ConfigError, ModelError, OptimizerError: before anything is sharded.
     Communicates: the model's values are broadcast from rank 0.
     """
-    return initialize_on(
-        {},
-        args=args,
-        model=model,
-        optimizer=optimizer,
-        model_parameters=model_parameters,
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        distributed_port=distributed_port,
-        mpu=mpu,
-        dist_init_required=dist_init_required,
-        collate_fn=collate_fn,
-        config=config,
-        mesh_param=mesh_param,
-        config_params=config_params,
-    )
-
-
-def initialize_on(
-    degrees: Mapping[str, int],
-    *,
-    args: Any,
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
-    model_parameters: Iterable[Any] | None,
-    training_data: Any,
-    lr_scheduler: Any,
-    distributed_port: int,
-    mpu: Any,
-    dist_init_required: bool | None,
-    collate_fn: Callable[..., Any] | None,
-    config: str | pathlib.Path | dict[str, Any] | None,
-    mesh_param: Any,
-    config_params: str | pathlib.Path | dict[str, Any] | None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """``initialize``, with degrees by axis from before it; those of ``mpu`` and ``mesh_param`` go first."""
     with suspended():  # ``zero.Init`` contexts in which the script builds its model
         check_model(model)
         assert model is not None
@@ -100,7 +64,7 @@ def initialize_on(
                 do="pass config= (a path or a dict), or --deepspeed_config with shoal.add_config_arguments(parser).",
                 code="config-missing",
             )
-        degrees = {**degrees, **given_degrees(mpu, mesh_param, world.size)}
+        degrees = given_degrees(model, mpu, mesh_param, world.size)
         engine = initialize_engine(
             DeepSpeedEngine,
             model,

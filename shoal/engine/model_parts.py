@@ -87,31 +87,22 @@ def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
     Communicates: the sizes of the parts.
     Raises: ModelError: the ranks declare parts that do not fit together.
     """
-    split = {
-        name: (tuple(p.shape), int(getattr(p, "partition_dim", 0)), int(getattr(p, "partition_stride", 1)))
-        for name, p in model.named_parameters()
-        if getattr(p, "tensor_model_parallel", False)
-    }
+    own = {name: p for name, p in model.named_parameters() if getattr(p, "tensor_model_parallel", False)}
     partial = frozenset(name for name, p in model.named_parameters() if getattr(p, "sequence_parallel", False))
-    everyones = comm.gather_objects({name: list(map(str, each)) for name, each in split.items()}, label="parts")
-    if any(each.keys() != everyones[0].keys() for each in everyones):
+    shapes = comm.gather_objects({name: list(parameter.shape) for name, parameter in own.items()}, label="parts")
+    if any(each.keys() != shapes[0].keys() for each in shapes):
         raise ModelError(
             "the tensor-parallel ranks declare parts of different parameters.",
             where=f"{comm.size} tensor-parallel ranks",
             do="set tensor_model_parallel on the same parameters of every rank.",
             code="model-parts",
         )
-    sizes = comm.gather_objects({name: list(shape) for name, (shape, _, _) in split.items()}, label="sizes of parts")
-    return ModelParts(
-        {
-            name: _part(name, dim, stride, [each[name] for each in sizes], comm)
-            for name, (_, dim, stride) in split.items()
-        },
-        partial,
-    )
+    local = {name: _part(name, parameter, [each[name] for each in shapes], comm) for name, parameter in own.items()}
+    return ModelParts(local, partial)
 
 
-def _part(name: str, dim: int, stride: int, shapes: list[list[int]], comm: Communicator) -> ParameterSpec:
+def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Communicator) -> ParameterSpec:
+    dim, stride = int(getattr(parameter, "partition_dim", 0)), int(getattr(parameter, "partition_stride", 1))
     own = shapes[comm.rank]
     others = {tuple(shape[:dim] + shape[dim + 1 :]) for shape in shapes}
     if len(others) > 1 or any(shape[dim] % stride for shape in shapes):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.sharding.layout import ParameterSpec
 
 
+def take(tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The ranges of ``tensor`` along ``dim``, concatenated: a view where there is one range, else a copy."""
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
 def cut(whole: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     """The part that ``spec`` names: a view where each dim has one range. Shape: ``spec.shape``."""
     for dim, ranges in enumerate(spec.local):
-        pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        whole = take(whole, dim, ranges)
     return whole
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shoal.compat.given_mesh import given_degrees
 from shoal.config import load
 from shoal.config.ranks import mesh_of
 from shoal.errors import ConfigError
+
+MODEL = nn.Linear(1, 1)
 
 
 class Mpu:
@@ -31,15 +34,15 @@ class Mpu:
     ],
 )
 def test_an_mpu_gives_degrees(mpu: Any, expected: dict[str, int]) -> None:
-    assert given_degrees(mpu, None, 8) == expected
+    assert given_degrees(MODEL, mpu, None, 8) == expected
 
 
 def test_an_mpu_or_a_pair_that_does_not_fit_the_ranks_is_an_error() -> None:
     with pytest.raises(ConfigError, match="tp 2 x data-parallel 2 = 4 ranks, and there are 8"):
-        given_degrees(Mpu(model_parallel=2, data_parallel=2), None, 8)
-    assert given_degrees(None, (2, 4), 8) == {"sp": 4}
+        given_degrees(MODEL, Mpu(model_parallel=2, data_parallel=2), None, 8)
+    assert given_degrees(MODEL, None, (2, 4), 8) == {"sp": 4}
     with pytest.raises(ConfigError, match=r"mesh_param = \(3, 2\) = 6 ranks"):
-        given_degrees(None, (3, 2), 8)
+        given_degrees(MODEL, None, (3, 2), 8)
 
 
 def test_the_mesh_follows_from_the_config() -> None:

@@ -151,6 +151,7 @@ class _Splitter:
                 replaced.add(id(layer.module))
                 behaviour = behaviours.get(layer.kind, VocabParallelEmbedding)
                 layer.module.__class__ = split_class(type(layer.module), behaviour)
+                # nn.Module declares tensors and modules as attributes; this one is data.
                 layer.module.tensor_split = layer.split  # type: ignore[assignment]
                 _set_sizes(layer)
         for name in self.prepared:
@@ -385,6 +386,7 @@ def _set_sizes(layer: _Layer) -> None:
     padding = getattr(layer.module, "padding_idx", None)
     if layer.kind == "vocab" and padding is not None:
         ((start, stop),) = layer.ranges
+        # nn.Module declares tensors and modules as attributes; this one is a number or None.
         layer.module.padding_idx = padding - start if start <= padding < stop else None  # type: ignore[assignment]
 
 

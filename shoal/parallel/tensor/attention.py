@@ -60,6 +60,7 @@ class AttentionSplit:
             elif isinstance(vars(self.core).get(name), int):
                 setattr(self.core, name, values[value])
         if changed_config:
+            # nn.Module declares tensors and modules as attributes; a config of transformers is neither.
             self.core.config = LocalConfig(self.core.config, changed_config)  # type: ignore[assignment]
         if self.rule.head_arguments:
             self.core.register_forward_pre_hook(self._own_heads, with_kwargs=True)

@@ -111,6 +111,7 @@ class _GridSplitter:
         for layer in self.layers.values():
             if not isinstance(layer.module, layer.behaviour):
                 layer.module.__class__ = split_class(type(layer.module), layer.behaviour)
+                # nn.Module declares tensors and modules as attributes; this one is data.
                 layer.module.grid_split = layer.split  # type: ignore[assignment]
         for split in self.heads:
             split.apply()

@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.parallel.tensor.overlap import column_linear, row_linear
-from shoal.parallel.tensor.parts import Range, take
+from shoal.parallel.tensor.parts import Range
 from shoal.parallel.tensor.region import TensorRegion
+from shoal.sharding.parts import take
 
 
 @dataclass(frozen=True, eq=False)

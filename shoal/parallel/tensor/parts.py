@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from shoal.sharding.parts import take
+
 Range = tuple[int, int]  # start, stop
 
 _READ_NUMEL = 4 << 20
@@ -68,12 +70,6 @@ class Part:
             block = read_range(row * size * inner, min(row + rows, outer) * size * inner).view(-1, size, inner)
             pieces.append(take(block, 1, self.ranges).clone())
         return torch.cat(pieces).view(self.shape)
-
-
-def take(tensor: torch.Tensor, dim: int, ranges: Sequence[Range]) -> torch.Tensor:
-    """The ranges of ``tensor`` along ``dim``, concatenated: a view where there is one range, else a copy."""
-    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def even_range(numel: int, size: int, rank: int) -> Range:

@@ -27,7 +27,8 @@ from shoal.compat.deepspeed.utils.z3_leaf_module import (
     set_z3_leaf_modules_by_suffix,
 )
 from shoal.compat.engine import DeepSpeedEngine as Engine
-from shoal.compat.initialize import initialize_on
+from shoal.compat.given_mesh import TP_SIZES
+from shoal.compat.initialize import initialize as shoal_initialize
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.compat.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion
 from shoal.engine.log import say_on_rank_0
@@ -82,9 +83,7 @@ def initialize(
     if isinstance(model, nn.Module):
         _take_over(model)
     try:
-        tp_size = _tp_degrees.get(model, 1) if isinstance(model, nn.Module) else 1
-        engine, _, loader, schedule = initialize_on(
-            {"tp": tp_size} if tp_size > 1 else {},
+        engine, _, loader, schedule = shoal_initialize(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -212,9 +211,6 @@ def _take_over(model: nn.Module) -> None:
             owner.engine.destroy()
 
 
-_tp_degrees: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-
-
 def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any) -> nn.Module:
     """The model, cast to ``dtype``. ``initialize`` splits its layers over ``tp_size`` ranks.
 
@@ -225,7 +221,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     """
     if tp_size < 1:
         raise ConfigError(f"tp_size is {tp_size}.", do="give the number of tensor-parallel ranks.", code="mesh")
-    _tp_degrees[model] = tp_size
+    TP_SIZES[model] = tp_size
     return model.to(dtype)
 
 

@@ -248,13 +248,13 @@ class Engine(nn.Module):
         if sharding.step is None:
             raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
         status = self._reduce_for_step("step()")
-        accumulation.mean_loss = status.mean_loss
+        accumulation.mean_loss = self._mean_loss(status)
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
         self._was_step_applied = False
         try:
             self._was_step_applied = self._nonfinite.judge(
-                status, self.global_steps, is_loss_known=bool(accumulation.losses)
+                status, self.global_steps, is_loss_known=accumulation.is_loss_known
             )
         finally:
             counters.skipped_steps += not self._was_step_applied
@@ -278,6 +278,10 @@ class Engine(nn.Module):
             callback(self)
         numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
         self._progress.after_step(counters, numbers, self.memory_report)
+
+    def _mean_loss(self, status: GlobalStatus) -> float | None:
+        """The loss of the step that is logged."""
+        return status.mean_loss
 
     def _reduce_for_step(self, call: str) -> GlobalStatus:
         if not self.accumulation.has_backward:

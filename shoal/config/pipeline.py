@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.config.base import Auto, Section, key
+from shoal.config.parallel import Degree
 from shoal.config.problems import Problem
 from shoal.text import did_you_mean
 
@@ -27,12 +28,14 @@ PARTITIONS = ("best", "parameters", "uniform", "memory", "time")
 class Pipeline(Section):
     """A model cut into pipeline stages. `parallel.pp` gives the ranks as well."""
 
-    stages: int | Auto = key("auto", "pipeline-parallel ranks; auto: parallel.pp", ge=1)
+    stages: Degree = key("auto", "pipeline-parallel ranks; auto: parallel.pp")
     virtual_stages: int = key(1, "pipeline stages of one rank; zbv and dualpipev always have 2", ge=1)
     partition: str = key(
         "best", "how layers are divided: best (by parameters), parameters, uniform, memory, time, or type:REGEX"
     )
-    split_points: tuple[str, ...] = key((), "names of the modules that begin the second stage and those after it")
+    split_points: tuple[str, ...] | Auto = key(
+        "auto", "names of the modules that begin the second stage and those after it; auto: by partition"
+    )
     schedule: str = key(
         "1f1b", f"order of the micro-batches' work: {', '.join(SCHEDULES)}, or the path of a file with one line a rank"
     )
@@ -89,7 +92,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         what = f'"{pipeline.partition}" is no way to divide layers{did_you_mean(pipeline.partition, PARTITIONS)}'
         do = f"write one of {', '.join(PARTITIONS)}, or type:REGEX, such as type:Block."
         yield Problem("pipeline.partition", what if what.endswith("?") else f"{what}.", do)
-    if pipeline.split_points and isinstance(pipeline.stages, int) and name is not None:
+    if pipeline.split_points != "auto" and isinstance(pipeline.stages, int) and name is not None:
         num_stages = pipeline.stages * (SCHEDULES[name] or pipeline.virtual_stages)
         if len(pipeline.split_points) != num_stages - 1:
             what = f"{len(pipeline.split_points)} modules, and {num_stages} pipeline stages have {num_stages - 1}"

@@ -17,9 +17,10 @@ from torch import nn
 from shoal.engine.engine import Engine
 from shoal.errors import UsageError
 from shoal.parallel.loss import count_tokens
+from shoal.pipeline.lower import lower
 from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
-from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule, lower
+from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.sharding.unit import Unit
 from shoal.zero.step_status import GlobalStatus
@@ -42,9 +43,8 @@ class PipelineEngine(Engine):
         self._pipeline_rank = mesh.index("pp", self.world.rank)
         self._virtual_stages = module.num_stages // mesh.pp
         self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
-        first = self._schedule(1, is_training=False)[0]
-        self._stage_ranks = first.stage_ranks
         self._compute = _EngineCompute(self)
+        self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
         has_inner_collectives = any(axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp))
         self._runner = PipelineRun(
             self.axes.pp or self.world.communicator("pp", mesh),
@@ -200,7 +200,8 @@ class PipelineEngine(Engine):
             )
             if not is_training:
                 schedule = forward_schedule(schedule.stage_ranks, num_micro)
-            actions = with_gathers(lower(schedule)[self._pipeline_rank])
+            num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
+            actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
             found = self._schedules[is_training, num_micro] = schedule, actions
         return found
 
@@ -440,23 +441,6 @@ def _tied_name(unit: Unit) -> str:
     """The first name of a weight that other pipeline stages have too; empty: there is none."""
     tied = (group for group in unit.trained if any(axis.startswith("tied:") for axis in group.gradient.axes))
     return min((group.buffer.layout.specs[0].name for group in tied), default="")
-
-
-def with_gathers(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The actions of a rank, with each stage gathered before its first and released after its last one."""
-    order = list(actions)
-    compute = [index for index, action in enumerate(order) if action.kind in ("F", "B", "I", "W")]
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for index in compute:
-        first.setdefault(order[index].stage, index)
-        last[order[index].stage] = index
-    found: list[Action] = []
-    for index, action in enumerate(order):
-        found += [Action(stage, "UNSHARD") for stage, at in first.items() if at == index]
-        found.append(action)
-        found += [Action(stage, "RESHARD") for stage, at in last.items() if at == index]
-    return tuple(found)
 
 
 def labels_of(batch: Any) -> torch.Tensor:

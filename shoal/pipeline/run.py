@@ -25,6 +25,7 @@ from shoal.comm.protocol import Communicator, Work
 from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Form, Incoming, flatten, unflatten
 from shoal.pipeline.schedule import Action
+from shoal.pipeline.timeline import TimedAction
 
 
 class StageCompute(Protocol):
@@ -92,15 +93,6 @@ class Failure:
 
     action: str
     error: Exception | None  # None: a stage before failed
-
-
-@dataclass(frozen=True)
-class TimedAction:
-    """An action and when it ran, in seconds since the run began."""
-
-    action: Action
-    start: float
-    end: float
 
 
 class PipelineRun:

@@ -1,0 +1,29 @@
+"""The engine of a pipeline under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal.compat.engine import DeepSpeedEngine
+from shoal.engine.pipeline import PipelineEngine
+
+
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+    """``deepspeed.PipelineEngine``: ``train_batch`` and ``eval_batch`` beside the names of an engine."""
+
+    pipeline_parallelism = True
+
+    def reset_activation_shape(self) -> None:
+        """Shapes of activations are sent anew with the next batch."""
+        self._runner.forget()
+
+    def get_additional_losses(self) -> Any:
+        """None: a model has one loss."""
+        return None
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """No effect: any tensors cross a boundary."""
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's coordinate along ``pp``."""
+        return self._pipeline_rank

@@ -1,0 +1,81 @@
+"""This rank's pipeline stages of a model, and what of the optimizer belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.mesh import Mesh, tied_axis
+from shoal.pipeline.cut import cut
+from shoal.pipeline.schedule import build_schedule
+from shoal.pipeline.stage import StageModule
+from shoal.zero.build import ModelParts
+
+
+def stages_of(
+    model: nn.Module, parts: ModelParts, config: Config, world: World, mesh: Mesh
+) -> tuple[StageModule, ModelParts]:
+    """Cut a model into pipeline stages and keep this rank's; a ``StageModule`` is cut already.
+
+    Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
+    Communicates: control messages, where weights are tied over stages.
+    """
+    section = config.pipeline
+    schedule = build_schedule(section.schedule, mesh.pp, max(config.gradient_accumulation_steps, 1),
+                              virtual_stages=section.virtual_stages)
+    own = schedule.stages_of(mesh.index("pp", world.rank))
+    if not isinstance(model, StageModule):
+        model = cut(
+            model,
+            schedule.num_stages,
+            stages_of_rank=own,
+            split_points=section.split_points or None,
+            partition=section.partition,
+        )
+    if model.num_stages != schedule.num_stages or tuple(model.stages) != own:
+        raise ConfigError(
+            f"the model is cut into {model.num_stages} pipeline stages, of which this rank has {list(model.stages)};"
+            f" the schedule {schedule.name} has {schedule.num_stages} over {mesh.pp} ranks, and this rank {list(own)}.",
+            where=f"rank {world.rank}",
+            do="give the model and the config the same number of stages (pipeline.stages, pipeline.virtual_stages).",
+            code="pipeline-stages",
+        )
+    names = {name for name, _ in model.named_parameters()}
+    tied = {}
+    for name, stages in sorted(model.tied.items()):
+        ranks = sorted({schedule.stage_ranks[stage] for stage in stages})
+        if len(ranks) > 1:
+            comm = world.communicator(tied_axis(ranks), mesh)
+            if name in names:
+                tied[name] = comm
+    local = {name: spec for name, spec in parts.local.items() if name in names}
+    return model, replace(parts, local=local, partial=parts.partial & names, tied=tied)
+
+
+def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:
+    """The client's optimizer and parameters without those of other ranks' stages."""
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def kept(members: Any) -> list[Any]:
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        return [member for member in members if id(member[1] if isinstance(member, tuple) else member) in own]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = kept(group["params"])
+        for parameter in [p for p in optimizer.state if id(p) not in own]:
+            del optimizer.state[parameter]
+    if model_parameters is not None:
+        entries = list(model_parameters)
+        if entries and isinstance(entries[0], dict):
+            model_parameters = [{**group, "params": kept(group["params"])} for group in entries]
+        else:
+            model_parameters = kept(entries)
+    return optimizer, model_parameters

@@ -141,7 +141,7 @@ def initialize(
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            activations = SavedActivations(model, settings, world)
+            activations = SavedActivations(model, settings, world, axes.pp)
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled

@@ -242,7 +242,7 @@ class PipelineRun:
 
     def _to_send_backward(self, stage: int, micro: int, known: Form) -> list[torch.Tensor]:
         visit = self._visits.get((stage, micro))
-        if visit is None:
+        if visit is None or self._failure is not None:
             return self._zeros(known.gradients)
         found, visit.input_gradients = visit.input_gradients, []
         return [

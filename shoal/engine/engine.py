@@ -136,7 +136,7 @@ class Engine(nn.Module):
         self.sharding.check.check()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
-            self._same_inputs.check((args, kwargs), where=self.properties.where(self.global_steps))
+            self._same_inputs.check(self._inputs_of_all(args, kwargs), where=self.properties.where(self.global_steps))
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -148,6 +148,10 @@ class Engine(nn.Module):
             output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
+
+    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
+        """Of the arguments of ``forward``, what all ranks of a tensor-parallel group have alike."""
+        return args, kwargs
 
     # backward
 

@@ -80,6 +80,9 @@ class PipelineEngine(Engine):
             code="pipeline-call",
         )
 
+    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
+        return args[2]  # with sequence parallelism, what a stage received is a part of the sequence
+
     # training
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch import nn
 
 from shoal.comm.world import World
 from shoal.config import Config
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
-from shoal.pipeline.cut import cut
+from shoal.pipeline.cut import Partition, cut
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.zero.build import ModelParts
@@ -28,16 +28,16 @@ def stages_of(
     Communicates: control messages, where weights are tied over stages.
     """
     section = config.pipeline
-    schedule = build_schedule(section.schedule, mesh.pp, max(config.gradient_accumulation_steps, 1),
-                              virtual_stages=section.virtual_stages)
+    num_micro = max(int(config.gradient_accumulation_steps), 1)
+    schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=section.virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     if not isinstance(model, StageModule):
         model = cut(
             model,
             schedule.num_stages,
             stages_of_rank=own,
-            split_points=section.split_points or None,
-            partition=section.partition,
+            split_points=None if isinstance(section.split_points, str) else section.split_points or None,
+            partition=_partition(section.partition),
         )
     if model.num_stages != schedule.num_stages or tuple(model.stages) != own:
         raise ConfigError(
@@ -57,6 +57,18 @@ def stages_of(
                 tied[name] = comm
     local = {name: spec for name, spec in parts.local.items() if name in names}
     return model, replace(parts, local=local, partial=parts.partial & names, tied=tied)
+
+
+def _partition(name: str) -> Partition:
+    """What stages have as equal a share of. Raises: NotBuiltError: a way that a model without layers does not know."""
+    known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}
+    if name.casefold() not in known:
+        raise NotBuiltError(
+            f'pipeline.partition = "{name}" of a model that is no PipelineModule.',
+            do=f"write {', '.join(known)}, or name the first block of each later stage in pipeline.split_points.",
+            code="pipeline-partition",
+        )
+    return known[name.casefold()]
 
 
 def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:

@@ -39,6 +39,7 @@ from shoal.data import (
     tokenize,
 )
 from shoal.device import Device
+from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
@@ -151,7 +152,10 @@ class _Run:
             self._save_checkpoint()
         if self.engine.skipped_steps:
             self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
-        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens else ("", "")
+        is_whole = not isinstance(self.engine, PipelineEngine)
+        if job.sample_tokens and not is_whole:
+            self.messages.append("No sample: a model in pipeline stages has no rank that could write one.")
+        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens and is_whole else ("", "")
         self.ledger = self.engine.memory_report()
         self.monitor.close()
         if self.is_writer:
@@ -160,8 +164,9 @@ class _Run:
 
     def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
         torch.manual_seed(self.job.seed)
-        if self.config.get("parallel", {}).get("tp", 1) > 1:
-            with torch.device("meta"):  # each rank makes its part of a layer only
+        parallel, pipeline = self.config.get("parallel", {}), self.config.get("pipeline", {})
+        if max(parallel.get("tp", 1), parallel.get("pp", 1), pipeline.get("stages", 1)) > 1:
+            with torch.device("meta"):  # each rank makes its layers, or its part of each, only
                 model = GPT(self.shape)
         else:
             is_sharded = self.config["zero_optimization"]["stage"] == 3
@@ -258,6 +263,8 @@ class _Run:
 
     def _step(self) -> torch.Tensor:
         """One optimizer step; the mean loss of its micro-batches on this rank, [], still on the device."""
+        if isinstance(self.engine, PipelineEngine):
+            return self.engine.train_batch(self._inputs(*batch) for batch in self.batches).double()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         count = self.engine.gradient_accumulation_steps()
@@ -270,14 +277,19 @@ class _Run:
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The mean loss of this rank's positions of a batch. Shape: []."""
+        if isinstance(self.engine, PipelineEngine):
+            mean: torch.Tensor = self.engine.eval_batch(iter([self._inputs(tokens, targets)]), num_micro_batches=1)
+            return mean
+        loss: torch.Tensor = self.engine(*self._inputs(tokens, targets))
+        return loss
+
+    def _inputs(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's arguments: this rank's positions of a batch."""
         device, context = self.engine.device, self.engine.sequence_context
         tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if context is None:
-            loss: torch.Tensor = self.engine(tokens, targets)
-        else:
-            positions = context.positions(tokens.shape[1], device)
-            loss = self.engine(context.shard(tokens), context.shard(targets), positions)
-        return loss
+            return tokens, targets
+        return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)
 
     def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
         """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
@@ -403,9 +415,8 @@ def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     stage = config["zero_optimization"]["stage"]
     count = format_count(shape.num_parameters())
-    axes = "".join(
-        f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in ("tp", "sp", "cp")
-    )
+    names = ("pp", "tp", "sp", "cp")
+    axes = "".join(f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in names)
     return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}{axes}"
 
 

@@ -31,7 +31,9 @@ def stages_of(
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=section.virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
+    whole: list[tuple[str, nn.Module]] = []
     if not isinstance(model, StageModule):
+        whole = list(model.named_modules())[1:]
         model = cut(
             model,
             schedule.num_stages,
@@ -56,7 +58,7 @@ def stages_of(
             if name in names:
                 tied[name] = comm
     local = {name: spec for name, spec in parts.local.items() if name in names}
-    return model, replace(parts, local=local, partial=parts.partial & names, tied=tied)
+    return model, replace(parts, local=local, partial=parts.partial & names, tied=tied, whole=whole)
 
 
 def _partition(name: str) -> Partition:

@@ -92,11 +92,13 @@ class ModelParts:
         local: by name, the parameters of which each rank along ``tp`` holds another part.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
         tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
+        whole: the modules of the whole model, of which this is a pipeline stage.
     """
 
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     tied: Mapping[str, Communicator] = field(default_factory=dict)
+    whole: Sequence[tuple[str, nn.Module]] = ()
 
     def sizes(self, parameters: Mapping[str, nn.Parameter], num_ranks: int) -> dict[int, int]:
         """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.
@@ -263,7 +265,7 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local)
+    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local, whole=parts.whole)
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = StagingBuffers(axes.shard, device)
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from shoal.config.base import Auto, Section, key
+from shoal.config.parallel import Degree
 from shoal.config.problems import Problem
 from shoal.text import did_you_mean
 
@@ -27,12 +28,14 @@ PARTITIONS = ("best", "parameters", "uniform", "memory", "time")
 class Pipeline(Section):
     """A model cut into pipeline stages. `parallel.pp` gives the ranks as well."""
 
-    stages: int | Auto = key("auto", "pipeline-parallel ranks; auto: parallel.pp", ge=1)
+    stages: Degree = key("auto", "pipeline-parallel ranks; auto: parallel.pp")
     virtual_stages: int = key(1, "pipeline stages of one rank; zbv and dualpipev always have 2", ge=1)
     partition: str = key(
         "best", "how layers are divided: best (by parameters), parameters, uniform, memory, time, or type:REGEX"
     )
-    split_points: tuple[str, ...] = key((), "names of the modules that begin the second stage and those after it")
+    split_points: tuple[str, ...] | Auto = key(
+        "auto", "names of the modules that begin the second stage and those after it; auto: by partition"
+    )
     schedule: str = key(
         "1f1b", f"order of the micro-batches' work: {', '.join(SCHEDULES)}, or the path of a file with one line a rank"
     )
@@ -44,14 +47,14 @@ class Pipeline(Section):
 
 
 def schedule_name(text: str) -> str | None:
-    """The name in ``SCHEDULES`` that a text means, in any case, with - or _; None: a path.
+    """The name in ``SCHEDULES`` that a text means, in any case, with - or _ or neither; None: a path.
 
-    >>> schedule_name("1F1B"), schedule_name("zero_bubble"), schedule_name("ZB-H1"), schedule_name("a/schedule.txt")
-    ('1f1b', 'interleaved_zero_bubble', 'zb_h1', None)
+    >>> schedule_name("Interleaved1F1B"), schedule_name("zero_bubble"), schedule_name("ZB-H1"), schedule_name("a.txt")
+    ('interleaved_1f1b', 'interleaved_zero_bubble', 'zb_h1', None)
     """
-    plain = text.casefold().replace("-", "_")
-    plain = {"zero_bubble": "interleaved_zero_bubble"}.get(plain, plain)
-    return plain if plain in SCHEDULES else None
+    plain = text.casefold().replace("-", "").replace("_", "")
+    plain = {"zerobubble": "interleavedzerobubble", "zbvzerobubble": "zbv"}.get(plain, plain)
+    return {name.replace("_", ""): name for name in SCHEDULES}.get(plain)
 
 
 def virtual_stages_problem(schedule: str, virtual_stages: int) -> tuple[str, str] | None:
@@ -74,7 +77,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         problem = virtual_stages_problem(name, pipeline.virtual_stages)
         if problem:
             yield Problem("pipeline.virtual_stages", f"{name} has {problem[0]}.", problem[1], code="pipeline-schedule")
-    elif not Path(pipeline.schedule).is_file():
+    elif not os.path.isfile(pipeline.schedule):  # pathlib raises where a name is too long
         what = f'"{pipeline.schedule}" is no schedule, and no file{did_you_mean(pipeline.schedule, SCHEDULES)}'
         do = f"write one of {', '.join(SCHEDULES)}, or the path of a file with one line a rank."
         yield Problem("pipeline.schedule", what if what.endswith("?") else f"{what}.", do, code="pipeline-schedule")
@@ -89,7 +92,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         what = f'"{pipeline.partition}" is no way to divide layers{did_you_mean(pipeline.partition, PARTITIONS)}'
         do = f"write one of {', '.join(PARTITIONS)}, or type:REGEX, such as type:Block."
         yield Problem("pipeline.partition", what if what.endswith("?") else f"{what}.", do)
-    if pipeline.split_points and isinstance(pipeline.stages, int) and name is not None:
+    if pipeline.split_points != "auto" and isinstance(pipeline.stages, int) and name is not None:
         num_stages = pipeline.stages * (SCHEDULES[name] or pipeline.virtual_stages)
         if len(pipeline.split_points) != num_stages - 1:
             what = f"{len(pipeline.split_points)} modules, and {num_stages} pipeline stages have {num_stages - 1}"

@@ -34,7 +34,7 @@ def grid(timeline: Timeline, marks: Mapping[int, str] | None = None, *, last: in
 
 
 def svg(timeline: Timeline, *, width: int = 1040) -> str:
-    """The timeline as ``<svg>``: a row a rank, a color a kind of action, micro-batches as labels. It needs no style sheet."""
+    """The timeline as ``<svg>``: a row a rank, a color a kind of action, micro-batches as labels; no style sheet."""
     duration = timeline.end - timeline.start or 1.0
     scale = (width - _LEFT - 8) / duration
     height = _TOP + _ROW * len(timeline.ranks) + 26

@@ -235,7 +235,7 @@ def _of_file(path: Path, num_ranks: int, num_micro: int, virtual_stages: int) ->
     """The schedule of a file, if it is one for these numbers."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         names = ", ".join(SCHEDULES)
         raise ConfigError(
             f"{str(path)!r} is no pipeline schedule, and no file that can be read: {error}",

@@ -21,6 +21,7 @@ from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, fo
 from shoal.pipeline.simulate import simulate, validate
 from shoal.pipeline.timeline import TimedAction, Timeline
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 KINDS = [(name, depth) for name, allowed in SCHEDULES.items() for depth in ((1, 2, 3) if allowed == 0 else (allowed,))]
 STOPPED = "0F0 0B0 0F1 0B1\n1F0 1F1 1B1 1B0"
 
@@ -278,6 +279,16 @@ def test_pictures_show_every_action_at_its_time() -> None:
             "args": {"stage": 0, "micro_batch": 0},
         }  # fmt: skip
     assert (measured.bubble, measured.peak_activations) == (pytest.approx(2 / 3), (1, 0))
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("wrong.txt").write_text(STOPPED)
+    printed = CliRunner().invoke(app, ["schedule", "1f1b", "--ranks", "2", "--micro", "3"]).output
+    stopped = CliRunner().invoke(app, ["schedule", "wrong.txt", "--ranks", "2", "--micro", "2"]).exception
+    page = (ROOT / "docs" / "how-to" / "pipeline.md").read_text(encoding="utf-8")
+    assert f"--micro 3\n{printed}```" in page
+    assert f"shoal: {stopped}\n```" in page
 
 
 def test_the_command_prints_and_draws_a_schedule(tmp_path: Path) -> None:

@@ -222,6 +222,19 @@ def test_a_text_that_is_no_schedule_says_every_reason() -> None:
         assert said in error.value.what
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "pipeline stage 0 is on no line"),
+        ("0F0 0B0 999999999F0", "pipeline stage 1 is on no line"),
+        ("0F0 0B0 0F999999999", "micro-batch 999999999, but only 3 actions"),
+    ],
+)
+def test_a_text_with_gaps_is_refused_at_once(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_schedule(text)
+
+
 def test_torchs_csv_with_overlapped_actions_is_read() -> None:
     schedule = read_schedule("0F0,,(0F1;0B0)OVERLAP_F_B,0B1,  # a rank\n")
     assert schedule.text() == "0F0 0F1 0B0 0B1"

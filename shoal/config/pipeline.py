@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from shoal.config.base import Auto, Section, key
 from shoal.config.parallel import Degree
@@ -47,14 +47,14 @@ class Pipeline(Section):
 
 
 def schedule_name(text: str) -> str | None:
-    """The name in ``SCHEDULES`` that a text means, in any case, with - or _; None: a path.
+    """The name in ``SCHEDULES`` that a text means, in any case, with - or _ or neither; None: a path.
 
-    >>> schedule_name("1F1B"), schedule_name("zero_bubble"), schedule_name("ZB-H1"), schedule_name("a/schedule.txt")
-    ('1f1b', 'interleaved_zero_bubble', 'zb_h1', None)
+    >>> schedule_name("Interleaved1F1B"), schedule_name("zero_bubble"), schedule_name("ZB-H1"), schedule_name("a.txt")
+    ('interleaved_1f1b', 'interleaved_zero_bubble', 'zb_h1', None)
     """
-    plain = text.casefold().replace("-", "_")
-    plain = {"zero_bubble": "interleaved_zero_bubble"}.get(plain, plain)
-    return plain if plain in SCHEDULES else None
+    plain = text.casefold().replace("-", "").replace("_", "")
+    plain = {"zerobubble": "interleavedzerobubble", "zbvzerobubble": "zbv"}.get(plain, plain)
+    return {name.replace("_", ""): name for name in SCHEDULES}.get(plain)
 
 
 def virtual_stages_problem(schedule: str, virtual_stages: int) -> tuple[str, str] | None:
@@ -77,7 +77,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         problem = virtual_stages_problem(name, pipeline.virtual_stages)
         if problem:
             yield Problem("pipeline.virtual_stages", f"{name} has {problem[0]}.", problem[1], code="pipeline-schedule")
-    elif not Path(pipeline.schedule).is_file():
+    elif not os.path.isfile(pipeline.schedule):  # pathlib raises where a name is too long
         what = f'"{pipeline.schedule}" is no schedule, and no file{did_you_mean(pipeline.schedule, SCHEDULES)}'
         do = f"write one of {', '.join(SCHEDULES)}, or the path of a file with one line a rank."
         yield Problem("pipeline.schedule", what if what.endswith("?") else f"{what}.", do, code="pipeline-schedule")

@@ -34,7 +34,7 @@ def grid(timeline: Timeline, marks: Mapping[int, str] | None = None, *, last: in
 
 
 def svg(timeline: Timeline, *, width: int = 1040) -> str:
-    """The timeline as ``<svg>``: a row a rank, a color a kind of action, micro-batches as labels. It needs no style sheet."""
+    """The timeline as ``<svg>``: a row a rank, a color a kind of action, micro-batches as labels; no style sheet."""
     duration = timeline.end - timeline.start or 1.0
     scale = (width - _LEFT - 8) / duration
     height = _TOP + _ROW * len(timeline.ranks) + 26
@@ -43,12 +43,13 @@ def svg(timeline: Timeline, *, width: int = 1040) -> str:
     for rank, row in enumerate(timeline.ranks):
         top = _TOP + _ROW * rank
         parts.append(f'<text x="0" y="{top + 16}">rank {rank}</text>')
+        stages = sorted({timed.action.stage for timed in row})
         for action, start, end in row:
             left, wide = _LEFT + (start - timeline.start) * scale, (end - start) * scale
-            shade = 1.0 if action.stage == min(timed.action.stage for timed in row) else 0.72
+            shade = 1.0 - 0.4 * stages.index(action.stage) / len(stages)  # later stages of the rank are lighter
             parts.append(
                 f'<rect x="{left:.2f}" y="{top}" width="{max(wide - 0.6, 0.4):.2f}" height="{_ROW - 4}" rx="1.5" '
-                f'fill="{_COLORS.get(action.kind, _OTHER)}" fill-opacity="{shade}">'
+                f'fill="{_COLORS.get(action.kind, _OTHER)}" fill-opacity="{shade:.2f}">'
                 f"<title>{action}: {start:.6g} to {end:.6g}</title></rect>"
             )
             if action.micro is not None and wide >= 7 * len(str(action.micro)) + 2:

@@ -215,7 +215,11 @@ def read_schedule(text: str, *, name: str = "text") -> PipelineSchedule:
     for rank, order in enumerate(actions):
         for action in order:
             owners.setdefault(action.stage, set()).add(rank)
-    for stage in range(max(owners, default=0) + 1):
+    num_actions = sum(map(len, actions))
+    num_micro = 1 + max((cast(int, action.micro) for order in actions for action in order), default=0)
+    if num_micro > max(num_actions, 1):
+        problems.append(f"micro-batch {num_micro - 1}, but only {num_actions} actions: some micro-batches are missing")
+    for stage in range(min(max(owners, default=0), num_actions) + 1):
         ranks = sorted(owners.get(stage, ()))
         if len(ranks) != 1:
             where = f"the lines of ranks {' and '.join(map(str, ranks))}" if ranks else "no line"
@@ -226,7 +230,6 @@ def read_schedule(text: str, *, name: str = "text") -> PipelineSchedule:
             do="write one line a rank, of actions such as 0F0 (stage 0, forward, micro-batch 0), 0B0, or 0I0 and 0W0.",
             code=CODE,
         )
-    num_micro = 1 + max(cast(int, action.micro) for order in actions for action in order)
     stage_ranks = tuple(min(owners[stage]) for stage in sorted(owners))
     return PipelineSchedule(name, tuple(actions), stage_ranks, num_micro)
 
@@ -235,7 +238,7 @@ def _of_file(path: Path, num_ranks: int, num_micro: int, virtual_stages: int) ->
     """The schedule of a file, if it is one for these numbers."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         names = ", ".join(SCHEDULES)
         raise ConfigError(
             f"{str(path)!r} is no pipeline schedule, and no file that can be read: {error}",

@@ -47,7 +47,7 @@ class Timeline:
         """The same, with the longest time of one rank from its own first start to its own last end.
 
         Papers on zero-bubble schedules measure it so: there a rank begins its next step when it is done with this one.
-        Source: Zero Bubble Pipeline Parallelism, section 5.3 (arXiv:2401.10241).
+        Source: Zero Bubble Pipeline Parallelism (arXiv:2401.10241).
         """
         return self._idle(max((rank[-1].end - rank[0].start for rank in self.ranks if rank), default=0.0))
 

@@ -192,17 +192,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce"),
     "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
     "runtime.pipe.engine": (_STAGES, "PipelineEngine"),
-    "runtime.pipe.module": (_STAGES, "PipelineModule LayerSpec TiedLayerSpec PipelineError"),
-    "runtime.pipe.schedule": (
-        _STAGES,
-        "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep"
-        " ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation"
-        " RecvActivation SendGrad RecvGrad",
-    ),
-    "runtime.pipe.topology": (
-        _STAGES,
-        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
-    ),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
     "sequence.cross_entropy": (_SEQUENCE, "vocab_parallel_cross_entropy"),
     "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss"),

@@ -48,6 +48,7 @@ from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
@@ -89,6 +90,8 @@ def initialize(
     """
     given = {"optimizer": optimizer, "scheduler": lr_scheduler}
     replaced = [section for section, value in given.items() if value is not None]
+    if isinstance(model, PipelineModule):
+        degrees = {**(degrees or {}), **model.degrees}
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)

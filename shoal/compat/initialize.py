@@ -11,8 +11,8 @@ from torch import nn
 
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
-from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
 from shoal.compat.given_mesh import given_degrees
+from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.errors import ConfigError

@@ -204,7 +204,11 @@ class Checkpointing:
                 "size": axes.world.size,
                 "dp_shard": axes.shard.size,
                 "stage": self._properties.stage,
-                **{axis: comm.size for axis, comm in (("pp", axes.pp), ("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp)) if comm},
+                **{
+                    axis: comm.size
+                    for axis, comm in (("pp", axes.pp), ("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp))
+                    if comm
+                },
             },
             table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),

@@ -29,9 +29,8 @@ from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
-from shoal.engine.profiling import ProfilingTimers
-from shoal.engine.pipeline import PipelineEngine
 from shoal.engine.pipeline_parts import of_stages, stages_of
+from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
@@ -80,8 +79,8 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     degrees: Mapping[str, int] | None = None,
-    pipeline_class: type[PipelineEngine] = PipelineEngine,
-) -> AnyEngine | PipelineEngine:
+    pipeline_class: Callable[..., AnyEngine],
+) -> AnyEngine:
     """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
 
     Args:

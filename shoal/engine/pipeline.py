@@ -271,9 +271,7 @@ class PipelineEngine(Engine):
             what = f"the data iterator ended before the {num_micro} micro-batches of a step: {counts}."
             do = "give all stages of a pipeline the same micro-batches, in multiples of gradient_accumulation_steps."
             return Failure("next(data_iter)", UsageError(what, do=do, code="pipeline-data"))
-        shapes = [
-            index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1
-        ]
+        shapes = [index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1]
         if shapes:
             what = f"the stages of a pipeline read micro-batches of different shapes: micro-batch {shapes[0]}."
             return Failure(

@@ -29,8 +29,9 @@ def stages_of(
     """
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
-    is_cut = isinstance(model, StageModule)
-    virtual_stages = max(model.num_stages // mesh.pp, 1) if is_cut else section.virtual_stages
+    virtual_stages = int(section.virtual_stages)
+    if isinstance(model, StageModule):
+        virtual_stages = max(model.num_stages // mesh.pp, 1)
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     whole: list[tuple[str, nn.Module]] = []

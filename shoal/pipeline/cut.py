@@ -268,9 +268,7 @@ class CutModel(StageModule):
         modules = {name: model.get_submodule(name) for name in beside.modules}
         modules |= {blocks.name(at): block for at, block in enumerate(self._blocks)}
         own = {id(member) for member in members}
-        stay = {
-            name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()
-        }
+        stay = {name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()}
         kept = {id(part) for module in stay.values() if module is not None for part in module.modules()}
 
         for at, block in enumerate(self._blocks):

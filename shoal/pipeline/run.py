@@ -156,9 +156,7 @@ class PipelineRun:
         """Run forward actions alone. ``outputs`` has what the last stage returned, by micro-batch."""
         return self._run(actions, batches, is_training=False)
 
-    def _run(
-        self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool
-    ) -> Failure | None:
+    def _run(self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool) -> Failure | None:
         self._reset(batches)
         if self._is_dynamic:
             self._channel.forget()

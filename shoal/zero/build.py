@@ -265,7 +265,9 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local, whole=parts.whole)
+    materializer = Materializer(
+        model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local, whole=parts.whole
+    )
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = StagingBuffers(axes.shard, device)
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)

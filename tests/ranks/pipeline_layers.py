@@ -21,7 +21,9 @@ WIDTH, ROWS, STEPS, NUM_LAYERS = 6, 2, 3, 8
 class Layers(StageModule):
     """A stack of layers, of which one rank has some; layer 0 and the last may share their weight."""
 
-    def __init__(self, layers: Sequence[nn.Module], starts: Sequence[int], stages: Sequence[int], *, tied: bool) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Module], starts: Sequence[int], stages: Sequence[int], *, tied: bool
+    ) -> None:
         super().__init__()
         self.num_stages, self.stages, self._starts = len(starts), tuple(stages), [*starts, len(layers)]
         self.tied = {"0.weight": (0, len(starts) - 1)} if tied else {}
@@ -45,9 +47,7 @@ class Layers(StageModule):
 
 
 def layers(*, tied: bool) -> list[nn.Module]:
-    made = [
-        make(partial(nn.Linear, WIDTH, WIDTH, bias=0 < i < NUM_LAYERS - 1), seed=i) for i in range(NUM_LAYERS)
-    ]
+    made = [make(partial(nn.Linear, WIDTH, WIDTH, bias=0 < i < NUM_LAYERS - 1), seed=i) for i in range(NUM_LAYERS)]
     if tied:
         made[-1].weight = made[0].weight
     return [nn.Sequential(layer, nn.Tanh()) if 0 < i < NUM_LAYERS - 1 else layer for i, layer in enumerate(made)]

@@ -36,9 +36,7 @@ def test_parameters_and_losses_equal_one_process(
 
     def job() -> Any:
         engine = engine_of(stage, pp, num_micro, schedule, virtual, tied=tied)
-        found = [
-            float(engine.train_batch(batches(engine.axes.batch.rank, step, num_micro))) for step in range(STEPS)
-        ]
+        found = [float(engine.train_batch(batches(engine.axes.batch.rank, step, num_micro))) for step in range(STEPS)]
         return found, {name: engine.access.full_parameter(p) for name, p in engine.module.named_parameters()}
 
     seen: set[str] = set()
@@ -89,7 +87,6 @@ def run(layout: Layout, steps: range, folder: Any, *, loads: bool) -> dict[str, 
 @pytest.mark.parametrize("loaded", LAYOUTS)
 def test_a_checkpoint_of_one_layout_goes_on_in_another(saved: Layout, loaded: Layout, tmp_path: Any) -> None:
     values = run(saved, range(2), tmp_path, loads=False)
-    size, pp = loaded[:2]
     went_on = run(loaded, range(2, 2), tmp_path, loads=True)
     assert set(went_on) == set(values)
     for name, value in values.items():

@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError
-from shoal.pipeline.module import PipelineModule
-from shoal.pipeline.topology import mesh_of_topology
 
 # By axis, the names of Megatron's parallel_state, of DeepSpeed's grids and of its sequence parallelism; the first that
 # there is counts. The ``model_parallel`` ranks of a grid are those of all its pipeline stages.
@@ -43,11 +41,8 @@ def given_degrees(model: nn.Module, mpu: Any, mesh_param: Any, num_ranks: int) -
 
     Raises: ConfigError: they do not multiply to the number of ranks, or order ranks otherwise than Shoal does.
     """
-    degrees = {"tp": TP_SIZES.get(model, 1)}
-    if isinstance(model, PipelineModule):
-        mesh = mesh_of_topology(model.topology())
-        degrees |= {"pp": mesh.pp, "sp": mesh.sp, "tp": max(mesh.tp, degrees["tp"])}
-    return {**{axis: degree for axis, degree in degrees.items() if degree > 1}, **_of_mesh(mpu, mesh_param, num_ranks)}
+    tp = TP_SIZES.get(model, 1)
+    return {**({"tp": tp} if tp > 1 else {}), **_of_mesh(mpu, mesh_param, num_ranks)}
 
 
 def _of_mesh(mpu: Any, mesh_param: Any, num_ranks: int) -> dict[str, int]:

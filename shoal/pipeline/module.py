@@ -12,13 +12,14 @@ from typing import Any, Literal, cast
 import numpy
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from shoal.comm.world import current_world
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.costs import stage_bounds
-from shoal.pipeline.layers import LayerOutline, TiedLayerSpec, build, outline
+from shoal.pipeline.layers import LayerOutline, LayerSpec, TiedLayerSpec, build, outline
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
@@ -103,6 +104,7 @@ class PipelineModule(StageModule):
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
         given = list(layers)
+        _check_layers(given)
         if len(given) < self.num_stages:
             raise _too_few_layers(len(given), num_ranks, virtual_stages)
         outlines = outline(given)
@@ -158,9 +160,12 @@ class PipelineModule(StageModule):
             module.register_parameter(leaf, parameter)
 
     def forward(self, stage: int, received: Any, batch: Any) -> Any:
+        """Apply the layers of one pipeline stage to what it received, or to the inputs of ``(inputs, labels)``."""
         value = _part(batch, 0) if stage == 0 else received
         self._num_runs[stage] += 1
         layers, num_runs = self._layers[stage], self._num_runs[stage]
+        if stage > 0 and getattr(self._module(layers[0]), "inplace", False):  # autograd refuses it on a leaf
+            value = tree_map_only(torch.Tensor, torch.Tensor.clone, value)
         interval = self.activation_checkpoint_interval
         for start in range(0, len(layers), interval or len(layers)):
             run = layers[start : start + (interval or len(layers))]
@@ -200,10 +205,12 @@ class PipelineModule(StageModule):
         return any(any(True for _ in module.parameters()) for module in modules if module is not None)
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """``loss_fn`` of the output and the labels of ``(inputs, labels)``; without one, the output."""
         loss: torch.Tensor = output if self.loss_fn is None else self.loss_fn(output, _part(batch, 1))
         return loss
 
     def stage_parameters(self, stage: int) -> list[nn.Parameter]:
+        """The parameters of a stage's layers, each once."""
         modules = [self._module(layer) for layer in self._layers[stage]]
         return list({id(p): p for module in modules if module is not None for p in module.parameters()}.values())
 
@@ -305,6 +312,17 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None, pipeline
             code="pipeline-layers",
         )
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=num_ranks // num_stages)
+
+
+def _check_layers(layers: Sequence[Any]) -> None:
+    for index, layer in enumerate(layers):
+        is_layer = isinstance(layer, LayerSpec) or callable(layer)
+        if not is_layer or isinstance(layer, StageModule | type):
+            raise UsageError(
+                f"layer {index} of {len(layers)} is {layer!r}.",
+                do="give modules, LayerSpec(class, arguments), TiedLayerSpec, or functions of one argument.",
+                code="pipeline-layers",
+            )
 
 
 def _tied(outlines: Sequence[LayerOutline], stages: Sequence[int]) -> dict[str, tuple[int, ...]]:

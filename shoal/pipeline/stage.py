@@ -10,7 +10,7 @@ from torch import nn
 
 
 class StageModule(nn.Module):
-    """This rank's pipeline stages: a part of a model, whose parameters have the names of the whole model.
+    """This rank's pipeline stages: a part of a model, whose parameters have their names in the whole model.
 
     Several micro-batches are between their forward and their backward at a time, so a stage keeps no state on the
     module.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -283,6 +284,9 @@ def test_layers_that_cannot_fill_the_stages_are_an_error_that_says_what_fits() -
         PipelineModule(untied())
     with pytest.raises(UsageError, match=r"(?s)num_stages=3 does not divide the 1 ranks.*use one of 1"):
         PipelineModule(untied(), 3)
+    for layer in (nn.Linear, None, parts_of(untied, 1)[0]):
+        with pytest.raises(UsageError, match=r"layer 1 of 2 is (<class|None|PipelineModule)"):
+            parts_of(lambda layer=layer: [double, layer], 1)
     with pytest.raises(UsageError, match="is not a class of torch"):
         LayerSpec(double)  # type: ignore[arg-type]  # what it refuses
     with pytest.raises(UsageError, match=r"stage_to_rank=\[0, 0\]"):
@@ -293,6 +297,33 @@ def test_layers_that_cannot_fill_the_stages_are_an_error_that_says_what_fits() -
             part(0, None, batch)
     with pytest.raises(UsageError, match="reads labels from a micro-batch, which is 1 parts"):
         part.loss(torch.ones(()), (1,))
+
+
+def test_a_stage_may_begin_with_a_layer_that_works_in_place() -> None:
+    def layers() -> list[Any]:
+        return [LayerSpec(nn.Linear, 8, 8), nn.ReLU(inplace=True), LayerSpec(nn.Linear, 8, 16)]
+
+    batch = torch.ones(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64)
+    expected = train(parts_of(layers, 1), [batch])
+    found = train(parts_of(layers, 3), [batch])
+    assert found[0] == expected[0]
+    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+
+
+def test_layers_of_other_ranks_are_freed_one_at_a_time() -> None:
+    alive: list[weakref.ref[nn.Module]] = []
+    most: list[int] = []
+
+    class Counted(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(2, 2)
+            if self.weight.device.type != "meta":
+                alive.append(weakref.ref(self))
+                most.append(sum(each() is not None for each in alive))
+
+    part = PipelineModule([LayerSpec(Counted) for _ in range(12)], 4, pipeline_rank=3)
+    assert most == [*[1] * 10, 2, 3]
+    assert part.stages == (3,)
 
 
 def test_orders_of_virtual_stages() -> None:

@@ -110,4 +110,5 @@ def test_a_module_takes_its_place_from_the_world() -> None:
         assert (module.topology().get_dim("data"), module.num_pipeline_stages()) == (4, 2)
         module = PipelineModule([nn.Linear(2, 2)] * 4, topology=PipeModelDataParallelTopology(4, 2, 1))
         assert module.stages == (2,)
+        assert module.degrees == {"pp": 4, "tp": 2}
         assert module.ckpt_layer_path("d", 0) == "d/layer_02-model_01-model_states.pt"

@@ -156,6 +156,7 @@ EXPORTS: dict[str, dict[str, str]] = {
         _STAGES: "PipelineModule",
         _TOPOLOGY: "ProcessTopology",
     },
+    "runtime.pipe.engine": {"shoal.compat.pipeline_engine": "PipelineEngine=DeepSpeedPipelineEngine"},
     "runtime.pipe.module": {
         _LAYERS: "LayerSpec TiedLayerSpec",
         _STAGES: "PipelineModule",

@@ -2,7 +2,7 @@
 
 Each rank holds the parameters of its stages, sharded over the ranks that hold the same ones as the table says. A
 gradient stays Partial from the first micro-batch to the stage's last backward, then it is reduced once; where the
-gathered parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers units and reduces their gradients.
+parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers units and reduces their gradients.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Materializer:
     Args:
         is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
         parts: by name, the parameters of which this rank has a part of a larger tensor.
-        whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw their
-            random numbers too, and are freed. Modules that an ``_init_weights`` initialises draw others.
+        whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw
+            their random numbers too, and are freed. Modules that an ``_init_weights`` initialises draw others.
     """
 
     def __init__(

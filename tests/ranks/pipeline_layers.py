@@ -19,7 +19,7 @@ WIDTH, ROWS, STEPS, NUM_LAYERS = 6, 2, 3, 8
 
 
 class Layers(StageModule):
-    """A stack of layers, of which one rank has some; layer 0 and the last may share their weight."""
+    """A stack of layers, of which one rank has some. Layer 0 and the last may share their weight."""
 
     def __init__(
         self, layers: Sequence[nn.Module], starts: Sequence[int], stages: Sequence[int], *, tied: bool

@@ -22,6 +22,7 @@ from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
+from shoal.pipeline.topology import PipelineParallelGrid
 from shoal.sharding.unit import Unit
 from shoal.zero.step_status import GlobalStatus
 
@@ -58,6 +59,7 @@ class PipelineEngine(Engine):
         )
         self._runner.splits_backward = self._activations.num_recomputed == 0
         self._iterator: Iterator[Any] | None = None
+        self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
         self.synchronize_tied()
 
@@ -305,6 +307,13 @@ class PipelineEngine(Engine):
     def is_last_stage(self) -> bool:
         """Has this rank the last pipeline stage?"""
         return self._is_last_here
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """This rank's place among stages, data-parallel and tensor-parallel ranks, under DeepSpeed's names."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid()
+        return self._grid
 
     def schedule(self) -> PipelineSchedule:
         """The schedule of a step, on all ranks."""

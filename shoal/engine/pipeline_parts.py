@@ -60,8 +60,7 @@ def stages_of(
             comm = world.communicator(tied_axis(ranks), mesh)
             if name in names:
                 tied[name] = comm
-    local = {name: spec for name, spec in parts.local.items() if name in names}
-    return model, replace(parts, local=local, partial=parts.partial & names, tied=tied, whole=whole)
+    return model, replace(parts, tied=tied, whole=whole)
 
 
 def _partition(name: str) -> Partition:

@@ -100,7 +100,7 @@ def test_a_layer_issues_two_all_reduces_forward_and_two_backward() -> None:
             "embedding out", "cross entropy", "head in backward",
         ]  # fmt: skip
         (exchange,) = [call for call in calls if call.label == "cross entropy"]
-        assert exchange.nbytes == 4 * BATCH * LENGTH * 4  # four numbers per target, from one other rank
+        assert exchange.nbytes == 2 * BATCH * LENGTH * 4  # two numbers per target, from one other rank
 
 
 def test_sequence_parallelism_issues_the_halves_of_these_all_reduces() -> None:

@@ -392,9 +392,11 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator 
     """Move the parameters' values into the buffer.
 
     Args:
-        tp: the tensor-parallel ranks, where all of them hold these parameters.
+        tp: the tensor-parallel ranks, where all of them hold these parameters. They have the same values, except of
+            parameters that came from the meta device, which each rank has initialized.
 
-    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
+    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards. Over
+        ``tp``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
@@ -410,8 +412,8 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator 
     buffer.attach_views()  # frees the model's own copy
     if not are_alike:
         materializer.transfer.broadcast(values, buffer.label)
-        if tp is not None:
-            tp.broadcast(values, 0, label=buffer.label).drain()
+    if tp is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
+        tp.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

@@ -118,11 +118,11 @@ def token_losses(logits: Tensor, targets: Tensor, formula: CrossEntropy) -> Tens
 
     Memory: in forward and backward, one fp32 tensor of the shape of ``logits`` (forward of 16-bit logits: two).
     """
-    apply: Callable[..., Tensor] = _TokenLosses.apply
+    apply: Callable[..., Tensor] = _CrossEntropyFunction.apply
     return apply(logits, targets, formula)
 
 
-class _TokenLosses(torch.autograd.Function):
+class _CrossEntropyFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, formula: CrossEntropy) -> Tensor:
         values, _, *terms = formula.losses(logits, targets, at_once=False)

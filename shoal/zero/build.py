@@ -132,7 +132,7 @@ class _GroupPlan:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BuildPlan:
     """What each unit consists of, on which ranks, in which dtypes."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -245,7 +245,7 @@ def build(
     specs = partition(model, settings.rules, numel)
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-    plan = _Plan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
+    plan = _BuildPlan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
     planned = [plan.groups_of(spec) for spec in specs]
     sizes = [
         UnitMemory.of(spec.name, [one.memory(precision) for one in own])
@@ -305,7 +305,7 @@ def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Calla
 class _Builder:
     """Gives parameter groups their memory, and fills it."""
 
-    plan: _Plan
+    plan: _BuildPlan
     device: torch.device
     staging: StagingBuffers
     materializer: Materializer

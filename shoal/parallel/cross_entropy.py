@@ -66,7 +66,7 @@ class CrossEntropy:
         log_p = torch.log_softmax(logits, -1, dtype=torch.float32)  # of this rank's range
         at_target = log_p.gather(1, index)[:, 0]
         total = log_p.sum(-1) if self.label_smoothing else None
-        vocab_size = torch.full((1,), float(logits.shape[-1]), device=logits.device)
+        vocab_size = torch.full((1,), logits.shape[-1], dtype=torch.float32, device=logits.device)
         log_sum: Tensor | None = None
         if self.comm is not None or self.z_loss or not at_once:
             log_sum = logits.amax(-1).float() - log_p.amax(-1)
@@ -74,7 +74,7 @@ class CrossEntropy:
             own, mine = log_sum, [log_sum, torch.where(is_here, at_target + log_sum, 0.0)]
             if total is not None:
                 mine += [total + vocab_size * log_sum, vocab_size.expand_as(log_sum)]
-            every = torch.empty((self.comm.size, len(mine), *own.shape), device=own.device)  # [ranks, numbers, T]
+            every = own.new_empty((self.comm.size, len(mine), *own.shape))  # [ranks, numbers, T]
             self.comm.all_gather(every.view(-1), torch.stack(mine).view(-1), label=self.label).drain()
             log_sum = every[:, 0].logsumexp(0)
             at_target = every[:, 1].sum(0) - log_sum

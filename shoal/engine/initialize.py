@@ -29,7 +29,7 @@ from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
-from shoal.engine.pipeline_parts import of_stages, stages_of
+from shoal.engine.pipeline_parts import of_stages, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -143,7 +143,7 @@ def initialize(
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            activations = SavedActivations(model, settings, world, axes.pp)
+            activations = SavedActivations(model, settings, world, axes.pp, recomputed_blocks(model, settings))
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled

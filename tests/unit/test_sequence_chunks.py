@@ -6,12 +6,14 @@ import doctest
 import importlib
 import itertools
 import random
+from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shoal.errors import UsageError
-from shoal.parallel.sequence.chunks import Chunks, chunks_of, tiles_of
+from shoal.parallel.sequence.chunks import Chunks, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
 from shoal.parallel.sequence.documents import Documents
 from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, kernel_for
 
@@ -26,28 +28,54 @@ def positions(chunks: Chunks) -> list[int]:
     return [position for chunk in chunks for position in chunk]
 
 
+def scores_of(tile: Tile) -> Iterator[tuple[int, int]]:
+    """The queries and keys of a tile that attend."""
+    queries, keys = ((stop - start) // tile.num_blocks for start, stop in ((tile.q0, tile.q1), (tile.k0, tile.k1)))
+    assert (queries == keys) or not tile.is_causal
+    for block, q, k in itertools.product(range(tile.num_blocks), range(queries), range(keys)):
+        if not tile.is_causal or (k >= q if tile.is_reversed else k <= q):
+            yield tile.q0 + block * queries + q, tile.k0 + block * keys + k
+
+
 def test_tiles_cover_every_allowed_score_once() -> None:
     draw = random.Random(0)
-    for length, ranks, order, is_causal in itertools.product(
-        (5, 12, 17), (1, 2, 3, 4), ("balanced", "contiguous"), (0, 1)
+    for length, ranks, order, is_causal, window in itertools.product(
+        (5, 12, 17), (1, 2, 3, 4), ("balanced", "contiguous"), (0, 1), (None, 1, 2, 3, 5, 11, 30)
     ):
         begins = tuple(sorted({0, length, *draw.sample(range(1, length), draw.randrange(4))}))
         document = {position: sum(begin <= position for begin in begins) for position in range(length)}
         chunks = chunks_of(length, ranks, order)
         assert sorted(position for each in chunks for position in positions(each)) == list(range(length))
         for documents in (None, (begins,)):
-            covered: dict[tuple[int, int], int] = {}
+            covered: Counter[tuple[int, int]] = Counter()
+            packed: Counter[tuple[int, int]] = Counter()
             for queries, keys in itertools.product(chunks, repeat=2):
                 at, to = positions(queries), positions(keys)
-                for tile in tiles_of(queries, keys, bool(is_causal), documents):
-                    for q, k in itertools.product(range(tile.q0, tile.q1), range(tile.k0, tile.k1)):
-                        if not tile.is_causal or k - tile.k0 <= q - tile.q0:
-                            covered[at[q], to[k]] = covered.get((at[q], to[k]), 0) + 1
+                tiles = tiles_of(queries, keys, bool(is_causal), documents, window)
+                covered.update((at[q], to[k]) for tile in tiles for q, k in scores_of(tile))
+                needed = [to[place] for some in keys_of(tiles) for place in some]
+                packed.update((at[q], needed[k]) for tile in of_packed_keys(tiles) for q, k in scores_of(tile))
+            assert packed == covered
             assert covered == {
                 (q, k): 1
                 for q, k in itertools.product(range(length), repeat=2)
-                if (not is_causal or k <= q) and (documents is None or document[q] == document[k])
+                if (not is_causal or k <= q)
+                and (documents is None or document[q] == document[k])
+                and (window is None or abs(q - k) < window)
             }
+
+
+def test_a_window_makes_few_tiles_whatever_the_length() -> None:
+    (chunks,) = chunks_of(100_000, 1, "contiguous")
+    tiles = tiles_of(chunks, chunks, True, None, 64)
+    assert [str(tile) for tile in tiles] == [
+        "[q 0:63, k 0:63, causal]",
+        "[q 63:99981, k 63:99981, causal, 1586 blocks]",
+        "[q 63:99981, k 0:99918, reversed, 1586 blocks]",
+        "[q 99981:100000, k 99981:100000, causal]",
+        "[q 99981:100000, k 99918:99937, reversed]",
+        "[q 99981:100000, k 99937:99981]",
+    ]
 
 
 def test_balanced_chunks_give_every_rank_the_same_number_of_causal_scores() -> None:

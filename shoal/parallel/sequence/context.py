@@ -22,7 +22,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, chunks_of, cuts, num_positions
 from shoal.parallel.sequence.documents import Documents
-from shoal.parallel.sequence.ring import KeyExchange
+from shoal.parallel.sequence.exchange import KeyExchange
 
 
 @dataclass(frozen=True)

@@ -50,12 +50,6 @@ def compare(context: SequenceContext, whole: Numbers, wanted: Numbers, **options
         assert error < 1e-6, f"{name}: {error}"
 
 
-def banded(documents: Documents | None, length: int, is_causal: bool, window: int | None) -> torch.Tensor:
-    position = torch.arange(length)
-    near = (position[:, None] - position).abs() < (window or length)
-    return allowed(documents, length, is_causal) & near
-
-
 @pytest.mark.parametrize("kind", ["ulysses", "ring", "ring-all_gather", "ring-contiguous", "both"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_windows_and_soft_caps_over_ranks_have_the_numbers_of_one_rank(kind: str, size: int) -> None:
@@ -67,7 +61,7 @@ def test_windows_and_soft_caps_over_ranks_have_the_numbers_of_one_rank(kind: str
         heads, key_heads = HEADS[(length + window + is_causal + 2 * packed) % len(HEADS)]
         softcap = 1.5 if (window == 3) == packed else None
         whole, documents = tensors(heads, key_heads, length), PACKED[length] if packed else None
-        wanted = expected(whole, banded(documents, length, is_causal, window), softcap)
+        wanted = expected(whole, allowed(documents, length, is_causal, window), softcap)
         options = {"is_causal": is_causal, "documents": documents, "window": window, "softcap": softcap}
         cases.append((length, whole, wanted, options))
 
@@ -82,7 +76,7 @@ def test_windows_and_soft_caps_over_ranks_have_the_numbers_of_one_rank(kind: str
 def test_windows_and_soft_caps_in_other_dtypes_and_on_one_rank(dtype: torch.dtype, bound: float) -> None:
     whole = tensors(6, 3, 24, dtype)
     for window, softcap in ((5, None), (None, 2.0), (5, 2.0), (99, None)):
-        wanted = expected(whole, banded(None, 24, True, window), softcap)
+        wanted = expected(whole, allowed(None, 24, True, window), softcap)
         leaves = [tensor.clone().requires_grad_() for tensor in whole[:3]]
         out = attention(*leaves, is_causal=True, window=window, softcap=softcap)
         for mine, theirs in zip([out.detach(), *torch.autograd.grad(out, leaves, whole[3])], wanted, strict=True):
@@ -177,7 +171,7 @@ def test_heads_that_do_not_fit_the_ranks_do_not_repeat_keys() -> None:
     def run() -> list[tuple[str, int]]:
         for name in ("ulysses", "both"):
             for documents in (None, Documents.of_lengths([[7, 9]])):
-                wanted = expected(whole, banded(documents, 16, True, None))
+                wanted = expected(whole, allowed(documents, 16, True))
                 compare(context_of(name), whole, wanted, is_causal=True, documents=documents)
         context = context_of("both")
         parts = [context.shard(tensor, 2) for tensor in whole[:3]]

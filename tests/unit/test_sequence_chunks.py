@@ -15,7 +15,7 @@ import torch
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Chunks, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
 from shoal.parallel.sequence.documents import Documents
-from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, kernel_for
+from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, UnevenGroups, kernel_for
 
 
 @pytest.mark.parametrize("module", ["chunks", "documents", "ulysses"])
@@ -112,15 +112,35 @@ def test_documents_from_every_form() -> None:
         Documents.of_lengths([[4, 5], [5]])
 
 
-@pytest.mark.parametrize("kernel", [CpuKernel(), PlainKernel()])
-def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(kernel: AttentionKernel) -> None:
-    query, key, value, gradient = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(4))
+UNEVEN = ((range(4), range(1)), (range(4, 6), range(1, 2)))
+KERNELS: list[tuple[AttentionKernel, int, float | None]] = [
+    (CpuKernel(), 6, None),
+    (CpuKernel(), 2, None),
+    (PlainKernel(), 6, None),
+    (PlainKernel(), 2, None),
+    (PlainKernel(0.5), 1, 0.5),
+    (UnevenGroups(CpuKernel(), UNEVEN), 2, None),
+    (UnevenGroups(PlainKernel(0.5), UNEVEN), 2, 0.5),
+]
+
+
+@pytest.mark.parametrize(("kernel", "key_heads", "softcap"), KERNELS)
+def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(
+    kernel: AttentionKernel, key_heads: int, softcap: float | None
+) -> None:
+    """Heads of queries share those of keys evenly, or four the first and two the second."""
+    query, key, value, gradient = (
+        torch.randn(2, heads, 6, 8, dtype=torch.float64) for heads in (6, key_heads, key_heads, 6)
+    )
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    of_query = [0, 0, 0, 0, 1, 1] if isinstance(kernel, UnevenGroups) else [head * key_heads // 6 for head in range(6)]
     for is_causal in (False, True):
-        scores = query @ key.mT * 0.3
+        scores = query @ key[:, of_query].mT * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if is_causal:
             scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
-        wanted = scores.softmax(-1) @ value
+        wanted = scores.softmax(-1) @ value[:, of_query]
         with torch.no_grad():
             out, lse = kernel.forward(query, key, value, is_causal, 0.3)
             shares = kernel.backward(gradient, query, key, value, out, lse, is_causal, 0.3)

@@ -164,6 +164,16 @@ def test_keys_and_values_are_not_repeated_for_the_queries_that_share_them() -> N
         assert backward < (2 * 16 + 2 * 16 + 12) * unit
 
 
+def test_over_heads_too_keys_and_values_are_not_repeated() -> None:
+    """16 heads of queries and one of keys, which both ranks get: in units of a head of this rank's positions."""
+    unit = 4 * 512 * 32
+    for forward, backward in run_ranks(2, peak, "ulysses", 16, None):
+        # Forward: what attention keeps (queries, keys and values of both ranks, the output) and three buffers of the
+        # output on its way back. Repeated keys and values would be 28 more; in backward, with their gradients, 56.
+        assert forward < (16 + 4 + 16 + 3 * 16 + 2) * unit
+        assert backward < 80 * unit
+
+
 def test_heads_that_do_not_fit_the_ranks_do_not_repeat_keys() -> None:
     """12 heads in 3 groups on 2 ranks: 4 heads of the first group, 2 of the second; bytes as they are, not repeated."""
     whole = tensors(12, 3, 16)

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,14 @@ import torch
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import Chunks, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
 from shoal.parallel.sequence.documents import Documents
-from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, UnevenGroups, kernel_for
+from shoal.parallel.sequence.kernels import (
+    AttentionKernel,
+    CpuKernel,
+    EfficientKernel,
+    PlainKernel,
+    UnevenGroups,
+    kernel_for,
+)
 
 
 @pytest.mark.parametrize("module", ["chunks", "documents", "ulysses"])
@@ -148,6 +156,66 @@ def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(
         assert torch.allclose(lse, scores.logsumexp(-1))
         for share, expected in zip(shares, torch.autograd.grad(wanted, leaves, gradient), strict=True):
             assert torch.allclose(share, expected)
+
+
+def test_the_efficient_kernel_is_called_with_as_many_heads_of_keys_as_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch has it on CUDA: here the CPU's computes in its place, with the efficient one's padded log-sum-exp."""
+
+    class Efficient:
+        def _scaled_dot_product_efficient_attention(
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            bias: None,
+            has_lse: bool,
+            dropout: float,
+            is_causal: bool,
+            scale: float,
+        ) -> Any:
+            assert query.shape[1] == key.shape[1]
+            out, lse = CpuKernel().forward(query, key, value, is_causal, scale)
+            return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32)), None, None
+
+        def _scaled_dot_product_efficient_attention_backward(
+            self,
+            gradient: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            bias: None,
+            out: Any,
+            lse: Any,
+            *rest: Any,
+            scale: float,
+        ) -> Any:
+            assert query.shape[1] == key.shape[1]
+            assert lse.shape[2] == 32
+            exact = lse[..., : query.shape[2]].contiguous()
+            return CpuKernel().backward(gradient, query, key, value, out, exact, rest[-1], scale)
+
+    for key_heads in (6, 2, 1):
+        query, key, value, gradient = (torch.randn(2, heads, 5, 8) for heads in (6, key_heads, key_heads, 6))
+        wanted = CpuKernel().forward(query, key, value, True, 0.3)
+        shares = CpuKernel().backward(gradient, query, key, value, *wanted, True, 0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.parallel.sequence.kernels._aten", _Both(Efficient()))
+            found = EfficientKernel().forward(query, key, value, True, 0.3)
+            mine = EfficientKernel().backward(gradient, query, key, value, *found, True, 0.3)
+        for one, other in zip((*found, *mine), (*wanted, *shares), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+class _Both:
+    """torch's operators, and the given ones."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name, None) or getattr(torch.ops.aten, name)
 
 
 def test_the_plain_kernel_computes_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from shoal.parallel.sequence.context import SequenceContext, current_sequence_co
 from shoal.parallel.sequence.documents import Documents
 from shoal.parallel.sequence.exchange import RingPlan
 from shoal.parallel.sequence.flexible import capped_attention, flexible_attention, of_heads
-from shoal.parallel.sequence.kernels import EfficientKernel, HeadGroups, heads, kernel_for
+from shoal.parallel.sequence.kernels import EfficientKernel, HeadGroups, PlainKernel, heads, kernel_for
 from shoal.parallel.sequence.options import (
     AttentionOptions,
     MaskMod,
@@ -173,7 +173,7 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions)
 def _repeats_keys(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
     """Would torch's function copy a head of keys for each head of queries, and hold all scores?"""
     is_grouped = query.shape[1] != key.shape[1] and options.mask is None
-    return is_grouped and isinstance(kernel_for(query, value), EfficientKernel)
+    return is_grouped and isinstance(kernel_for(query, value), EfficientKernel | PlainKernel)
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -145,6 +145,8 @@ def effective_config(
         degree = getattr(job, axis)
         if degree is not None:
             overrule(f"--{axis}", degree, "parallel", axis)
+    if any(config.get("parallel", {}).get(axis, 1) != 1 for axis in ("sp", "cp")):
+        config.setdefault("loss_reduction", "token")  # a sequence that does not divide makes unequal parts
     _fill_batch(job, config, notes, overrule)
     _fill_precision(job, config, notes, has_accelerator)
     if job.clip is not None:

@@ -119,6 +119,12 @@ class _Run:
         self.budget = Budget(job.steps, job.seconds, job.schedule or "cosine")
         self.engine, self.batches = self._make_engine()
         stack.callback(self.engine.destroy)
+        self.counts_tokens = self.config.get("loss_reduction") == "token"
+        self.context = self.engine.sequence_context
+        if self.context is not None:
+            if self.counts_tokens:  # then ranks may have unequal parts
+                self.context = self.context.of_length(self.shape.sequence_length)
+            stack.enter_context(shoal.sequence_parallel(self.context))
         self.device = Device(self.engine.device)
         self.comm = self.engine.axes.world
         self.monitor = stack.enter_context(self._open_monitor())
@@ -262,22 +268,22 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         count = self.engine.gradient_accumulation_steps()
         for _ in range(count):
-            loss = self._loss(*next(self.batches))
-            self.engine.backward(loss)
+            loss, num_tokens, share = self._loss(*next(self.batches))
+            self.engine.backward(loss, num_tokens=num_tokens if self.counts_tokens else None)
             self.engine.step()
-            total += loss.detach()
+            total += loss.detach() * share
         return total / count
 
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of this rank's positions of a batch. Shape: []."""
-        device, context = self.engine.device, self.engine.sequence_context
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int, float]:
+        """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers."""
+        device, context = self.engine.device, self.context
         tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if context is None:
-            loss: torch.Tensor = self.engine(tokens, targets)
-        else:
-            positions = context.positions(tokens.shape[1], device)
-            loss = self.engine(context.shard(tokens), context.shard(targets), positions)
-        return loss
+            return self.engine(tokens, targets), targets.numel(), 1.0
+        length = tokens.shape[1]
+        positions = context.positions(length, device)
+        tokens, targets = context.shard(tokens), context.shard(targets)
+        return self.engine(tokens, targets, positions), targets.numel(), targets.shape[1] * context.size / length
 
     def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
         """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
@@ -309,7 +315,8 @@ class _Run:
             for start in range(0, len(own), batch):
                 samples = [self.validation[index] for index in own[start : start + batch]]
                 tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
-                total += self._loss(tokens, targets).double() * len(samples)
+                loss, _, share = self._loss(tokens, targets)
+                total += loss.double() * len(samples) * share
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
         self.last_validation, _ = self._agree(total / len(own), 0.0)

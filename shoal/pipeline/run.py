@@ -35,7 +35,7 @@ class StageCompute(Protocol):
         ...
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of a micro-batch, scaled for backward."""
+        """The loss of a micro-batch, in training scaled for backward."""
         ...
 
     def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
@@ -127,6 +127,7 @@ class PipelineRun:
         self._rank_of = rank_of
         self._is_dynamic = is_dynamic
         self._goes_on = goes_on
+        self._has_loss = self._keeps_outputs = False
         self.splits_backward = True  # False: I does the work of W too
         self.timeline: list[TimedAction] | None = None  # filled where it is a list
         self._reset([])
@@ -153,8 +154,21 @@ class PipelineRun:
         return self._run(actions, batches, is_training=True)
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], batches: Sequence[MicroBatch]) -> Failure | None:
-        """Run forward actions alone. ``outputs`` has what the last stage returned, by micro-batch."""
+    def evaluate(
+        self,
+        actions: Sequence[Action],
+        batches: Sequence[MicroBatch],
+        *,
+        has_loss: bool = True,
+        keeps_outputs: bool = False,
+    ) -> Failure | None:
+        """Run forward actions alone.
+
+        Args:
+            has_loss: ``losses`` gets the last stage's, by micro-batch.
+            keeps_outputs: ``outputs`` gets what the last stage returned, by micro-batch.
+        """
+        self._has_loss, self._keeps_outputs = has_loss, keeps_outputs
         return self._run(actions, batches, is_training=False)
 
     def _run(self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool) -> Failure | None:
@@ -296,7 +310,10 @@ class PipelineRun:
                 visit.outputs = [self._compute.loss(output, batch)]
                 self.losses.append(visit.outputs[0].detach())
             else:
-                self.outputs.append(output)
+                if self._has_loss:
+                    self.losses.append(self._compute.loss(output, batch))
+                if self._keeps_outputs:
+                    self.outputs.append(output)
         else:
             visit.output_form, visit.outputs = flatten(output, f"stage {stage}")
             if stage + 1 in self._stages:

@@ -59,18 +59,23 @@ def frozen() -> list[Any]:
     return [nn.Embedding(TOKENS, WIDTH).requires_grad_(False), *BLOCKS, LayerSpec(Head)]
 
 
-def train(layers: Callable[[], list[Any]], num_ranks: int, stage: int, schedule: str, options: Any) -> Any:
-    """The losses of three steps and the parameters after them, of the ranks that have each."""
-    num_stages = options.get("virtual_stages", 1)
+def train(layers: Callable[[], list[Any]], num_ranks: int, stage: int, pipeline: Any, options: Any) -> Any:
+    """Of each rank the losses of three steps, the parameters after them, and where the stages begin.
+
+    Args:
+        pipeline: the section of the config; with "stages" the module leaves the cut to it.
+    """
+
+    num_stages = None if "stages" in pipeline else num_ranks
 
     def job() -> Any:
-        module = make(lambda: PipelineModule(layers(), num_ranks, loss_fn=loss_fn, **options), seed=3)
+        module = make(lambda: PipelineModule(layers(), num_stages, loss_fn=loss_fn, **options), seed=3)
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "gradient_accumulation_steps": NUM_MICRO,
             "gradient_clipping": 0.5,
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-            "pipeline": {"schedule": schedule, "virtual_stages": num_stages},
+            "pipeline": pipeline,
         }
         engine = shoal.initialize(model=module, optimizer=sgd(module.parameters()), config=config)[0]
         generator = torch.Generator().manual_seed(0)
@@ -78,10 +83,10 @@ def train(layers: Callable[[], list[Any]], num_ranks: int, stage: int, schedule:
         batches = iter([(inputs, labels) for inputs, labels in data])
         losses = [float(engine.train_batch(batches)) for _ in range(3)]
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        return losses, {name: engine.access.full_parameter(parameter) for name, parameter in trained.items()}
+        return losses, {name: engine.access.full_parameter(p) for name, p in trained.items()}, module.parts
 
     found = run_ranks(num_ranks, job)
-    assert all(losses == found[0][0] for losses, _ in found)
+    assert all(losses == found[0][0] for losses, _, _ in found)
     return found
 
 
@@ -101,14 +106,35 @@ def train(layers: Callable[[], list[Any]], num_ranks: int, stage: int, schedule:
 def test_any_number_of_stages_trains_as_one(
     layers: Callable[[], list[Any]], num_ranks: int, stage: int, schedule: str, options: Any
 ) -> None:
-    [(losses, values)] = train(layers, 1, 0, "1f1b", {})
+    pipeline = {"schedule": schedule, "virtual_stages": options.get("virtual_stages", 1)}
+    equals_one_rank(layers, train(layers, num_ranks, stage, pipeline, options))
+
+
+def equals_one_rank(layers: Callable[[], list[Any]], result: Any) -> None:
+    [(losses, values, _)] = train(layers, 1, 0, {}, {})
     seen: set[str] = set()
-    for found, held in train(layers, num_ranks, stage, schedule, options):
+    for found, held, _ in result:
         assert found == pytest.approx(losses, rel=1e-6)
         for name, value in held.items():
             torch.testing.assert_close(value, values[name], rtol=1e-6, atol=1e-6, msg=name)
         seen |= set(held)
     assert seen == set(values)
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "bounds"),
+    [
+        (tied, {"schedule": "dualpipev", "partition": "uniform"}, [0, 2, 4, 5, 6]),
+        (two_classes, {"virtual_stages": 1, "activation_checkpoint_interval": 2}, [0, 3, 6]),
+        (frozen, {"partition": "type:head|tanh"}, [0, 5, 6]),
+    ],
+)
+def test_the_config_cuts_a_module_without_stages(
+    layers: Callable[[], list[Any]], pipeline: dict[str, Any], bounds: list[int]
+) -> None:
+    result = train(layers, 2, 2, {"stages": 2, **pipeline}, {})
+    assert [parts for _, _, parts in result] == [bounds] * 2
+    equals_one_rank(layers, result)
 
 
 def test_groups_of_the_grid_are_the_ranks_that_it_names() -> None:

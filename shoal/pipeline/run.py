@@ -340,8 +340,10 @@ class PipelineRun:
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
             def inputs() -> None:
+                # They are detached in place, which a view cannot be.
+                visit.outputs = [end.clone() if end._is_view() else end for end in ends]
                 _, visit.weight_groups = stage_backward_input(
-                    list(ends), starts, visit.inputs, iter(self._compute.weights(stage))
+                    visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
                 )
 
             self._compute.backward(inputs, stage)

@@ -55,6 +55,7 @@ ENGINE_INSIDE = {
 FACE = [
     ("shoal", ["initialize", "init_distributed", "add_config_arguments", "load_hf"]),
     ("shoal", ["attention", "sequence_parallel", "SequenceContext", "Documents"]),
+    ("shoal", ["PipelineModule", "LayerSpec", "TiedLayerSpec"]),
     ("shoal.parallel.sequence.huggingface", ["register"]),
     ("shoal.comm.world", ["current_world", "World"]),
 ]

@@ -27,14 +27,19 @@ if TYPE_CHECKING:
     from shoal.parallel.sequence.attention import attention
     from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
     from shoal.parallel.sequence.documents import Documents
+    from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
+    from shoal.pipeline.module import PipelineModule
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Documents",
     "Engine",
+    "LayerSpec",
+    "PipelineModule",
     "SequenceContext",
     "ShoalError",
+    "TiedLayerSpec",
     "__version__",
     "add_config_arguments",
     "attention",
@@ -50,7 +55,10 @@ __all__ = [
 
 _MODULES = {
     "Documents": "shoal.parallel.sequence.documents",
+    "LayerSpec": "shoal.pipeline.layers",
+    "PipelineModule": "shoal.pipeline.module",
     "SequenceContext": "shoal.parallel.sequence.context",
+    "TiedLayerSpec": "shoal.pipeline.layers",
     "add_config_arguments": "shoal.config",
     "attention": "shoal.parallel.sequence.attention",
     "init_distributed": "shoal.comm.world",

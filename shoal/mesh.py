@@ -16,6 +16,8 @@ parts of these:
     dp, batch     dp_replicate x dp_shard         see other samples
     loss          dp_replicate x fsdp             average the loss: they hold the same part of the model
     sequence      cp x sp                         see other parts of the same samples
+    pipeline_stage  all but pp                    hold the same layers
+    model         pp x tp                         hold other parts of one copy of the model
     ep            runs of ep neighbours of fsdp   hold different experts
     expert_dp     every ep-th rank of fsdp        shard one expert: fsdp = expert_dp x ep
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
@@ -53,7 +55,7 @@ from shoal.errors import ConfigError, NotBuiltError
 
 Axis = Literal[
     "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
-    "fsdp", "dp", "batch", "loss", "sequence", "expert_dp", "world",
+    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "world",
 ]  # fmt: skip
 
 _SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -63,10 +65,12 @@ _PRODUCTS = {
     "batch": ("dp_replicate", "dp_shard"),
     "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
     "sequence": ("cp", "sp"),
+    "pipeline_stage": _SLOWEST_FIRST[1:],
+    "model": ("pp", "tp"),
     "world": _SLOWEST_FIRST,
 }
 _TIED = "tied:"
-_NOT_BUILT = {"pp": "pipeline parallel", "ep": "expert parallel"}
+_NOT_BUILT = {"ep": "expert parallel"}
 
 
 class _Extent(NamedTuple):

@@ -37,6 +37,7 @@ class LoadOptions:
         is_checked: compare checksums before anything is changed.
         names: of each of the optimizer's groups, its parameters, in order; DeepSpeed's stage 0 has none of its own.
         optimizer: its class, where another format does not say which one it was.
+        elsewhere: names that other pipeline stages hold.
     """
 
     is_strict: bool = True
@@ -44,6 +45,7 @@ class LoadOptions:
     is_checked: bool = True
     names: Sequence[Sequence[str]] = ()
     optimizer: str | None = None
+    elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Load:
             missing = [name for name in missing if name not in frozen]
         # A format without aliases holds a tied weight under each of its names.
         aliases = {alias for names in names_of(self._shards.sharded.model)[1].values() for alias in names}
-        unexpected = [name for name in saved if name not in held and name not in aliases]
+        unexpected = [name for name in saved if name not in held and name not in aliases | self._wanted.elsewhere]
         for kind, names in (("the checkpoint does not have", missing), ("the model does not have", unexpected)):
             if names:
                 text = f"{kind} {len(names)}: {listed(names)}"

@@ -12,6 +12,7 @@ import typer
 from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
+from shoal.cli.schedule import schedule as pipeline_schedule
 
 app = typer.Typer(
     name="shoal",
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("convert")(convert)
 app.command("as-deepspeed")(as_deepspeed)
+app.command("schedule")(pipeline_schedule)
 
 
 class PrecisionOption(StrEnum):
@@ -135,6 +137,11 @@ def train(
         int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks; one per visible GPU, else 1.")
     ] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. [3]")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks: other layers. [1]")] = None,
+    pipeline_schedule: Annotated[
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. [1f1b]")
+    ] = None,
+    virtual_stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of one rank. [1]")] = None,
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks: parts of each layer. [1]")] = None,
     sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). [1]")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). [1]")] = None,
@@ -182,6 +189,9 @@ def train(
         tokenizer=None if tokenizer is None else str(tokenizer),
         ranks=ranks or _default_ranks(),
         stage=stage,
+        pp=pp,
+        pipeline_schedule=pipeline_schedule,
+        virtual_stages=virtual_stages,
         tp=tp,
         sp=sp,
         cp=cp,

@@ -36,6 +36,9 @@ class TrainJob:
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     ranks: int = 1
+    pp: int | None = None
+    pipeline_schedule: str | None = None
+    virtual_stages: int | None = None
     tp: int | None = None
     sp: int | None = None
     cp: int | None = None
@@ -141,10 +144,14 @@ def effective_config(
     zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
     if job.config is None and zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0  # small models are sharded too: here that is what is to be seen
-    for axis in ("tp", "sp", "cp"):
+    for axis in ("pp", "tp", "sp", "cp"):
         degree = getattr(job, axis)
         if degree is not None:
             overrule(f"--{axis}", degree, "parallel", axis)
+    if job.pipeline_schedule is not None:
+        overrule("--pipeline-schedule", job.pipeline_schedule, "pipeline", "schedule")
+    if job.virtual_stages is not None:
+        overrule("--virtual-stages", job.virtual_stages, "pipeline", "virtual_stages")
     if any(config.get("parallel", {}).get(axis, 1) != 1 for axis in ("sp", "cp")):
         config.setdefault("loss_reduction", "token")  # a sequence that does not divide makes unequal parts
     _fill_batch(job, config, notes, overrule)
@@ -199,6 +206,10 @@ def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], overrul
     if job.accumulation is not None:
         overrule("--accumulation", job.accumulation, _BATCH_KEYS[2])
     if _BATCH_KEYS[0] not in config:
+        num_stages = config.get("parallel", {}).get("pp") or config.get("pipeline", {}).get("stages") or 1
+        if num_stages > 1:  # fewer micro-batches leave ranks idle
+            config.setdefault(_BATCH_KEYS[1], max(1, _DEFAULT_MICRO_BATCH // (2 * num_stages)))
+            config.setdefault(_BATCH_KEYS[2], 2 * num_stages)
         config.setdefault(_BATCH_KEYS[1], _DEFAULT_MICRO_BATCH)
 
 

@@ -39,10 +39,13 @@ from shoal.data import (
     tokenize,
 )
 from shoal.device import Device
+from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
+from shoal.pipeline.draw import svg
+from shoal.pipeline.simulate import simulate
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -157,7 +160,10 @@ class _Run:
             self._save_checkpoint()
         if self.engine.skipped_steps:
             self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
-        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens else ("", "")
+        is_whole = not isinstance(self.engine, PipelineEngine)
+        if job.sample_tokens and not is_whole:
+            self.messages.append("No sample: a model in pipeline stages has no rank that could write one.")
+        prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens and is_whole else ("", "")
         self.ledger = self.engine.memory_report()
         self.monitor.close()
         if self.is_writer:
@@ -166,8 +172,9 @@ class _Run:
 
     def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
         torch.manual_seed(self.job.seed)
-        if self.config.get("parallel", {}).get("tp", 1) > 1:
-            with torch.device("meta"):  # each rank makes its part of a layer only
+        parallel, pipeline = self.config.get("parallel", {}), self.config.get("pipeline", {})
+        if max(parallel.get("tp", 1), parallel.get("pp", 1), pipeline.get("stages", 1)) > 1:
+            with torch.device("meta"):  # each rank makes its layers, or its part of each, only
                 model = GPT(self.shape)
         else:
             is_sharded = self.config["zero_optimization"]["stage"] == 3
@@ -264,6 +271,8 @@ class _Run:
 
     def _step(self) -> torch.Tensor:
         """One optimizer step; the mean loss of its micro-batches on this rank, [], still on the device."""
+        if isinstance(self.engine, PipelineEngine):
+            return self.engine.train_batch(self._inputs(*batch) for batch in self.batches).double()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         count = self.engine.gradient_accumulation_steps()
@@ -275,15 +284,24 @@ class _Run:
         return total / count
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int, float]:
-        """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers."""
+        """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers.
+
+        Of a pipeline, which only validates here, the mean loss of all ranks.
+        """
+        inputs = self._inputs(tokens, targets)
+        num_tokens = inputs[1].numel()
+        if isinstance(self.engine, PipelineEngine):
+            return self.engine.eval_batch(iter([inputs]), num_micro_batches=1), num_tokens, 1.0
+        share = 1.0 if self.context is None else inputs[1].shape[1] * self.context.size / tokens.shape[1]
+        return self.engine(*inputs), num_tokens, share
+
+    def _inputs(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The model's arguments: this rank's positions of a batch."""
         device, context = self.engine.device, self.context
         tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if context is None:
-            return self.engine(tokens, targets), targets.numel(), 1.0
-        length = tokens.shape[1]
-        positions = context.positions(length, device)
-        tokens, targets = context.shard(tokens), context.shard(targets)
-        return self.engine(tokens, targets, positions), targets.numel(), targets.shape[1] * context.size / length
+            return tokens, targets
+        return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)
 
     def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
         """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
@@ -377,10 +395,14 @@ class _Run:
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
             placement=str(self.engine.sharded.table),
+            pipeline=self._drawn_schedule(),
             prompt=prompt,
             sample=sample,
             messages=self.messages,
         )
+
+    def _drawn_schedule(self) -> str:
+        return svg(simulate(self.engine.schedule())) if isinstance(self.engine, PipelineEngine) else ""
 
     def _facts(self) -> list[tuple[str, str]]:
         steps = self.engine.global_steps
@@ -410,9 +432,8 @@ def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     stage = config["zero_optimization"]["stage"]
     count = format_count(shape.num_parameters())
-    axes = "".join(
-        f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in ("tp", "sp", "cp")
-    )
+    names = ("pp", "tp", "sp", "cp")
+    axes = "".join(f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in names)
     return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}{axes}"
 
 

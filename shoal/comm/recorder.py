@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 
 from shoal.comm.encoded import all_gather_encoded, reduce_scatter_encoded
+from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Backend, Work
 from shoal.comm.wire import WireFormat
 
@@ -100,7 +101,8 @@ class Recorder:
 class RecordedCommunicator:
     """The communicator of one axis: records every call, then issues it on the backend.
 
-    A call with a wire format is recorded as the collective that it is made of, with the encoded bytes.
+    A call with a wire format is recorded as the collective that it is made of, with the encoded bytes. Tensors on the
+    meta device, with which a pipeline stage finds out shapes, have no data: nothing is sent or recorded.
     """
 
     def __init__(self, backend: Backend, recorder: Recorder) -> None:
@@ -138,6 +140,8 @@ class RecordedCommunicator:
     def all_gather(
         self, full: torch.Tensor, shard: torch.Tensor | None = None, *, label: str, wire: WireFormat | None = None
     ) -> Work:
+        if full.is_meta:
+            return FinishedWork(full)
         if wire is not None and self.size > 1:
             return all_gather_encoded(self, full, shard, wire, label=label)
         call = partial(self.backend.all_gather, full, shard, label=label)
@@ -153,12 +157,16 @@ class RecordedCommunicator:
         label: str,
         wire: WireFormat | None = None,
     ) -> Work:
+        if full.is_meta:
+            return FinishedWork(out)
         if wire is not None and self.size > 1:
             return reduce_scatter_encoded(self, full, out, wire, scale=scale, accumulate=accumulate, label=label)
         call = partial(self.backend.reduce_scatter, full, out, scale=scale, accumulate=accumulate, label=label)
         return self.issue("reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full, call)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
+        if full.is_meta:
+            return FinishedWork(full)
         call = partial(self.backend.all_reduce, full, scale=scale, label=label)
         return self.issue("all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full, call)
 
@@ -171,6 +179,8 @@ class RecordedCommunicator:
         source_splits: Sequence[int] | None = None,
         label: str,
     ) -> Work:
+        if out.is_meta:
+            return FinishedWork(out)
         own = out.numel() // self.size if out_splits is None else out_splits[self.rank]
         splits = {"out_splits": out_splits, "source_splits": source_splits}
         call = partial(self.backend.all_to_all, out, source, **splits, label=label)

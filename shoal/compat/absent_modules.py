@@ -24,7 +24,7 @@ _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
 _MUON = "name Muon as optimizer.type in the config."
-_STAGES = "pipeline parallelism is not built yet: train the same layers as one nn.Sequential under ZeRO stage 3."
+_STAGES = "Shoal runs any schedule through initialize() and train_batch(); this is a part of DeepSpeed's own runtime."
 _EXPERTS = (
     "expert parallelism is not built yet: keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
 )
@@ -191,18 +191,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "moe.sharded_moe": (_EXPERTS, "TopKGate MOELayer top1gating top2gating topkgating"),
     "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce"),
     "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
-    "runtime.pipe.engine": (_STAGES, "PipelineEngine"),
-    "runtime.pipe.module": (_STAGES, "PipelineModule LayerSpec TiedLayerSpec PipelineError"),
-    "runtime.pipe.schedule": (
-        _STAGES,
-        "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep"
-        " ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation"
-        " RecvActivation SendGrad RecvGrad",
-    ),
-    "runtime.pipe.topology": (
-        _STAGES,
-        "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid",
-    ),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),
     "sequence.cross_entropy": (_SEQUENCE, "vocab_parallel_cross_entropy"),
     "sequence.fpdt_layer": (_SEQUENCE, "FPDT_Attention FPDT_FFN FPDT_InputConstruct FPDT_LogitsLoss"),

@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.errors import ConfigError
 
-# By axis, the names of Megatron's parallel_state, of DeepSpeed's grids and of its sequence parallelism.
+# By axis, the names of Megatron's parallel_state, of DeepSpeed's grids and of its sequence parallelism; the first that
+# there is counts. The ``model_parallel`` ranks of a grid are those of all its pipeline stages.
 _MPU_NAMES: Mapping[str, tuple[str, ...]] = {
-    "tp": ("tensor_model_parallel", "model_parallel", "slice_parallel"),
+    "tp": ("slice_parallel", "tensor_model_parallel", "model_parallel"),
     "pp": ("pipeline_model_parallel", "pipe_parallel"),
     "sp": ("sequence_parallel",),
     "cp": ("context_parallel",),
@@ -62,8 +63,8 @@ def _of_mpu(mpu: Any, num_ranks: int) -> dict[str, int]:
     for axis, names in _MPU_NAMES.items():
         readers = [getattr(mpu, f"get_{name}_world_size", None) for name in names]
         sizes = [int(read()) for read in readers if read is not None]
-        if sizes and max(sizes) > 1:
-            degrees[axis] = max(sizes)
+        if sizes and sizes[0] > 1:
+            degrees[axis] = sizes[0]
     product = 1
     for degree in degrees.values():
         product *= degree

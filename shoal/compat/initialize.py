@@ -12,6 +12,7 @@ from torch import nn
 from shoal.comm.world import current_world, init_distributed
 from shoal.compat.engine import DeepSpeedEngine
 from shoal.compat.given_mesh import given_degrees
+from shoal.compat.pipeline_engine import DeepSpeedPipelineEngine
 from shoal.engine.initialize import check_model
 from shoal.engine.initialize import initialize as initialize_engine
 from shoal.errors import ConfigError
@@ -75,6 +76,7 @@ def initialize(
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
             degrees=degrees,
+            pipeline_class=DeepSpeedPipelineEngine,
         )
         engine.mpu = mpu
         if training_data is not None:

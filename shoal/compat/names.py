@@ -13,11 +13,14 @@ _ACCELERATOR = "shoal.compat.accelerator"
 _BUILDERS = "shoal.compat.op_builders"
 _CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
+_LAYERS = "shoal.pipeline.layers"
 _MONITORS = "shoal.compat.monitors"
 _OPTIMIZERS = "shoal.compat.optimizers"
 _SEQUENCE = "shoal.compat.sequence_parallel"
 _TILING = "shoal.compat.sequence_tiling"
 _SMALL = "shoal.compat.small_functions"
+_STAGES = "shoal.pipeline.module"
+_TOPOLOGY = "shoal.pipeline.topology"
 
 EXPORTS: dict[str, dict[str, str]] = {
     "accelerator": {
@@ -103,7 +106,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "ops.op_builder.all_ops": {_BUILDERS: "ALL_OPS __op_builders__"},
     "ops.op_builder.builder": {_BUILDERS: "CUDAOpBuilder OpBuilder"},
-    "pipe": {".runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec"},
+    "pipe": {_LAYERS: "LayerSpec TiedLayerSpec", _STAGES: "PipelineModule"},
     "profiling": {},
     "profiling.flops_profiler": {"shoal.observe.flops_profiler": "FlopsProfiler get_model_profile"},
     "profiling.flops_profiler.profiler": {
@@ -149,8 +152,25 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.fp16.unfused_optimizer": {"shoal.compat.by_stage": "FP16_UnfusedOptimizer"},
     "runtime.pipe": {
-        ".runtime.pipe.module": "LayerSpec PipelineModule TiedLayerSpec",
-        ".runtime.pipe.topology": "ProcessTopology",
+        _LAYERS: "LayerSpec TiedLayerSpec",
+        _STAGES: "PipelineModule",
+        _TOPOLOGY: "ProcessTopology",
+    },
+    "runtime.pipe.engine": {"shoal.compat.pipeline_engine": "PipelineEngine=DeepSpeedPipelineEngine"},
+    "runtime.pipe.module": {
+        _LAYERS: "LayerSpec TiedLayerSpec",
+        _STAGES: "PipelineModule",
+        "shoal.errors": "PipelineError=ShoalError",
+    },
+    "runtime.pipe.schedule": {
+        "shoal.compat.pipe_schedule": (
+            "PipeSchedule InferenceSchedule TrainSchedule DataParallelSchedule PipeInstruction OptimizerStep"
+            " ReduceGrads ReduceTiedGrads BufferOpInstruction LoadMicroBatch ForwardPass BackwardPass SendActivation"
+            " RecvActivation SendGrad RecvGrad"
+        ),
+    },
+    "runtime.pipe.topology": {
+        _TOPOLOGY: "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
     },
     "runtime.precision_config": {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",

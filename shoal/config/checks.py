@@ -8,6 +8,7 @@ from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.curriculum import schedule_problems
 from shoal.config.elastic import elastic_problems
 from shoal.config.normalise import Normalised
+from shoal.config.pipeline import pipeline_problems
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
 
@@ -61,6 +62,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
             f"{config.gradient_predivide_factor:g}, but prescale_gradients divides by all ranks before the sum.",
             "set prescale_gradients to false, or leave the factor out.",
         )
+    problems += pipeline_problems(config.pipeline)
     if config.curriculum_learning.enabled:
         for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
             problem(f"curriculum_learning.{name}", what, do)

@@ -280,7 +280,7 @@ def examine(
     problems += [
         replace(each, line=found.line(each.path))
         for each in together
-        if not doubtful.intersection(re.findall(r"\w+", f"{each.path} {each.what} {each.do}"))
+        if not doubtful.intersection(re.findall(r"\w+", f"{each.path.rpartition('.')[2]} {each.what} {each.do}"))
     ]
     problems = list({(each.path, each.what): each for each in problems}.values())
     problems.sort(key=lambda problem: (problem.line is None, problem.line or 0))

@@ -38,7 +38,7 @@ class Parallel(Section):
     )
 
 
-class LayerSpec(Section):
+class LayerRule(Section):
     """A rule for the layers whose names match."""
 
     patterns: tuple[str, ...] = key((), "regular expressions over parameter names")
@@ -54,7 +54,7 @@ class PartitionConfig(Section):
     """Rules for splitting layers."""
 
     use_default_specs: bool = key(True, "keep the built-in rules beside these")
-    layer_specs: tuple[LayerSpec, ...] = key((), "the rules")
+    layer_specs: tuple[LayerRule, ...] = key((), "the rules")
     strict_mode: bool = key(True, "a linear layer that no rule names is an error")
 
 

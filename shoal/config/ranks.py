@@ -20,10 +20,13 @@ def _asked(config: Schema) -> dict[str, dict[str, int]]:
     }
     for axis, keys in found.items():
         keys[f"parallel.{axis}"] = getattr(config.parallel, axis)
+    found["pp"]["pipeline.stages"] = config.pipeline.stages
     found["tp"]["tensor_parallel.autotp_size"] = config.tensor_parallel.autotp_size or None
     found["tp"]["tensor_parallel.tp.tp_size"] = config.tensor_parallel.tp.tp_size
     found["sp"]["sequence_parallel_size"] = config.sequence_parallel_size
     for axis in (*MODEL_AXES, "ep"):  # 1 asks for nothing
+        if axis == "pp" and len({*found[axis].values()} - {"auto"}) > 1:
+            continue
         found[axis] = {path: degree for path, degree in found[axis].items() if degree != 1}
     return {axis: {path: d for path, d in keys.items() if isinstance(d, int)} for axis, keys in found.items()}
 

@@ -8,6 +8,7 @@ from shoal.config.base import Dtype, Section, key, section
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.own import Data, Debug, OffloadActivation, Units
 from shoal.config.parallel import Parallel, TensorParallel
+from shoal.config.pipeline import Pipeline
 from shoal.config.sections import (
     ActivationCheckpointing,
     Aio,
@@ -97,6 +98,7 @@ class Schema(Section):
     tensor_parallel: TensorParallel = section(TensorParallel, "layers split over ranks")
     sequence_parallel_size: int | None = key(None, "sequence-parallel ranks; null: parallel.sp", ge=1)
     data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
+    pipeline: Pipeline = section(Pipeline, "a model cut into pipeline stages")
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")
     offload: Literal["auto"] | None = key(

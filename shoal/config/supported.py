@@ -188,6 +188,12 @@ def unused_reasons(config: Schema) -> dict[str, str]:
         (nonfinite is None, f'precision.nonfinite = "{nonfinite}" decides', "bf16.", "check_grad_overflow"),
         (wire is None, f'communication_data_type = "{wire}" has priority', "precision.", "reduce_dtype"),
         (
+            config.pipeline.split_points == "auto",
+            "pipeline.split_points names the boundaries",
+            "pipeline.",
+            "partition",
+        ),
+        (
             config.checkpoint.keep_last > 0,
             "checkpoint.keep_last is 0, so no checkpoint is removed",
             "checkpoint.",

@@ -97,6 +97,7 @@ class Accumulation:
         self._token_unit = 1.0
         self._step_tokens: float | None = None  # of all ranks, once they are known
         self.mean_loss: float | None = None  # over this rank's micro-batches of the last step
+        self.is_loss_elsewhere = False  # another pipeline stage computes the losses of this step
 
     # sizes
 
@@ -199,6 +200,20 @@ class Accumulation:
             loss = loss / self.num_micro
         return loss if self.loss_scale is None else loss.float() * self.loss_scale.scale
 
+    def loss_is_elsewhere(self, device: torch.device) -> None:
+        """Another pipeline stage computes the loss of this micro-batch; gradients come from there, scaled."""
+        self.is_loss_elsewhere = True
+        self.scaled_by.add("engine")
+        if self.counts_tokens:
+            if not self._tokens:
+                self._token_unit = self._choose_token_unit()
+            self._tokens.append(torch.zeros((), dtype=torch.float64, device=device))
+
+    @property
+    def is_loss_known(self) -> bool:
+        """Was every loss of the step seen, on this rank or another?"""
+        return bool(self.losses) or self.is_loss_elsewhere
+
     def _check_tokens(self, num_tokens: NumTokens | None, *, is_averaged: bool) -> None:
         if num_tokens is not None and not self.counts_tokens:
             raise UsageError(
@@ -286,7 +301,7 @@ class Accumulation:
 
     def reset(self) -> None:
         """Discard the losses of the current step, after it was taken or given up. ``mean_loss`` is kept."""
-        self.has_backward = False
+        self.has_backward = self.is_loss_elsewhere = False
         self.clip_norm = math.inf
         self.losses.clear()
         self.scaled_by.clear()

@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from shoal.device import host_empty
 from shoal.engine import run_state
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.log import logger, say_on_rank_0
+from shoal.engine.over_stages import joined_groups, joined_records, names_elsewhere, own_buffers
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
 from shoal.engine.settings import flat
@@ -190,7 +191,7 @@ class Checkpointing:
                 code="checkpoint-state",
             )
         settings, axes = self._properties.config, self._properties.axes
-        buffers = buffers_of(self._module)
+        buffers, whole = buffers_of(self._module), own_buffers(axes.pp, self._module)
         optimizer = self._optimizer
         groups = []
         if optimizer is not None:
@@ -203,7 +204,11 @@ class Checkpointing:
                 "size": axes.world.size,
                 "dp_shard": axes.shard.size,
                 "stage": self._properties.stage,
-                **{axis: comm.size for axis, comm in (("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp)) if comm},
+                **{
+                    axis: comm.size
+                    for axis, comm in (("pp", axes.pp), ("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp))
+                    if comm
+                },
             },
             table=self._sharding.model.table.as_dict(),
             config=lambda: _plain(settings.effective()),
@@ -211,7 +216,7 @@ class Checkpointing:
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
             engine=self._run.shared(exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
-            tensors={(MODEL, name): buffer for name, buffer in buffers.items()} if self._comm.rank == 0 else {},
+            tensors={(MODEL, name): buffer for name, buffer in whole.items()} if axes.pipeline_stage.rank == 0 else {},
             own=self._run.own(buffers),
             scalars=shards.scalars(),
         )
@@ -236,6 +241,9 @@ class Checkpointing:
                 for parameter in parameters
             ]
 
+        if self._properties.axes.pp is not None:
+            joined = joined_records(self._properties.axes.pp, describe())
+            return lambda: joined
         return describe
 
     # an asynchronous save in progress
@@ -322,22 +330,25 @@ class Checkpointing:
     ) -> tuple[str, Any]:
         self.finish()
         storage = open_storage(folder)
-        comm = self._comm
+        comm, pp = self._comm, self._properties.axes.pp
         is_checked = bool(self._settings.verify)
         names = names_of(self._module)[0]
         groups: list[list[str]] = []
         optimizer = None
         if self._optimizer is not None:
             groups = [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
+            groups = joined_groups(pp, groups)
             optimizer = type(self._optimizer.optimizer).__name__
         has_optimizer = has_optimizer and not is_module_only and self._optimizer is not None
-        wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer)
+        elsewhere = names_elsewhere(pp, self._module)
+        wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer, elsewhere)
         load = Load(comm, self._sharding.local_shards(), buffers_of(self._module), wanted)
         folders = directory.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
                 chosen, reader = load.open(storage, name)
-                notes = [*reader.notes, *load.compare(chosen, groups, optimizer)]
+                with self._on_all_ranks("checkpoint: compared") if pp is not None else nullcontext():
+                    notes = [*reader.notes, *load.compare(chosen, groups, optimizer)]
                 trees = self._read_trees(chosen, reader)
                 if not is_module_only:
                     notes += self._compare_own(chosen, trees, is_strict=is_strict, has_schedule=has_schedule)

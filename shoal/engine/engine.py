@@ -145,7 +145,7 @@ class Engine(nn.Module):
         self.sharding.check.check()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
-            self._same_inputs.check((args, kwargs), where=self.properties.where(self.global_steps))
+            self._same_inputs.check(self._inputs_of_all(args, kwargs), where=self.properties.where(self.global_steps))
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -157,6 +157,10 @@ class Engine(nn.Module):
             output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
+
+    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
+        """Of the arguments of ``forward``, what all ranks of a tensor-parallel group have alike."""
+        return args, kwargs
 
     # backward
 
@@ -258,13 +262,13 @@ class Engine(nn.Module):
         if sharding.step is None:
             raise NoOptimizerError("step() needs an optimizer, and this engine was made without one.")
         status = self._reduce_for_step("step()")
-        accumulation.mean_loss = status.mean_loss
+        accumulation.mean_loss = self._mean_loss(status)
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
         self._was_step_applied = False
         try:
             self._was_step_applied = self._nonfinite.judge(
-                status, self.global_steps, is_loss_known=bool(accumulation.losses)
+                status, self.global_steps, is_loss_known=accumulation.is_loss_known
             )
         finally:
             counters.skipped_steps += not self._was_step_applied
@@ -288,6 +292,10 @@ class Engine(nn.Module):
             callback(self)
         numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
         self._progress.after_step(counters, numbers, self.memory_report)
+
+    def _mean_loss(self, status: GlobalStatus) -> float | None:
+        """The loss of the step that is logged."""
+        return status.mean_loss
 
     def _reduce_for_step(self, call: str) -> GlobalStatus:
         if not self.accumulation.has_backward:

@@ -29,6 +29,7 @@ from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
+from shoal.engine.pipeline_parts import of_stages, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -46,6 +47,8 @@ from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
 from shoal.optim.whole import WholeTensorOptimizer
+from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.zero.build import build
@@ -76,14 +79,18 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     lr_scheduler: Any = None,
     degrees: Mapping[str, int] | None = None,
+    pipeline_class: Callable[..., AnyEngine],
 ) -> AnyEngine:
     """Shard a model that ``check_model`` accepted. The arguments are those of ``shoal.initialize``.
 
     Args:
         degrees: by axis, what the script gives beside the config.
+        pipeline_class: of the engine of a model in pipeline stages.
     """
     given = {"optimizer": optimizer, "scheduler": lr_scheduler}
     replaced = [section for section, value in given.items() if value is not None]
+    if isinstance(model, PipelineModule):
+        degrees = {**(degrees or {}), **model.degrees}
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
@@ -93,6 +100,9 @@ def initialize(
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
     parts = parts_of(model, axes, settings, world.device)
+    if axes.pp is not None or isinstance(model, StageModule):
+        model, parts = stages_of(model, parts, settings, world, plan.mesh)
+        optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
@@ -133,7 +143,7 @@ def initialize(
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            activations = SavedActivations(model, settings, world)
+            activations = SavedActivations(model, settings, world, axes.pp, recomputed_blocks(model, settings))
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled
@@ -141,7 +151,8 @@ def initialize(
             )
             monitor = make_monitor(settings, world.rank)
             progress = Progress(settings, world.rank, timers, monitor, activations.recompute)
-            engine = engine_class(sharding, properties, accumulation, offloaded, run, activations, timers, progress)
+            make_engine = pipeline_class if isinstance(model, StageModule) else engine_class
+            engine = make_engine(sharding, properties, accumulation, offloaded, run, activations, timers, progress)
         except BaseException:
             sharded.disks.close()
             raise
@@ -304,7 +315,7 @@ def _host_threads(share: float, num_ranks_here: int) -> int:
 
 def _ranks_text(mesh: Mesh) -> str:
     """The mesh in words: "8 ranks: 4 data-parallel x 2 tp"."""
-    others = {"cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
+    others = {"pp": mesh.pp, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
     named = "".join(f" x {degree} {axis}" for axis, degree in others.items() if degree > 1)
     return f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}" if named else f"{mesh.dp} data-parallel ranks"
 

@@ -52,6 +52,7 @@ class RunState:
         self._module = sharding.module
         self._accumulation = accumulation
         self._comm = properties.axes.world
+        self._same_buffers = properties.axes.pipeline_stage  # the ranks that have the same buffers
         self._device = properties.device
         self._count: Any = None  # the schedule's own count of steps after the engine's last step of it
         self._num_moved = 0  # steps in a row before which the script had stepped the schedule
@@ -106,7 +107,7 @@ class RunState:
         """What only this rank has. Communicates: the checksums of the buffers."""
         return {
             "generators": _generators(self._device),
-            "buffers": _differing(self._comm, buffers),
+            "buffers": _differing(self._same_buffers, buffers),
             "gradients": open_gradients.take(self._sharding.groups),
             **self._accumulation.own_state(),
         }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.parallel.activations import HostActivations
@@ -19,6 +21,7 @@ from shoal.parallel.recompute import (
     recompute_blocks,
     uninstall,
 )
+from shoal.parallel.recompute_blocks import matches_a_module
 from shoal.sharding.placement import Tier
 
 
@@ -26,9 +29,20 @@ class SavedActivations:
     """Recomputation and offload of one engine's activations.
 
     ``shoal.checkpointing.configure()`` of the script takes precedence over a config that leaves the section out.
+
+    Args:
+        pp: the ranks that hold other layers.
+        more: modules to recompute beside those of the section.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        world: World,
+        pp: Communicator | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
         self._world = world
@@ -39,8 +53,11 @@ class SavedActivations:
             install(self.recompute, world)
             self.notes = self.recompute.notes()
         self.blocks: RecomputedBlocks | None = None
-        if section.modules:
-            self.blocks = recompute_blocks(model, section.modules, recompute=self.recompute)
+        asked = [*(section.modules or ()), *more]
+        if asked:
+            wanted = asked if pp is None else _of_this_stage(model, asked, pp)
+            if wanted or pp is None:
+                self.blocks = recompute_blocks(model, wanted, recompute=self.recompute)
         self.offloaded: HostActivations | None = None
         if config.offload_activation.device == "cpu":
             self.offloaded = HostActivations(model, max_nbytes=config.offload_activation.bytes)
@@ -64,3 +81,13 @@ class SavedActivations:
             self.blocks.remove()
         if self._is_installed_here:
             uninstall(self.recompute, self._world)
+
+
+def _of_this_stage(model: nn.Module, wanted: Sequence[str], pp: Communicator) -> list[str]:
+    """Those of the modules to be recomputed that this pipeline stage has, and those that none has.
+
+    Communicates: the former.
+    """
+    here = [each for each in wanted if matches_a_module(model, each)]
+    anywhere = {each for stage in pp.gather_objects(here, label="recomputed modules") for each in stage}
+    return [each for each in wanted if each in here or each not in anywhere]

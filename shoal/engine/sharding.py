@@ -13,11 +13,12 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from shoal.checkpoint.local_shards import LocalShards
+from shoal.checkpoint.local_shards import LocalShards, owned_range
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.parameter_check import ParameterCheck
 from shoal.engine.properties import Properties
 from shoal.observe.ledger import Ledger, account
+from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.runtime import ShardedModel
@@ -136,6 +137,23 @@ class Sharding:
         for group in self.groups:
             group.gradient.reset()
         self.model.num_plain_passes = 0
+
+    def synchronize_tied(self, group: ParameterGroup) -> None:
+        """Give the copies of a group that several pipeline stages have the values of the first of them.
+
+        Communicates: where there are copies, a broadcast of this rank's range along their axis, and the gather of what
+        is not sharded.
+        """
+        tied = next((comm for comm in group.replicas if comm.axis.startswith("tied:")), None)
+        if tied is None:
+            return
+        with group.resident(), group.buffer.resident_shard():
+            own = group.main if group.is_trained else owned_range(group.buffer)
+            tied.broadcast(own, 0, label=group.buffer.label).drain()
+            if group.is_trained and group.has_own_main:
+                owned_range(group.buffer).copy_(group.main)
+        if not group.buffer.is_sharded and group.buffer.end - group.buffer.begin < group.buffer.layout.numel:
+            group.buffer.update_replicas().wait()
 
     # all of the state
 

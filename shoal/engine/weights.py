@@ -13,6 +13,7 @@ from shoal.checkpoint.local_shards import buffers_of, names_of
 from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.weights_file import write_weights
+from shoal.engine.over_stages import aliases_of, joined_values, names_elsewhere
 from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import CheckpointError
@@ -27,6 +28,7 @@ class Weights:
         self._module = sharding.module
         self._comm = properties.axes.world
         self._tp = properties.axes.tp
+        self._pp = properties.axes.pp
         self._device = properties.device.torch_device
 
     def with_gathered_parameters(self, use: Callable[[], Any]) -> Any:
@@ -48,7 +50,8 @@ class Weights:
             is_kept: False: this rank takes part in the gathering and returns no values.
 
         Communicates: where parameters are sharded, an all_gather of each unit, in turn; an all_reduce of each parameter
-            that tensor-parallel ranks have in parts.
+            that tensor-parallel ranks have in parts;
+            a broadcast of each value of another pipeline stage.
         Memory: the whole model on the host, and one unit on the device.
         """
         model = self._sharding.model
@@ -64,15 +67,25 @@ class Weights:
                         value = parameter.detach()
                         if self._tp is not None and spec.is_part:
                             value = gather_parts(value, spec, self._tp)
-                        if is_kept:
+                        if is_kept or self._pp is not None:
                             values[names[id(parameter)]] = value.to("cpu", copy=True)
         found: dict[str, Any] = {}
-        buffers = buffers_of(self._module)
+        buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers_of(self._module).items()}
+        if self._pp is not None:
+            whole = joined_values(self._pp, values | buffers, self._device, is_kept=is_kept)
+            first_of = {other: name for name, others in self.aliases().items() for other in others}
+            for name in (*whole, *first_of):
+                if first_of.get(name, name) in whole:
+                    found[f"{prefix}{name}"] = whole[first_of.get(name, name)]
+            return found
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if names[id(parameter)] in values:
                 found[f"{prefix}{name}"] = values[names[id(parameter)]]
-        found |= {f"{prefix}{name}": buffer.detach().to("cpu", copy=True) for name, buffer in buffers.items()}
-        return found
+        return found | {f"{prefix}{name}": buffer for name, buffer in buffers.items()}
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""
+        return aliases_of(self._pp, self._module)
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], *, is_strict: bool, custom_load_fn: Callable[..., Any] | None
@@ -90,7 +103,8 @@ class Weights:
             for name, tensor in own.items()
         }
         missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own and not name.endswith("_extra_state")]
+        known = {*own, *names_elsewhere(self._pp, module)}
+        unexpected = [name for name in state_dict if name not in known and not name.endswith("_extra_state")]
         shapes = [
             f"{name} {list(state_dict[name].shape)}, the model has {list(shape)}"
             for name, shape in shape_of.items()
@@ -137,10 +151,9 @@ class Weights:
         ``state_dict`` gives. A file of that name is replaced when the new one is complete.
         """
         comm = self._comm
-        values = self.module_state_dict(exclude_frozen=exclude_frozen)
+        values, aliases = self.module_state_dict(exclude_frozen=exclude_frozen), self.aliases()
         problem: Exception | None = None
         if comm.rank == 0:
-            aliases = names_of(self._module)[1]
             others = {alias for names in aliases.values() for alias in names}
             once = {key: value for key, value in values.items() if key not in others}
             try:

@@ -119,6 +119,12 @@ def find_modules(
     return {name: module for name, module in modules.items() if name in found}
 
 
+def matches_a_module(model: nn.Module, wanted: str) -> bool:
+    """Does ``wanted``, as ``recompute_blocks`` takes it, name a module of the model?"""
+    modules = {name: module for name, module in model.named_modules() if name}
+    return any(type(module).__name__ == wanted for module in modules.values()) or bool(fnmatch.filter(modules, wanted))
+
+
 def _matching(wanted: str | type[nn.Module], modules: dict[str, nn.Module], where: str, purpose: str) -> list[str]:
     if isinstance(wanted, type):
         found = [name for name, module in modules.items() if isinstance(module, wanted)]

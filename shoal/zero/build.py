@@ -91,10 +91,14 @@ class ModelParts:
     Args:
         local: by name, the parameters of which each rank along ``tp`` holds another part.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
+        tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
+        whole: the modules of the whole model, of which this is a pipeline stage.
     """
 
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
+    tied: Mapping[str, Communicator] = field(default_factory=dict)
+    whole: Sequence[tuple[str, nn.Module]] = ()
 
     def sizes(self, parameters: Mapping[str, nn.Parameter], num_ranks: int) -> dict[int, int]:
         """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.
@@ -161,6 +165,7 @@ class _BuildPlan:
                 is_split=first in self.parts.local,
                 is_partial=first in self.parts.partial,
                 is_state_sharded=self.settings.stage > 0,
+                tied=self.parts.tied.get(first),
             )
             row = row_of_stage(
                 self.settings.stage,
@@ -199,7 +204,8 @@ class _BuildPlan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if is_trained and name in self.sends_rows else None
-            axes = name in self.parts.local, name in self.parts.partial
+            tied = self.parts.tied.get(name)
+            axes = name in self.parts.local, name in self.parts.partial, None if tied is None else tied.axis
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
@@ -259,7 +265,9 @@ def build(
     ]
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
-    materializer = Materializer(model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local)
+    materializer = Materializer(
+        model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local, whole=parts.whole
+    )
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = StagingBuffers(axes.shard, device)
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)

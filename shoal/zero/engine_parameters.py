@@ -46,7 +46,7 @@ class EngineParameters(ParameterOwner):
         stage: int,
         checks_changes: bool,
     ) -> None:
-        super().__init__(sharded.axes.world, stage, checks_changes=checks_changes)
+        super().__init__(sharded.axes.pipeline_stage, stage, checks_changes=checks_changes)
         self._engine: weakref.ref[object] | None = None
         self._sharded = sharded
         self._step = step

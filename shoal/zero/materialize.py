@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Materializer:
     Args:
         is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
         parts: by name, the parameters of which this rank has a part of a larger tensor.
+        whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw
+            their random numbers too, and are freed. Modules that an ``_init_weights`` initialises draw others.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Materializer:
         *,
         is_sharded: bool,
         parts: Mapping[str, ParameterSpec] | None = None,
+        whole: Sequence[tuple[str, nn.Module]] = (),
     ) -> None:
         self._parts = parts or {}
         self._model = model
@@ -49,11 +52,15 @@ class Materializer:
         self.transfer = ChunkedTransfer(comm, device)
         self._is_sharded = is_sharded and comm.size > 1
         self._modules = list(model.named_modules())
+        self._own = {id(module) for _, module in self._modules}
+        if whole:
+            known = {id(module) for _, module in whole}
+            self._modules = [*whole, *((name, m) for name, m in self._modules if id(m) not in known)]
         self._next = 0
         self._initialisers: dict[int, Callable[[nn.Module], Any]] = {
             id(module): initialise
             for _, module in self._modules
-            if callable(initialise := getattr(module, "_init_weights", None))
+            if id(module) in self._own and callable(initialise := getattr(module, "_init_weights", None))
         }
         self.came_as_meta = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
         self.sharded_at_init: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
@@ -61,7 +68,7 @@ class Materializer:
         seen: set[int] = set()
         owner: dict[int, int] = {}
         for index, (_, module) in enumerate(self._modules):
-            for parameter in module._parameters.values():
+            for parameter in module._parameters.values() if id(module) in self._own else ():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
                     owner[id(parameter)] = index
@@ -96,7 +103,11 @@ class Materializer:
             self._next = len(self._modules)
         while self._next <= position:
             name, module = self._modules[self._next]
-            self._check_filled(name, module, self._make(name, module))
+            made = self._make(name, module)
+            if id(module) in self._own:
+                self._check_filled(name, module, made)
+            else:
+                _free(module, made)
             self._next += 1
 
     def _materialize_with_initialisers(self) -> None:
@@ -121,6 +132,8 @@ class Materializer:
         at_init = ShardedAtInit(self.transfer, before_release=check) if self._is_sharded else None
         is_made: set[int] = set()
         for name, module in self._modules:
+            if id(module) not in self._own:
+                continue
             for key, version in self._make(name, module).items():
                 tensor = _tensor_of(module, key)
                 is_made.add(id(module))
@@ -147,7 +160,9 @@ class Materializer:
                 initialise(module)
             at_init.release_accessed()
 
-        parts = sorted((name, spec.local) for name, spec in self._parts.items())
+        parts: list[Any] = sorted((name, spec.local) for name, spec in self._parts.items())
+        if len(self._own) < len(self._modules):
+            parts.append(sorted(self._position))
         with torch.random.fork_rng(enabled=bool(parts)), torch.no_grad():
             if parts:
                 torch.manual_seed(torch.initial_seed() + zlib.crc32(repr(parts).encode()))
@@ -240,3 +255,13 @@ def _is_unfilled(tensor: torch.Tensor, version: int) -> bool:
     if tensor._version != version or not tensor.numel():
         return False
     return not tensor.is_floating_point() or bool(tensor.detach().isnan().any())
+
+
+def _free(module: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        tensor = _tensor_of(module, name)
+        empty = torch.empty_like(tensor, device="meta")
+        if name in module._parameters:
+            torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad))
+        else:
+            module._buffers[name] = empty

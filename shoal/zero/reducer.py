@@ -31,7 +31,7 @@ class Reducer:
 
     Args:
         units: those with trained parameters.
-        comm: all ranks that train together (for the one exchange of the order).
+        comm: the ranks that have these units (for the one exchange of the order).
         has_overlap: leave one reduction under way while backward goes on.
         follows_gathers: backward gathers units; see the module.
     """
@@ -113,6 +113,22 @@ class Reducer:
         for unit in self.units:
             unit.start_pass()
         self._next = 0
+
+    def reduce_now(self, units: Sequence[Unit]) -> None:
+        """Between two passes, for a pipeline schedule: sum what these units have accumulated for the step, in order.
+
+        Every rank that has them calls. ``wait_reduced`` completes it.
+        """
+        at_step, self.at_step = self.at_step, True
+        for unit in units:
+            self._issue(unit)
+        self.at_step = at_step
+
+    def wait_reduced(self) -> None:
+        """Wait for ``reduce_now``."""
+        at_step, self.at_step = self.at_step, True
+        self._wait()
+        self.at_step = at_step
 
     def complete_step(self) -> None:
         """At the step: sum what no pass has summed yet, in order."""

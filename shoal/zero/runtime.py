@@ -138,7 +138,7 @@ class ShardedModel:
         self.sharded = [unit for unit in self.units if unit.is_sharded]
         self.reducer = Reducer(
             [unit for unit in self.units if unit.trained],
-            axes.world,
+            axes.pipeline_stage,
             has_overlap=has_overlap,
             follows_gathers=bool(self.sharded),
             device=device,

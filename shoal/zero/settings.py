@@ -131,6 +131,8 @@ class Axes:
         shard: the ranks that hold different shards.
         replicate: the ranks that hold the same shard and saw other samples; None: there is one.
         hpz: the ranks of hpZ's second sharding.
+        pp: the ranks that hold other layers; None: there is one.
+        pipeline_stage: the ranks that hold the same layers: they issue the same collectives of parameters.
         tp: the ranks that hold different parts of the layers; None: there is one.
         sp, cp: the ranks that see other parts of a sequence; None: there is one.
     """
@@ -145,6 +147,12 @@ class Axes:
     tp: Communicator | None = None
     sp: Communicator | None = None
     cp: Communicator | None = None
+    pp: Communicator | None = None
+    _pipeline_stage: Communicator | None = None  # None: the world
+
+    @property
+    def pipeline_stage(self) -> Communicator:
+        return self._pipeline_stage or self.world
 
     @classmethod
     def of(cls, mesh: Mesh, open_axis: Callable[[str], Communicator], *, hpz: Communicator | None = None) -> Axes:
@@ -160,9 +168,11 @@ class Axes:
         # Where two axes are the same ranks, one communicator serves both, so that its calls have one order.
         batch = open_axis("dp")
         data = batch if mesh.size("loss") == mesh.dp else open_axis("loss")
+        world = data if mesh.world_size == data.size else open_axis("world")
+        is_data_only = mesh.world_size == data.size * mesh.pp
         return cls(
             mesh,
-            data if mesh.world_size == data.size else open_axis("world"),
+            world,
             data,
             batch,
             data if mesh.fsdp == data.size else open_axis("dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"),
@@ -171,14 +181,19 @@ class Axes:
             beside("tp"),
             beside("sp"),
             beside("cp"),
+            beside("pp"),
+            None if mesh.pp == 1 else data if is_data_only else open_axis("pipeline_stage"),
         )
 
-    def of_group(self, *, is_split: bool, is_partial: bool, is_state_sharded: bool) -> GroupAxes:
+    def of_group(
+        self, *, is_split: bool, is_partial: bool, is_state_sharded: bool, tied: Communicator | None = None
+    ) -> GroupAxes:
         """The axes of a group of parameters.
 
         Args:
             is_split: each tensor-parallel rank holds another part of them.
             is_partial: the tensor-parallel ranks hold the same, and each has a summand of the gradient.
+            tied: the pipeline stages that hold copies of them, each with a summand of the gradient; None: one does.
         """
         shard = "dp_shard" if self.mesh.fsdp == self.mesh.dp_shard else "fsdp"
         comms = {shard: self.shard if is_state_sharded else self.data}
@@ -190,11 +205,14 @@ class Axes:
             replicas.append(self.tp)
             if is_partial:
                 comms["tp"] = self.tp
+        if tied is not None:
+            replicas.append(tied)
+            comms[tied.axis] = tied
         return GroupAxes(shard, self.data, comms, tuple(replicas))
 
     def distinct(self) -> list[Communicator]:
         """Each communicator of parameters, gradients and status once."""
-        found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp]
+        found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp, self._pipeline_stage]
         return list({id(comm): comm for comm in found if comm is not None}.values())
 
     def map(self, change: Callable[[Communicator], Communicator]) -> Axes:

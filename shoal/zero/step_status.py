@@ -29,6 +29,8 @@ class GlobalStatus:
         bad_gradient_ranks: ranks whose range of the gradient is not finite.
         mean_loss: this rank's; None: the engine saw no loss.
         num_tokens: of all ranks' micro-batches; None: they are not counted.
+        losses: of every rank; 0 where a rank saw none.
+        tokens: of every rank; 1 where they are not counted.
     """
 
     norm: float
@@ -37,6 +39,8 @@ class GlobalStatus:
     bad_gradient_ranks: tuple[int, ...]
     mean_loss: float | None
     num_tokens: float | None = None
+    losses: tuple[float, ...] = ()
+    tokens: tuple[float, ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -69,12 +73,12 @@ def synchronize_status(
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
-        late = _exchange(axes.world, [float(flag) for flag in is_late], device)
+        late = _exchange(axes.pipeline_stage, [float(flag) for flag in is_late], device)
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
         rows = _exchange(axes.world, [_sum_of_squares(groups, device), *own], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
-    if any(row[1] for row in rows) and axes.world.size > 1:
-        has_grad = _union(groups, axes.world, device)
+    if any(row[1] for row in rows) and axes.pipeline_stage.size > 1:
+        has_grad = _union(groups, axes.pipeline_stage, device)
     total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
     return GlobalStatus(
         norm=math.sqrt(total) if math.isfinite(total) else math.nan,
@@ -82,8 +86,12 @@ def synchronize_status(
         bad_loss_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[3])),
         bad_gradient_ranks=tuple(index for index, row in enumerate(rows) if not math.isfinite(row[0])),
         mean_loss=None if mean_loss is None else own[2],
-        # Ranks that hold other parts of the model count the same tokens.
-        num_tokens=None if num_tokens is None else math.fsum(row[4] for row in rows) * axes.data.size / axes.world.size,
+        # Ranks that hold other parts of the layers count the same tokens; of the pipeline stages the last one counts.
+        num_tokens=None
+        if num_tokens is None
+        else math.fsum(row[4] for row in rows) * axes.data.size / axes.pipeline_stage.size,
+        losses=tuple(row[3] for row in rows),
+        tokens=tuple(1.0 if num_tokens is None else row[4] for row in rows),
     )
 
 

@@ -102,6 +102,8 @@ THERE = {
         ElasticityConfig ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize""",
     "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
+    "deepspeed.runtime.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology",
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": """
         initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size
@@ -142,7 +144,7 @@ THERE = {
 # What is importable, and raises NotBuiltError by name when it is used.
 NOT_THERE = {
     "deepspeed": """
-        init_inference default_inference_config InferenceEngine PipelineEngine PipelineModule
+        init_inference default_inference_config InferenceEngine
         DeepSpeedHybridEngine DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer
         revert_transformer_layer""",
     "deepspeed.autotuning": "Autotuner",
@@ -154,18 +156,12 @@ NOT_THERE = {
     "deepspeed.moe.sharded_moe": "TopKGate MOELayer top1gating top2gating topkgating",
     "deepspeed.ops.sparse_attention": "SparseSelfAttention",
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
-    "deepspeed.pipe": "PipelineModule LayerSpec TiedLayerSpec",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd",
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": "DataAnalyzer",
     "deepspeed.runtime.fp16.onebit.adam": "OnebitAdam",
     "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
     "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine",
-    "deepspeed.runtime.pipe.engine": "PipelineEngine",
-    "deepspeed.runtime.pipe.module": "PipelineModule LayerSpec TiedLayerSpec",
-    "deepspeed.runtime.pipe.schedule": "TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction",
-    "deepspeed.runtime.pipe.topology": """
-        ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid""",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",
@@ -239,13 +235,13 @@ def test_a_module_that_nobody_knows_is_not_found() -> None:
 
 
 def test_a_class_that_is_not_built_can_be_a_base_and_has_no_instances() -> None:
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.moe.layer import MoE
 
-    class Model(PipelineModule): ...
+    class Model(MoE): ...
 
-    assert not isinstance(object(), PipelineModule)
-    with pytest.raises(NotBuiltError, match="PipelineModule, the base of Model, is not a part"):
-        Model(layers=[])
+    assert not isinstance(object(), MoE)
+    with pytest.raises(NotBuiltError, match="MoE, the base of Model, is not a part"):
+        Model(hidden_size=1)
 
 
 def test_checkpointing_is_an_attribute_of_the_package() -> None:

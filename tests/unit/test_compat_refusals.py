@@ -15,7 +15,6 @@ ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [
 QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"pipeline": {"stages": 2}}, r"pipeline\.stages: 2 .*: pipeline"),
     ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*tensor"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),

@@ -66,6 +66,10 @@ AWAY = "zero_optimization.offload_optimizer"
             'precision.reduce_dtype = "bf16": no effect here: communication_data_type = "fp32" has priority.',
         ),
         (
+            {"pipeline": {"stages": 2, "split_points": ["blocks.1"], "partition": "uniform"}},
+            'pipeline.partition = "uniform": no effect here: pipeline.split_points names the boundaries.',
+        ),
+        (
             {"checkpoint": {"keep_every": 5}},
             "checkpoint.keep_every = 5: no effect here: checkpoint.keep_last is 0, so no checkpoint is removed.",
         ),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from shoal.comm.world import current_world
@@ -15,6 +13,9 @@ from shoal.compat.accelerator import get_accelerator
 from shoal.compat.partitioned_tensor import PartitionedTensor
 from shoal.engine.log import say_on_rank_0
 from shoal.errors import UsageError
+from shoal.pipeline.balance import balance
+from shoal.pipeline.balance import uniform as partition_uniform
+from shoal.pipeline.module import set_random_seed
 from shoal.text import format_bytes
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.parameter_owner import OWNERS
@@ -47,13 +48,6 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
     if isinstance(item, list | tuple):
         return type(item)(copy_to_device(value, device, criterion_func) for value in item)
     return item
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators."""
-    random.seed(seed)
-    numpy.random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -93,16 +87,6 @@ def get_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2, mpu:
     return float(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type))
 
 
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where each of ``num_parts`` parts of ``num_items`` begins, and the end: the first parts are one longer.
-
-    >>> partition_uniform(10, 4)
-    [0, 3, 6, 8, 10]
-    """
-    size, longer = divmod(num_items, num_parts)
-    return [part * size + min(part, longer) for part in range(num_parts + 1)]
-
-
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """Where each part begins, and the end, so that the heaviest part is as light as it can be.
 
@@ -111,24 +95,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     """
     if num_parts >= len(weights):
         return [min(part, len(weights)) for part in range(num_parts + 1)]
-    sums = [0.0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[k][i]: the heaviest part when the first i items are split into k parts; the last boundary that gives it
-    count = len(weights)
-    best = [[0.0 if i == 0 else float("inf") for i in range(count + 1)]]
-    boundaries: list[list[int]] = []
-    for _ in range(num_parts):
-        row, boundary = [0.0] * (count + 1), [0] * (count + 1)
-        for end in range(1, count + 1):
-            heaviest = [(max(best[-1][start], sums[end] - sums[start]), start) for start in range(end)]
-            row[end], boundary[end] = min(heaviest)
-        best.append(row)
-        boundaries.append(boundary)
-    bounds = [count]
-    for boundary in reversed(boundaries):
-        bounds.append(boundary[bounds[-1]])
-    return bounds[::-1]
+    return balance(weights, num_parts)
 
 
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:

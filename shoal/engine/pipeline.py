@@ -1,0 +1,477 @@
+"""The engine of a pipeline: ``train_batch`` runs a schedule of micro-batches over the pipeline stages, and steps.
+
+Each rank holds the parameters of its stages, sharded over the ranks that hold the same ones as the table says. A
+gradient stays Partial from the first micro-batch to the stage's last backward, then it is reduced once; where the
+parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers units and reduces their gradients.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from shoal.engine.engine import Engine
+from shoal.errors import UsageError
+from shoal.parallel.loss import count_tokens
+from shoal.parallel.sequence.context import use_sequence_context
+from shoal.pipeline.lower import lower
+from shoal.pipeline.messages import signature_of
+from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
+from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
+from shoal.pipeline.stage import StageModule
+from shoal.pipeline.topology import PipelineParallelGrid
+from shoal.sharding.unit import Unit
+from shoal.zero.step_status import GlobalStatus
+
+_NO_DATA, _DATA, _ENDED = 0.0, 1.0, 2.0  # what a rank's iterator gave
+
+
+class PipelineEngine(Engine):
+    """A model in pipeline stages that trains under one plan: ``train_batch(data_iter)``, ``eval_batch(data_iter)``."""
+
+    module: StageModule
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        mesh = self.axes.mesh
+        section = self.properties.config.pipeline
+        module = self.module
+        self._name = str(section.schedule)
+        self._num_pipeline_ranks = mesh.pp
+        self._pipeline_rank = mesh.index("pp", self.world.rank)
+        self._virtual_stages = module.num_stages // mesh.pp
+        self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
+        self._compute = _EngineCompute(self)
+        self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
+        has_inner_collectives = any(axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp))
+        self._runner = PipelineRun(
+            self.axes.pp or self.world.communicator("pp", mesh),
+            self._compute,
+            self.device,
+            stages=module.stages,
+            num_stages=module.num_stages,
+            rank_of=self._stage_ranks.__getitem__,
+            is_dynamic=module.is_dynamic,
+            goes_on=not has_inner_collectives and (self._compute.keeps_gathered or not self.sharded.sharded),
+        )
+        # A backward that is split would recompute twice.
+        interval = getattr(module, "activation_checkpoint_interval", 0)
+        self._runner.splits_backward = self._activations.num_recomputed == 0 and not interval
+        self._iterator: Iterator[Any] | None = None
+        self._grid: PipelineParallelGrid | None = None
+        self._batch_fn: Callable[[Any], Any] | None = None
+        self.synchronize_tied()
+
+    # the model's calls, which a pipeline does not have
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("engine(batch)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse("engine.backward(loss)")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse("engine.step()")
+
+    def _refuse(self, call: str) -> NoReturn:
+        raise UsageError(
+            f"{call} of a model in {self.module.num_stages} pipeline stages: no rank has all of it.",
+            do="call engine.train_batch(data_iter), which runs all micro-batches of a step, and"
+            " engine.eval_batch(data_iter).",
+            code="pipeline-call",
+        )
+
+    def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
+        return args[2]  # with sequence parallelism, what a stage received is a part of the sequence
+
+    # training
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
+        """Run one step: ``gradient_accumulation_steps`` micro-batches through all stages, then the optimizer.
+
+        Args:
+            data_iter: gives this rank's micro-batches, the same on all stages of one pipeline; ranks that are neither
+                first nor last may have None, where their stages do not read the batch. None: the one that
+                ``set_dataiterator``, ``set_dataloader`` or ``initialize(training_data=...)`` gave.
+
+        Returns: the mean loss over all micro-batches and data-parallel ranks, on every rank. Shape: [].
+        Raises: StopIteration: the iterator has ended, on all stages. UsageError: on some of them only. What a stage
+            raised: on every rank; nothing was changed, and the next call may follow, except where a stage has
+            collectives of its own (tensor and sequence parallelism, stage 3 beyond ``stage3_max_live_parameters``).
+        Communicates: one send for each boundary, direction and micro-batch (two more of a few bytes for new shapes);
+            the reductions and gathers of the stage; two exchanges of a few bytes.
+        """
+        self._check_alive()
+        self.offloaded.require("train_batch()")
+        if self.sharded_optimizer is None:
+            self._refuse_without_optimizer()
+        self.module.train()
+        accumulation, num_micro = self.accumulation, self.gradient_accumulation_steps()
+        _, actions = self._schedule(num_micro, is_training=True)
+        batches, failure = self._next_batches(data_iter, num_micro)
+        reducer, boundary = self.sharded.reducer, accumulation.boundary
+        accumulation.boundary, reducer.is_syncing = False, not self._compute.stays_partial
+        self._compute.begin(actions)
+        try:
+            with self.timers.phase("pipeline"):
+                if failure is None:
+                    failure = self._runner.train(actions, batches)
+                else:
+                    self._runner.train([action for action in actions if action.micro is None], batches)
+                self._share(failure)
+                if not self._is_last_here:
+                    for _ in range(num_micro):
+                        accumulation.loss_is_elsewhere(self.device)
+                with self._failing("step"), self.timers.phase("step"):
+                    self._compute.reduce_left()
+                    accumulation.boundary = True
+                    self._step_boundary(None)
+        finally:
+            accumulation.boundary, reducer.is_syncing = boundary, True
+            self._compute.end()
+        accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
+        accumulation.counters.micro_steps += num_micro - 1
+        return torch.tensor(accumulation.mean_loss or 0.0, device=self.device)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run the forward of all stages on a step's micro-batches, without gradients.
+
+        Args:
+            return_logits: return the last stage's outputs too, a list by micro-batch; None on ranks without it.
+            compute_loss: False: the outputs take the place of the loss.
+            reduce_output: "avg": the mean over micro-batches and data-parallel ranks; None: this pipeline's losses, a
+                list by micro-batch, on the ranks of the last stage.
+            bcast_loss: no effect: the mean is on every rank.
+            num_micro_batches: None: ``gradient_accumulation_steps``.
+
+        Returns: the loss, or (loss, outputs).
+        Communicates: one send a boundary and micro-batch; two exchanges of a few bytes.
+        """
+        self._check_alive()
+        self.offloaded.require("eval_batch()")
+        num_micro = num_micro_batches or self.gradient_accumulation_steps()
+        _, actions = self._schedule(num_micro, is_training=False)
+        was_training = self.module.training
+        self.module.eval()
+        self._compute.begin(actions)
+        try:
+            batches, failure = self._next_batches(data_iter, num_micro)
+            if failure is None:
+                keeps = return_logits or not compute_loss
+                failure = self._runner.evaluate(actions, batches, has_loss=compute_loss, keeps_outputs=keeps)
+            else:
+                self._runner.evaluate([action for action in actions if action.micro is None], batches)
+            self._share(failure)
+        finally:
+            self._compute.end()
+            self.module.train(was_training)
+        outputs = self._runner.outputs if self._is_last_here else None
+        if not compute_loss:
+            return outputs
+        losses = self._runner.losses
+        loss: Any = losses or None
+        if reduce_output is not None:
+            mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for value, batch in zip(losses, batches, strict=False):
+                weight = float(count_tokens(labels_of(batch.data))) if self.accumulation.counts_tokens else 1.0
+                mine += torch.stack([value.double().reshape(()) * weight, torch.full_like(mine[0], weight)])
+            sums = self.axes.world.exchange(mine, label="evaluation").wait().sum(dim=0)
+            loss = (sums[0] / sums[1].clamp(min=1.0)).float()
+        return (loss, outputs) if return_logits else loss
+
+    def _refuse_without_optimizer(self) -> NoReturn:
+        raise UsageError(
+            "train_batch() needs an optimizer, and this engine was made without one.",
+            do="pass optimizer= to initialize(), or use eval_batch().",
+            code="no-optimizer",
+        )
+
+    def _schedule(self, num_micro: int, *, is_training: bool) -> tuple[PipelineSchedule, tuple[Action, ...]]:
+        """A schedule, and this rank's actions of it with those that communicate."""
+        found = self._schedules.get((is_training, num_micro))
+        if found is None:
+            schedule = build_schedule(
+                self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
+            )
+            if not is_training:
+                schedule = forward_schedule(schedule.stage_ranks, num_micro)
+            num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
+            actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
+            found = self._schedules[is_training, num_micro] = schedule, actions
+        return found
+
+    @property
+    def _is_last_here(self) -> bool:
+        return self._stage_ranks[-1] == self._pipeline_rank
+
+    def _mean_loss(self, status: GlobalStatus) -> float | None:
+        """Over all ranks that have the last stage, by tokens where they are counted."""
+        index = self.axes.mesh.index
+        ranks = [rank for rank in range(self.world.size) if index("pp", rank) == self._stage_ranks[-1]]
+        weight = sum(status.tokens[rank] for rank in ranks)
+        return sum(status.losses[rank] * status.tokens[rank] for rank in ranks) / max(weight, 1.0)
+
+    # data
+
+    def _next_batches(self, data_iter: Iterator[Any] | None, num_micro: int) -> tuple[list[MicroBatch], Failure | None]:
+        """The micro-batches of a step. All stages of this pipeline agree on their signatures, and on a failure."""
+        source = data_iter if data_iter is not None else self._data_iterator()
+        found: list[Any] = []
+        error: Exception | None = None
+        state = _NO_DATA if source is None else _DATA
+        try:
+            while source is not None and len(found) < num_micro:
+                batch = next(source)
+                found.append(batch if self._batch_fn is None else self._batch_fn(batch))
+        except StopIteration:
+            state = _ENDED
+        except Exception as raised:
+            state, error = _ENDED, raised
+        signatures = [signature_of(batch) for batch in found] + [0] * (num_micro - len(found))
+        text = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+        comm = self.axes.pp
+        if comm is None:
+            rows = [[state, float(len(found)), float(number), *map(float, signatures)]]
+        else:
+            sent = torch.tensor(
+                [state, float(len(found)), float(number), *signatures], dtype=torch.float64, device=self.device
+            )
+            rows = comm.exchange(sent, label="micro-batches").wait().tolist()
+        failure = self._data_failure(rows, num_micro, error)
+        known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
+        found += [None] * (num_micro - len(found))
+        batches = [MicroBatch(batch, signature) for batch, signature in zip(found, known, strict=True)]
+        return batches, failure
+
+    def _data_failure(self, rows: list[list[float]], num_micro: int, error: Exception | None) -> Failure | None:
+        ended = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0] == _ENDED}
+        with_data = [rank for rank, row in enumerate(rows) if row[0] != _NO_DATA]
+        others = {rank for rank, row in enumerate(rows) if row[2] != rows[0][2]}
+        if error is not None:
+            return Failure("next(data_iter)", error)
+        if others:
+            what = f"pipeline stages {sorted(others)} run another schedule than stage 0."
+            return Failure("start", UsageError(what, do="give every rank the same config.", code="pipeline-schedule"))
+        if not with_data:
+            what = "train_batch() has no data on any stage."
+            return Failure("start", UsageError(what, do="pass an iterator of micro-batches.", code="pipeline-data"))
+        if ended and set(ended.values()) == {0} and set(ended) == set(with_data):
+            return Failure("next(data_iter)", StopIteration())
+        if ended:
+            counts = ", ".join(f"{number} on pipeline rank {rank}" for rank, number in ended.items())
+            what = f"the data iterator ended before the {num_micro} micro-batches of a step: {counts}."
+            do = "give all stages of a pipeline the same micro-batches, in multiples of gradient_accumulation_steps."
+            return Failure("next(data_iter)", UsageError(what, do=do, code="pipeline-data"))
+        shapes = [index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1]
+        if shapes:
+            what = f"the stages of a pipeline read micro-batches of different shapes: micro-batch {shapes[0]}."
+            return Failure(
+                "start", UsageError(what, do="give all stages the same micro-batches.", code="pipeline-data")
+            )
+        return None
+
+    def _data_iterator(self) -> Iterator[Any] | None:
+        if self._iterator is None and self.training_dataloader is not None:
+            self._iterator = _endless(self.training_dataloader)
+        return self._iterator
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """``train_batch()`` reads this iterator from now on."""
+        self._iterator = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """``train_batch()`` reads this loader from now on, again and again."""
+        self._iterator = _endless(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """``fn`` changes each micro-batch that an iterator gives."""
+        self._batch_fn = fn
+
+    # stages
+
+    def is_first_stage(self) -> bool:
+        """Has this rank the first pipeline stage?"""
+        return 0 in self.module.stages
+
+    def is_last_stage(self) -> bool:
+        """Has this rank the last pipeline stage?"""
+        return self._is_last_here
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        """This rank's place among stages, data-parallel and tensor-parallel ranks, under DeepSpeed's names."""
+        if self._grid is None:
+            self._grid = PipelineParallelGrid()
+        return self._grid
+
+    def schedule(self) -> PipelineSchedule:
+        """The schedule of a step, on all ranks."""
+        return self._schedule(self.gradient_accumulation_steps(), is_training=True)[0]
+
+    # failures
+
+    def _share(self, failure: Failure | None) -> None:
+        """Raises: on every rank, the first rank's failure."""
+        mine = torch.tensor([float(failure is not None)], device=self.device)
+        flags = self.axes.world.exchange(mine, label="pipeline status").wait().reshape(-1).tolist()
+        if not any(flags):
+            return
+        own = None if failure is None or failure.error is None else failure.error
+        texts = self.axes.world.gather_objects(
+            None if own is None or failure is None else [failure.action, type(own).__name__, str(own)],
+            label="pipeline failure",
+        )
+        self._runner.forget()
+        self.sharding.recover()
+        self.accumulation.reset()
+        if own is not None:
+            self._explain_out_of_memory(own, "train_batch()")
+            raise own
+        first = next((rank for rank, text in enumerate(texts) if text is not None), 0)
+        action, kind, message = texts[first] or ("?", "Exception", "")
+        if kind == "StopIteration":
+            raise StopIteration
+        raise UsageError(
+            f"rank {first} raised {kind} in {action} of the pipeline: {message}",
+            where=self.properties.where(self.global_steps),
+            do=f"fix the error of rank {first}; nothing was changed, so the next train_batch() may follow.",
+            code="pipeline-failed",
+        )
+
+    def synchronize_tied(self) -> None:
+        """Give all copies of tied weights the values of the first stage that has one. Communicates: a broadcast."""
+        for group in sorted(self.sharded.groups, key=lambda group: group.buffer.layout.specs[0].name):
+            self.sharding.synchronize_tied(group)
+
+
+class _EngineCompute:
+    """What a schedule asks of the engine."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        module, sharded = engine.module, engine.sharded
+        self._parameters = {stage: module.stage_parameters(stage) for stage in module.stages}
+        self._units: dict[int, list[Unit]] = {}
+        for stage, parameters in self._parameters.items():
+            units = {id(unit): unit for unit in (sharded.unit_of[id(p)] for p in parameters)}
+            self._units[stage] = list(units.values())
+        numel = sum(unit.numel for unit in sharded.sharded)
+        self.keeps_gathered = bool(sharded.sharded) and numel <= engine.plan.zero.max_live_numel
+        self.stays_partial = not sharded.sharded or self.keeps_gathered
+        self._left: dict[int, Unit] = {}  # units that are not reduced yet
+        self._pinned: list[Unit] = []
+
+    def begin(self, actions: Iterable[Action]) -> None:
+        """A step, or an evaluation, begins."""
+        self._waiting = {action.stage for action in actions if action.kind == "REDUCE_GRAD"}
+        self._left = {id(unit): unit for unit in self._engine.sharded.reducer.units}
+
+    def end(self) -> None:
+        """It has ended, or failed."""
+        for unit in self._pinned:
+            unit.pin_count -= 1
+            unit.release()
+        self._pinned.clear()
+
+    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+        return Engine.forward(self._engine, stage, received, batch)
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        engine = self._engine
+        loss = engine.module.loss(output, batch)
+        if not torch.is_grad_enabled():
+            return loss
+        num_tokens = count_tokens(labels_of(batch)) if engine.accumulation.counts_tokens else None
+        return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
+
+    def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
+        engine = self._engine
+        with engine._failing("backward"), engine.timers.phase("backward"):
+            use_sequence_context(engine._attention_context)
+            engine.sharded.begin_backward()
+            if is_weight_pass:
+                with engine.sharded.gathered([unit for unit in self._units[stage] if unit.is_sharded]):
+                    run()
+            else:
+                run()
+            engine.sharded.finish_backward()
+
+    def weights(self, stage: int) -> Iterable[nn.Parameter]:
+        return [parameter for parameter in self._parameters[stage] if parameter.requires_grad]
+
+    def unshard(self, stage: int) -> None:
+        if not self.keeps_gathered:
+            return
+        for unit in self._units[stage]:
+            if unit.is_sharded:
+                unit.pin_count += 1
+                self._pinned.append(unit)
+                unit.start_gather()
+
+    def reshard(self, stage: int) -> None:
+        for unit in self._units[stage]:
+            if unit in self._pinned:
+                self._pinned.remove(unit)
+                unit.pin_count -= 1
+                unit.release()
+
+    def reduce(self, stage: int) -> None:
+        """Reduce units that no other stage of this rank, and no tied copy, still adds to."""
+        self._waiting.discard(stage)
+        if not self.stays_partial:
+            return
+        used = {id(unit) for other in self._waiting for unit in self._units[other]}
+        ready = [u for u in self._units[stage] if id(u) in self._left and id(u) not in used and not _is_tied(u)]
+        for unit in ready:
+            del self._left[id(unit)]
+        self._engine.sharded.reducer.reduce_now(ready)
+
+    def reduce_left(self) -> None:
+        """After the last action: reduce what is left; units with tied weights in the order of their names."""
+        if self.stays_partial:
+            left = sorted(self._left.values(), key=lambda unit: (_is_tied(unit), _tied_name(unit)))
+            self._engine.sharded.reducer.reduce_now(left)
+            self._left.clear()
+        self._engine.sharded.reducer.wait_reduced()
+
+
+def _is_tied(unit: Unit) -> bool:
+    return bool(_tied_name(unit))
+
+
+def _tied_name(unit: Unit) -> str:
+    """The first name of a weight that other pipeline stages have too; empty: there is none."""
+    tied = (group for group in unit.trained if any(axis.startswith("tied:") for axis in group.gradient.axes))
+    return min((group.buffer.layout.specs[0].name for group in tied), default="")
+
+
+def labels_of(batch: Any) -> torch.Tensor:
+    """The labels of a micro-batch: of a dict "labels", of a tuple the second. Raises: UsageError: it has none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        labels = batch[1]
+    if not isinstance(labels, torch.Tensor):
+        raise UsageError(
+            'loss_reduction is "token", but the micro-batch has no labels to count.',
+            do='give dicts with "labels", or tuples (inputs, labels).',
+            code="loss-tokens",
+        )
+    return labels
+
+
+def _endless(loader: Iterable[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader

@@ -1,0 +1,147 @@
+"""This rank's pipeline stages of a model, and what of the optimizer belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.world import World
+from shoal.config import Config
+from shoal.config.pipeline import Pipeline
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.mesh import Mesh, tied_axis
+from shoal.pipeline.cut import CutModel, Partition, cut
+from shoal.pipeline.module import PipelineModule
+from shoal.pipeline.schedule import build_schedule
+from shoal.pipeline.stage import StageModule
+from shoal.pipeline.topology import topology_of_mesh
+from shoal.zero.build import ModelParts
+
+
+def stages_of(
+    model: nn.Module, parts: ModelParts, config: Config, world: World, mesh: Mesh
+) -> tuple[StageModule, ModelParts]:
+    """Cut a model into pipeline stages and keep this rank's; a ``StageModule`` is cut already.
+
+    Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
+    Communicates: control messages, where weights are tied over stages.
+    """
+    section = config.pipeline
+    num_micro = max(int(config.gradient_accumulation_steps), 1)
+    virtual_stages = int(section.virtual_stages)
+    is_cut = isinstance(model, StageModule) and not (isinstance(model, PipelineModule) and model.is_whole)
+    if isinstance(model, StageModule) and is_cut:
+        virtual_stages = max(model.num_stages // mesh.pp, 1)
+    schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
+    own = schedule.stages_of(mesh.index("pp", world.rank))
+    whole: list[tuple[str, nn.Module]] = []
+    if not is_cut:
+        whole = list(model.named_modules())[1:]
+    if isinstance(model, PipelineModule):
+        _follow_config(model, section)
+        if model.is_whole:
+            model.keep_stages(topology_of_mesh(mesh), schedule.stage_ranks, section.partition)
+    elif section.seed_layers:
+        raise NotBuiltError(
+            f"pipeline.seed_layers = true of a {type(model).__name__}, whose modules exist already.",
+            do="leave it out, or build a PipelineModule of LayerSpecs with seed_layers=True.",
+            code="pipeline-seeds",
+        )
+    elif not isinstance(model, StageModule):
+        model = cut(
+            model,
+            schedule.num_stages,
+            stages_of_rank=own,
+            split_points=None if isinstance(section.split_points, str) else section.split_points or None,
+            partition=_partition(section.partition),
+        )
+    if model.num_stages != schedule.num_stages or tuple(model.stages) != own:
+        raise ConfigError(
+            f"the model is cut into {model.num_stages} pipeline stages, of which this rank has {list(model.stages)};"
+            f" the schedule {schedule.name} has {schedule.num_stages} over {mesh.pp} ranks, and this rank {list(own)}.",
+            where=f"rank {world.rank}",
+            do="give the model and the config the same number of stages (pipeline.stages, pipeline.virtual_stages).",
+            code="pipeline-stages",
+        )
+    names = {name for name, _ in model.named_parameters()}
+    tied = {}
+    for name, stages in sorted(model.tied.items()):
+        ranks = sorted({schedule.stage_ranks[stage] for stage in stages})
+        if len(ranks) > 1:
+            comm = world.communicator(tied_axis(ranks), mesh)
+            if name in names:
+                tied[name] = comm
+    return model, replace(parts, tied=tied, whole=whole)
+
+
+def _follow_config(model: PipelineModule, section: Pipeline) -> None:
+    """Let a module whose arguments leave it open recompute as the config says.
+
+    Raises: ConfigError: the config asks for seeds of layers that were built without.
+    """
+    if section.seed_layers and not model.seed_layers:
+        raise ConfigError(
+            "pipeline.seed_layers = true, but the layers were built without seeds of their own.",
+            do="pass seed_layers=True to PipelineModule, or leave the key out.",
+            code="pipeline-seeds",
+        )
+    if not model.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = int(section.activation_checkpoint_interval)
+
+
+def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
+    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed.
+
+    Raises: NotBuiltError: runs of several blocks.
+    """
+    interval = int(config.pipeline.activation_checkpoint_interval)
+    if not interval or not isinstance(model, CutModel):
+        return []
+    if interval > 1:
+        raise NotBuiltError(
+            f"pipeline.activation_checkpoint_interval = {interval}, several blocks in one recomputation, of a"
+            f" {type(model.whole_model).__name__}.",
+            do="write 1, or build a PipelineModule.",
+            code="pipeline-recompute",
+        )
+    names = (model.blocks.name(block) for block in range(len(model.blocks.names)))
+    own = dict(model.named_modules())
+    return [name for name in names if name in own]
+
+
+def _partition(name: str) -> Partition:
+    """What stages have as equal a share of. Raises: NotBuiltError: a way that a model without layers does not know."""
+    known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}
+    if name.casefold() not in known:
+        raise NotBuiltError(
+            f'pipeline.partition = "{name}" of a model that is no PipelineModule.',
+            do=f"write {', '.join(known)}, or name the first block of each later stage in pipeline.split_points.",
+            code="pipeline-partition",
+        )
+    return known[name.casefold()]
+
+
+def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:
+    """The client's optimizer and parameters without those of other ranks' stages."""
+    own = {id(parameter) for parameter in model.parameters()}
+
+    def kept(members: Any) -> list[Any]:
+        members = [members] if isinstance(members, torch.Tensor) else list(members)
+        return [member for member in members if id(member[1] if isinstance(member, tuple) else member) in own]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = kept(group["params"])
+        for parameter in [p for p in optimizer.state if id(p) not in own]:
+            del optimizer.state[parameter]
+    if model_parameters is not None:
+        entries = list(model_parameters)
+        if entries and isinstance(entries[0], dict):
+            model_parameters = [{**group, "params": kept(group["params"])} for group in entries]
+        else:
+            model_parameters = kept(entries)
+    return optimizer, model_parameters

@@ -1,0 +1,223 @@
+"""Where a model can be cut: its blocks, and on which stage each module beside them is."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+from torch import nn
+
+from shoal.errors import ModelError
+
+Side = Literal["first", "last", "both", "every"]  # the stages that run it: stage 0, the last one, these two, all
+
+
+@dataclass(frozen=True)
+class ModelBlocks:
+    """The blocks of a model.
+
+    Args:
+        container: name of the module that holds them; "" is the model itself.
+        names: of the blocks in it, in the order in which they run.
+    """
+
+    container: str
+    names: tuple[str, ...]
+
+    def name(self, block: int) -> str:
+        return joined(self.container, self.names[block])
+
+    @property
+    def ancestors(self) -> list[tuple[str, str]]:
+        """The modules above the container, from the model down, each with the name of its child on the way."""
+        parts = self.container.split(".") if self.container else []
+        return [(".".join(parts[:depth]), parts[depth]) for depth in range(len(parts))]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What a model has beside its blocks: modules and parameters, by full name."""
+
+    modules: Mapping[str, Side] = field(default_factory=dict)
+    parameters: Mapping[str, Side] = field(default_factory=dict)
+
+
+def joined(parent: str, child: str) -> str:
+    return f"{parent}.{child}" if parent else child
+
+
+def find_blocks(model: nn.Module) -> ModelBlocks:
+    """The longest list of modules that holds most parameters, embeddings apart.
+
+    Raises: ModelError: the model has no list of modules with parameters.
+    """
+    aside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    total = _numel(model, aside)
+    lists = {
+        name: (len(module), _numel(module, aside))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _has_parameters(module)
+    }
+    if not lists:
+        raise ModelError(
+            f"{type(model).__name__} has no list of blocks, an nn.ModuleList or nn.Sequential, where it can be cut.",
+            where="pipeline",
+            do="name the modules at which a stage begins in pipeline.split_points, or write a PipelineModule.",
+            code="pipeline-cut",
+        )
+    most = [name for name, (_, numel) in lists.items() if 2 * numel > total]
+    name = max(most, key=lambda name: lists[name][0]) if most else max(lists, key=lambda name: lists[name][1])
+    return ModelBlocks(name, tuple(model.get_submodule(name)._modules))
+
+
+def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks, tuple[int, ...]]:
+    """The blocks that the names of a split are among, and the first block of each stage.
+
+    Raises: ModelError: a name is not in the model, the names are not of one list, or not in its order.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    containers = {name.rpartition(".")[0] for name in split_points}
+    for name in split_points:
+        container = modules.get(name.rpartition(".")[0])
+        if name not in modules or not isinstance(container, nn.ModuleList | nn.Sequential) or len(containers) > 1:
+            what = "is no module of the model" if name not in modules else "is not in the one list that is cut"
+            raise ModelError(
+                f"split point {name!r} {what}.",
+                where="pipeline.split_points",
+                do="name blocks of one nn.ModuleList or nn.Sequential; the one with most parameters is "
+                f"{find_blocks(model).container!r}.",
+                code="pipeline-cut",
+            )
+    container_name = containers.pop()
+    blocks = ModelBlocks(container_name, tuple(modules[container_name]._modules))
+    starts = (0, *(blocks.names.index(name.rpartition(".")[2]) for name in split_points))
+    if any(here >= after for here, after in pairwise(starts)):
+        raise ModelError(
+            f"split points {list(split_points)} begin at blocks {list(starts[1:])}, which do not ascend from 1.",
+            where="pipeline.split_points",
+            do="name each first block of the second and of later stages, once, in the order of the list.",
+            code="pipeline-cut",
+        )
+    return blocks, starts
+
+
+def find_beside(
+    model: nn.Module, blocks: ModelBlocks, first: Collection[str], last: Collection[str], every: Collection[str]
+) -> Beside:
+    """On which stage each module and parameter beside the blocks is.
+
+    In this order: what the caller says; Transformers' pipeline plan; where the parent's ``forward`` calls it; where it
+    is registered.
+
+    Args:
+        first, last, every: full names of modules and parameters that the first, the last, every stage calls; one of
+            the first and the last stage is in both.
+
+    Raises: ModelError: a name is not beside the blocks.
+    """
+    modules: dict[str, Side] = {}
+    parameters: dict[str, Side] = {}
+    known: set[str] = set()
+
+    def add(parent: nn.Module, parent_name: str, side_of: Callable[[str], Side]) -> None:
+        members: dict[str, Any] = {**parent._parameters, **parent._modules}
+        for name, member in members.items():
+            full = joined(parent_name, name)
+            if member is None or not _has_parameters(member) or full in path:
+                continue
+            known.add(full)
+            side = side_of(name)
+            if full in every or (full in first and full in last):
+                side = "every" if full in every else "both"
+            elif full in first or full in last:
+                side = "first" if full in first else "last"
+            if isinstance(member, nn.Parameter):
+                parameters[full] = side
+            elif type(member).forward is nn.Module.forward:  # a list: the model calls what is in it
+                add(member, full, partial(_always, side))
+            else:
+                modules[full] = side
+
+    path = {joined(parent_name, name) for parent_name, name in blocks.ancestors}
+    for parent_name, on_path in blocks.ancestors:
+        parent = model.get_submodule(parent_name)
+        add(parent, parent_name, partial(_side, parent, on_path))
+    unknown = sorted({*first, *last, *every} - known)
+    if unknown:
+        raise ModelError(
+            f"{unknown} are no modules with parameters beside the blocks {blocks.container!r}.",
+            where="pipeline.first_stage, pipeline.last_stage, pipeline.every_stage",
+            do=f"name some of {sorted(known)}.",
+            code="pipeline-cut",
+        )
+    return Beside(modules, parameters)
+
+
+def _always(side: Side, name: str) -> Side:
+    return side
+
+
+def _side(parent: nn.Module, on_path: str, name: str) -> Side:
+    """Whether a module calls its member ``name`` before or after its child ``on_path``."""
+    plan = list(getattr(parent, "_pp_plan", None) or {})
+    if name in plan and on_path in plan:
+        return "first" if plan.index(name) < plan.index(on_path) else "last"
+    uses = _uses(type(parent), "forward", frozenset())
+    if name in uses and on_path in uses:
+        blocks = min(uses[on_path])
+        if min(uses[name]) < blocks < max(uses[name]):
+            return "both"
+        return "first" if min(uses[name]) < blocks else "last"
+    order = [*parent._parameters, *parent._modules]
+    return "first" if order.index(name) < order.index(on_path) else "last"
+
+
+def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tuple[int, int]]]:
+    """Where a method calls children, iterates over them or passes their parameters: line and column, by child's name.
+
+    A child without such a place: where its name is. What a method that it calls does counts at the place of the call.
+    """
+    try:
+        function = inspect.unwrap(getattr(kind, method))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    callers |= {method}
+    named: dict[str, list[tuple[int, int]]] = {}
+    used: dict[str, list[tuple[int, int]]] = {}
+    for node in ast.walk(tree):
+        for places, values in ((named, [node]), (used, _used_by(node))):
+            for value in values:
+                if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
+                    name, place = value.attr, (value.lineno, value.col_offset)
+                    is_method = inspect.isfunction(getattr(kind, name, None)) and name not in callers
+                    for of in _uses(kind, name, callers) if is_method else (name,):
+                        places.setdefault(of, []).append(place)
+    return {**named, **used}
+
+
+def _used_by(node: ast.AST) -> list[ast.AST]:
+    """The expressions that a node of the syntax tree calls, iterates over, or gets as arguments."""
+    if isinstance(node, ast.Call):
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        owners = [value.value for value in (node.func, *values) if isinstance(value, ast.Subscript)]
+        return [node.func, *values, *owners, *(value.value for value in values if isinstance(value, ast.Attribute))]
+    if isinstance(node, ast.For | ast.comprehension):
+        return list(ast.walk(node.iter))
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    return []
+
+
+def _has_parameters(member: nn.Module | nn.Parameter) -> bool:
+    return isinstance(member, nn.Parameter) or any(True for _ in member.parameters())
+
+
+def _numel(module: nn.Module, aside: set[int]) -> int:
+    return sum(p.numel() for p in module.parameters() if id(p) not in aside)

@@ -1,0 +1,265 @@
+"""What travels between two pipeline stages: tensors in tuples, lists and dicts, in one message, never through pickle.
+
+    pack      the value's structure (JSON) and its tensors
+    send      the tensors' bytes, in one send; alone, a tensor is sent as it is
+    recv      the structure is known from an earlier message of the same signature, or comes before the tensors
+
+The *signature* of a micro-batch is a number that all stages know: two micro-batches of the same signature have messages
+of the same structure, so it is sent once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.errors import UsageError
+
+_ALIGNMENT = 16  # bytes, at which each tensor of a message begins
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not dtype.is_complex
+}
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """One tensor of a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_gradient: bool  # the receiver sends its gradient back
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class MessageForm:
+    """The structure of a message.
+
+    Args:
+        tree: nested lists that JSON can hold; a tensor is its index in ``tensors``.
+    """
+
+    tree: Any
+    tensors: tuple[TensorForm, ...]
+
+    def to_json(self) -> bytes:
+        tensors = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.has_gradient] for t in self.tensors]
+        return json.dumps([self.tree, tensors]).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> MessageForm:
+        tree, tensors = json.loads(text)
+        return cls(tree, tuple(TensorForm(_DTYPES[d], tuple(shape), bool(g)) for d, shape, g in tensors))
+
+    @property
+    def gradients(self) -> MessageForm:
+        """The message that goes back: the gradients of the tensors that have one."""
+        tensors = tuple(TensorForm(t.dtype, t.shape, False) for t in self.tensors if t.has_gradient)
+        return MessageForm(["tuple", [["tensor", index] for index in range(len(tensors))]], tensors)
+
+
+def flatten(value: Any, where: str) -> tuple[MessageForm, list[torch.Tensor]]:
+    """The structure and the tensors of what a stage returns.
+
+    Args:
+        where: names the stage in an error.
+
+    Raises: UsageError: it holds something else than tensors, numbers, texts, None, tuples, lists and dicts of them.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def visit(item: Any, path: str) -> Any:
+        if isinstance(item, torch.Tensor):
+            if item.layout != torch.strided or item.dtype not in _DTYPES.values():
+                raise _unsendable(where, path, f"a tensor of dtype {item.dtype}, layout {item.layout}")
+            tensors.append(item)
+            return ["tensor", len(tensors) - 1]
+        if item is None or isinstance(item, bool | int | float | str):
+            return ["value", item]
+        if isinstance(item, tuple | list):
+            kind = "tuple" if isinstance(item, tuple) else "list"
+            return [kind, [visit(part, f"{path}[{index}]") for index, part in enumerate(item)]]
+        if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+            return ["dict", [[key, visit(part, f"{path}[{key!r}]")] for key, part in item.items()]]
+        raise _unsendable(where, path, f"a {type(item).__name__}")
+
+    tree = visit(value, "output")
+    forms = (
+        TensorForm(t.dtype, tuple(t.shape), t.requires_grad and (t.is_floating_point() or t.is_complex()))
+        for t in tensors
+    )
+    return MessageForm(tree, tuple(forms)), tensors
+
+
+def unflatten(form: MessageForm, tensors: Sequence[torch.Tensor | None]) -> Any:
+    """The value of which ``flatten`` gave the structure."""
+
+    def visit(node: Any) -> Any:
+        kind, content = node
+        if kind == "tensor":
+            return tensors[content]
+        if kind == "value":
+            return content
+        if kind == "dict":
+            return {key: visit(part) for key, part in content}
+        parts = [visit(part) for part in content]
+        return tuple(parts) if kind == "tuple" else parts
+
+    return visit(form.tree)
+
+
+def _unsendable(where: str, path: str, what: str) -> UsageError:
+    return UsageError(
+        f"{where} returns {what}, which cannot be sent to the next pipeline stage.",
+        where=path,
+        do="return tensors, numbers, texts and None, in tuples, lists and dicts with names as keys; or cut elsewhere.",
+        code="pipeline-message",
+    )
+
+
+@dataclass
+class Incoming:
+    """A message that is being received."""
+
+    form: MessageForm
+    _buffer: torch.Tensor | None
+    _work: Work | None
+
+    def wait(self) -> list[torch.Tensor]:
+        """The tensors, of their shapes, in memory of their own."""
+        if self._buffer is None:
+            return [torch.empty(t.shape, dtype=t.dtype) for t in self.form.tensors]
+        assert self._work is not None
+        self._work.wait()
+        if len(self.form.tensors) == 1:
+            return [self._buffer.view(self.form.tensors[0].shape)]
+        offsets, _ = _offsets(self.form)
+        return [
+            self._buffer[start : start + t.nbytes].view(t.dtype).view(t.shape)
+            for start, t in zip(offsets, self.form.tensors, strict=True)
+        ]
+
+
+def _offsets(form: MessageForm) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for tensor in form.tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, end
+
+
+class Channel:
+    """Messages from and to the other stages of one pipeline.
+
+    Args:
+        comm: the ranks along ``pp``.
+    """
+
+    def __init__(self, comm: Communicator, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._known: dict[tuple[str, int], MessageForm] = {}  # by boundary and signature
+
+    def known(self, boundary: str, signature: int) -> MessageForm | None:
+        """The structure of messages over a boundary, once it is known."""
+        return self._known.get((boundary, signature))
+
+    def forget(self) -> None:
+        """Negotiate every structure anew. All stages call it alike."""
+        self._known.clear()
+
+    def agree(self, boundary: str, signature: int, form: MessageForm, peer: int, *, label: str) -> None:
+        """The sender's side: check the structure, or tell it to the receiver the first time.
+
+        Raises: UsageError: an earlier micro-batch of this signature had another one.
+        Communicates: the first time two sends of a few bytes.
+        """
+        known = self._known.get((boundary, signature))
+        if known is None:
+            text = torch.frombuffer(bytearray(form.to_json()), dtype=torch.uint8).to(self._device)
+            size = torch.tensor([text.numel()], dtype=torch.int64, device=self._device)
+            self._comm.send(size, peer, label=f"{label} structure").drain()
+            self._comm.send(text, peer, label=f"{label} structure").drain()
+            self._known[boundary, signature] = form
+        elif known != form:
+            raise UsageError(
+                f"a stage returned {_text(form)} where an earlier micro-batch of the same shapes gave {_text(known)}.",
+                where=f"message {label}",
+                do="give PipelineModule dynamic_shape=True where shapes depend on values.",
+                code="pipeline-shape",
+            )
+
+    def learn(self, boundary: str, signature: int, peer: int, *, label: str) -> MessageForm:
+        """The receiver's side of ``agree``. Order: blocks the host the first time."""
+        known = self._known.get((boundary, signature))
+        if known is None:
+            size = torch.empty(1, dtype=torch.int64, device=self._device)
+            self._comm.recv(size, peer, label=f"{label} structure").wait()
+            text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
+            self._comm.recv(text, peer, label=f"{label} structure").wait()
+            known = MessageForm.from_json(text.cpu().numpy().tobytes())
+            self._known[boundary, signature] = known
+        return known
+
+    def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
+        """Send tensors in one message. ``drain()`` the result before they are overwritten."""
+        if not form.tensors or not sum(t.nbytes for t in form.tensors):
+            return None
+        if len(tensors) == 1:
+            return self._comm.send(tensors[0].detach().contiguous().view(-1), peer, label=label)
+        offsets, nbytes = _offsets(form)
+        flat = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        for start, tensor, t in zip(offsets, tensors, form.tensors, strict=True):
+            flat[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
+        return self._comm.send(flat, peer, label=label)
+
+    def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
+        """Begin to receive a message."""
+        if not form.tensors or not sum(t.nbytes for t in form.tensors):
+            return Incoming(form, None, None)
+        if len(form.tensors) == 1:
+            only = form.tensors[0]
+            buffer = torch.empty(prod(only.shape), dtype=only.dtype, device=self._device)
+        else:
+            buffer = torch.empty(_offsets(form)[1], dtype=torch.uint8, device=self._device)
+        return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label))
+
+
+def _text(form: MessageForm) -> str:
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in form.tensors) or "no tensor"
+
+
+def signature_of(batch: Any) -> int:
+    """A number of the shapes and dtypes in a micro-batch, below 2**52; 0 for no batch."""
+    if batch is None:
+        return 0
+    parts: list[str] = []
+
+    def visit(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            parts.append(f"{item.dtype}{list(item.shape)}{item.requires_grad}")
+        elif isinstance(item, dict) or hasattr(item, "items"):
+            for key, value in item.items():
+                parts.append(f"{key}:")
+                visit(value)
+        elif isinstance(item, tuple | list):
+            parts.append(f"({len(item)}")
+            for value in item:
+                visit(value)
+        else:
+            parts.append(type(item).__name__)
+
+    visit(batch)
+    return 1 + int.from_bytes(hashlib.sha256("|".join(parts).encode()).digest()[:6], "big")

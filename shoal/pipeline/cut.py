@@ -1,0 +1,365 @@
+"""Cut any model into pipeline stages, without rewriting it.
+
+    stage = cut(model, 4, stages_of_rank=(1,))        # model.layers.3 to .5 stay, the rest frees its memory
+    sent = stage(1, received, {"input_ids": ..., "labels": ...})
+
+Each stage runs the model's own forward on the micro-batch: masks, positions and rotations are computed on each stage
+and never sent. Modules of other stages are replaced meanwhile (see ``stand_in.py`` and ``one_forward.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.errors import ModelError, UsageError
+from shoal.pipeline.balance import balance, uniform
+from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, joined, split_at
+from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
+from shoal.pipeline.stage import StageModule
+from shoal.pipeline.stand_in import AbsentModule, StandIn, meta_copy, to_meta
+
+Partition = Literal["best", "parameters", "uniform"]
+
+
+def cut(
+    model: nn.Module,
+    num_stages: int,
+    *,
+    stages_of_rank: Sequence[int],
+    starts: Sequence[int] | None = None,
+    split_points: Sequence[str] | None = None,
+    partition: Partition | Sequence[float] = "best",
+    first_stage: Sequence[str] = (),
+    last_stage: Sequence[str] = (),
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+) -> CutModel:
+    """Cut a model between its blocks, and keep this rank's stages.
+
+    Args:
+        model: changed in place; parameters may be on the meta device.
+        num_stages: of the whole model, virtual ones included.
+        stages_of_rank: the stages to keep.
+        starts: the first block of each stage, ascending from 0. None: by ``partition``.
+        split_points: names of the blocks at which the second and later stages begin. None: the longest list of
+            modules that holds most parameters is cut.
+        partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
+            the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block.
+        first_stage, last_stage: names of modules and parameters beside the blocks that the first, the last stage
+            calls, where Shoal takes them for another's; one may be in both.
+        loss_fn: of the model's output and the labels. The batch is then (inputs, labels). None: the model's output
+            holds the loss.
+
+    Raises: ModelError: the model cannot be cut there.
+    Memory: modules of other stages move to the meta device.
+    """
+    if split_points is not None:
+        blocks, points = split_at(model, split_points)
+        starts = points if starts is None else starts
+    else:
+        blocks = find_blocks(model)
+    beside = find_beside(model, blocks, first_stage, last_stage)
+    bounds = _bounds(model, blocks, beside, num_stages, starts, partition)
+    return CutModel(model, blocks, beside, bounds, tuple(sorted(stages_of_rank)), loss_fn)
+
+
+def _bounds(
+    model: nn.Module,
+    blocks: ModelBlocks,
+    beside: Beside,
+    num_stages: int,
+    starts: Sequence[int] | None,
+    partition: Partition | Sequence[float],
+) -> tuple[int, ...]:
+    count = len(blocks.names)
+    if not 1 <= num_stages <= count:
+        raise ModelError(
+            f"{num_stages} pipeline stages, but {type(model).__name__} has {count} blocks in {blocks.container!r}.",
+            where="pipeline.stages",
+            do=f"take 1 to {count} stages (virtual ones counted), or cut another list by pipeline.split_points.",
+            code="pipeline-cut",
+        )
+    if starts is not None:
+        bounds = (*starts, count)
+        if len(starts) != num_stages or starts[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+            raise ModelError(
+                f"{list(starts)} are not the first blocks of {num_stages} stages of {count} blocks.",
+                where="pipeline",
+                do=f"give {num_stages} ascending numbers, from 0 to at most {count - 1}.",
+                code="pipeline-cut",
+            )
+        return bounds
+    if partition == "uniform":
+        return tuple(uniform(count, num_stages))
+    if isinstance(partition, str):
+        costs = [float(_numel([model.get_submodule(blocks.name(block))])) for block in range(count)]
+        if partition == "best":
+            for stage, side in ((0, "first"), (-1, "last")):
+                costs[stage] += _numel(_members(model, beside, (side, "both")))
+    else:
+        costs = list(partition)
+        if len(costs) != count or not all(0 <= cost < float("inf") for cost in costs):
+            raise ModelError(
+                f"{len(costs)} costs {costs} for the {count} blocks of {blocks.container!r}.",
+                where="pipeline.partition",
+                do=f"give {count} numbers that are not negative.",
+                code="pipeline-cut",
+            )
+    return tuple(balance(costs, num_stages))
+
+
+def _members(model: nn.Module, beside: Beside, sides: tuple[str, ...]) -> list[nn.Module | nn.Parameter]:
+    modules = [model.get_submodule(name) for name, side in beside.modules.items() if side in sides]
+    return [*modules, *(model.get_parameter(name) for name, side in beside.parameters.items() if side in sides)]
+
+
+def _numel(members: Iterable[nn.Module | nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in _parameters(members).values())
+
+
+def _parameters(members: Iterable[nn.Module | nn.Parameter]) -> dict[int, nn.Parameter]:
+    owned = (member.parameters() if isinstance(member, nn.Module) else (member,) for member in members)
+    return {id(parameter): parameter for parameters in owned for parameter in parameters}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module or a parameter beside the blocks.
+
+    Args:
+        meta: it on the meta device, for stages that do not have it; None where every stage of the rank has it.
+    """
+
+    name: str
+    side: Side
+    parent: nn.Module
+    key: str
+    meta: Any
+
+
+class CutModel(StageModule):
+    """The stages of a model that this rank keeps. It shares the model's children and parameters, under their names.
+
+    Attributes:
+        whole_model: the model that was cut; its forward is the model's.
+        blocks: what was cut.
+        starts: the first block of each stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: ModelBlocks,
+        beside: Beside,
+        bounds: tuple[int, ...],
+        stages: tuple[int, ...],
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self._whole = (model,)  # in a tuple: its children are this module's
+        self.num_stages = len(bounds) - 1
+        self.stages = stages
+        self.blocks = blocks
+        self.starts = bounds[:-1]
+        self._bounds = bounds
+        self._loss_fn = loss_fn
+        container = model.get_submodule(blocks.container)
+        self._blocks = [container.get_submodule(name) for name in blocks.names]
+        self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
+
+        canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+        by_stage = [_parameters(self._members_of(beside, stage)) for stage in range(self.num_stages)]
+        self._names = [[canonical[key] for key in owned] for owned in by_stage]
+        holders: dict[str, list[int]] = {}
+        for stage, names in enumerate(self._names):
+            for name in names:
+                holders.setdefault(name, []).append(stage)
+        self.tied = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
+        self._beside = self._drop(beside, {name for stage in stages for name in self._names[stage]})
+        for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[shared] = model.__dict__[shared]
+        self.training = model.training
+
+    @property
+    def whole_model(self) -> nn.Module:
+        return self._whole[0]
+
+    def train(self, mode: bool = True) -> CutModel:
+        self.whole_model.train(mode)
+        self.training = mode
+        return self
+
+    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+        if batch is None:
+            raise UsageError(
+                f"pipeline stage {stage} has no micro-batch, but the model computes its masks and positions from it.",
+                where="pipeline",
+                do="give every rank the data iterator.",
+                code="pipeline-batch",
+            )
+        inputs = batch if self._loss_fn is None else batch[0]
+        tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        begin, end = self._bounds[stage : stage + 2]
+        container = self.whole_model.get_submodule(self.blocks.container)
+        modules = [
+            container.get_submodule(self.blocks.names[at]) if begin <= at < end else block
+            for at, block in enumerate(self._blocks)
+        ]
+        forward = OneForward(self.blocks, modules, begin, end, received, device)
+        try:
+            with self._replaced(stage, forward, container) as model:
+                if isinstance(inputs, Mapping):
+                    output = model(**inputs)
+                else:
+                    output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+        except EndOfStage as ended:
+            return ended.message
+        finally:
+            forward.finish()
+        if end < len(self._blocks) or not forward.has_begun:
+            raise ModelError(
+                f"the model's forward ended on pipeline stage {stage} without a call of block "
+                f"{self.blocks.name(end if end < len(self._blocks) else begin)!r}.",
+                where="pipeline",
+                do="cut a list whose blocks the model calls in each forward, by pipeline.split_points.",
+                code="pipeline-cut",
+            )
+        return output
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        if self._loss_fn is not None:
+            return self._loss_fn(output, batch[1])
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            has = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "without one"
+            raise UsageError(
+                f"the output of {type(self.whole_model).__name__} is no loss: {type(output).__name__} {has}.",
+                where="pipeline",
+                do="give the batch labels, or wrap the model in PipelineModule(loss_fn=...).",
+                code="pipeline-loss",
+            )
+        return loss.reshape(())
+
+    def stage_parameters(self, stage: int) -> list[nn.Parameter]:
+        parameters = dict(self.named_parameters())
+        return [parameters[name] for name in self._names[stage]]
+
+    def _members_of(self, beside: Beside, stage: int) -> list[nn.Module | nn.Parameter]:
+        sides: tuple[Side, ...] = ("first", "last", "both")
+        here = tuple(side for side in sides if _is_on(side, stage, self.num_stages))
+        begin, end = self._bounds[stage : stage + 2]
+        return [*self._blocks[begin:end], *_members(self.whole_model, beside, here)]
+
+    def _drop(self, beside: Beside, names: set[str]) -> list[Member]:
+        """Keep the modules of this rank's stages, and the parameters with these names; move the rest to meta."""
+        model, blocks = self.whole_model, self.blocks
+        container = model.get_submodule(blocks.container)
+        members = [member for stage in self.stages for member in self._members_of(beside, stage)]
+        modules = {name: model.get_submodule(name) for name in beside.modules}
+        modules |= {blocks.name(at): block for at, block in enumerate(self._blocks)}
+        own = {id(member) for member in members}
+        stay = {
+            name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()
+        }
+        kept = {id(part) for module in stay.values() if module is not None for part in module.modules()}
+
+        for at, block in enumerate(self._blocks):
+            _set(container, blocks.names[at], stay[blocks.name(at)])
+            if id(block) not in kept:
+                to_meta(block, kept)
+        found = []
+        for name, side in beside.modules.items():
+            module, stays = modules[name], stay[name]
+            parent = model.get_submodule(name.rpartition(".")[0])
+            key = name.rpartition(".")[2]
+            parent._modules[key] = AbsentModule() if stays is None else stays
+            meta = None
+            if not all(_is_on(side, stage, self.num_stages) for stage in self.stages):
+                meta = module
+                if any(id(part) in kept for part in module.modules()):
+                    meta = meta_copy(module)
+                else:
+                    to_meta(module, kept)
+            found.append(Member(name, side, parent, key, meta))
+        for name, side in beside.parameters.items():
+            parent, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            parameter = model.get_parameter(name)
+            found.append(Member(name, side, parent, key, torch.empty_like(parameter, device="meta")))
+            if id(parameter) not in own and name not in names:
+                parent._parameters[key] = None
+        return found
+
+    @contextmanager
+    def _replaced(self, stage: int, forward: OneForward, container: nn.Module) -> Iterator[nn.Module]:
+        """The model as one stage runs it."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+
+        def replace(table: dict[str, Any], key: str, value: Any) -> None:
+            before.append((table, key, table.get(key)))
+            table[key] = value
+
+        for member in self._beside:
+            parent: Any = member.parent
+            is_module = not isinstance(member.meta, torch.Tensor)
+            if _is_on(member.side, stage, self.num_stages):
+                if is_module and stage < self.num_stages - 1:
+                    replace(parent._modules, member.key, RecordedModule(parent._modules[member.key], forward.record))
+            elif is_module:
+                check = partial(forward.check_beside, member.name, member.side)
+                keep = partial(forward.guard, of=repr(member.name))
+                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
+            else:
+                replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
+        view = object.__new__(self._running_class)
+        view.__dict__.update(container.__dict__)
+        view.__dict__["_forward"] = forward
+        name = self.blocks.container
+        if name:
+            parent = self.whole_model.get_submodule(name.rpartition(".")[0])
+            replace(parent._modules, name.rpartition(".")[2], view)
+        try:
+            yield self.whole_model if name else view
+        finally:
+            for table, key, value in reversed(before):
+                if value is None:
+                    del table[key]
+                else:
+                    table[key] = value
+
+
+def _is_on(side: Side, stage: int, num_stages: int) -> bool:
+    return (stage == 0 and side != "last") or (stage == num_stages - 1 and side != "first")
+
+
+def _set(container: nn.Module, key: str, module: nn.Module | None) -> None:
+    if module is None:
+        del container._modules[key]
+    else:
+        container._modules[key] = module
+
+
+def _shell(module: nn.Module, name: str, names: set[str]) -> nn.Module | None:
+    """A module with those parameters that have one of ``names``, under their names; None without one."""
+    owned = {parameter for parameter, _ in module.named_parameters(name)}
+    if not owned & names:
+        return None
+    if owned <= names:
+        return module
+    shell = nn.Module()
+    for key, parameter in module._parameters.items():
+        if joined(name, key) in names:
+            shell.register_parameter(key, parameter)
+    for key, child in module._modules.items():
+        part = None if child is None else _shell(child, joined(name, key), names)
+        if part is not None:
+            shell.add_module(key, part)
+    return shell

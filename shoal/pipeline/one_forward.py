@@ -1,0 +1,299 @@
+"""One forward of one pipeline stage of a model that was cut: which blocks run, and what crosses to the next stage.
+
+The model's own forward runs. Its list of blocks is replaced for that time by a ``RunningBlocks``, which gives in place
+of a block
+
+    before this stage     one that computes nothing and returns a guard
+    of this stage         the block; the first one gets what was received in place of the model's arguments
+    after this stage      one that ends the forward: its arguments are what the next stage receives
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.errors import ModelError
+from shoal.pipeline.blocks import ModelBlocks, Side
+from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by
+
+
+class EndOfStage(Exception):  # no error: ends the model's forward after the last block of a stage
+    """Carries what the next stage receives."""
+
+    def __init__(self, message: dict[str, Any]) -> None:
+        super().__init__()
+        self.message = message
+
+
+class OneForward:
+    """The state of one forward of one stage.
+
+    Args:
+        modules: of the blocks; those that are elsewhere on the meta device.
+        begin, end: the blocks of this stage.
+        received: what the stage before returned: ``{"arguments": tensors by position or name of the first block's
+            argument, "output": the form of what a block returns}``.
+    """
+
+    def __init__(
+        self, blocks: ModelBlocks, modules: list[nn.Module], begin: int, end: int, received: Any, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.modules = modules
+        self.begin = begin
+        self.end = end
+        self.device = device
+        self.has_begun = begin == 0 and end == len(blocks.names)
+        self.is_over = False
+        self.form: Any = received["output"] if received else None
+        self._received: dict[str, torch.Tensor] = received["arguments"] if received else {}
+        self._is_found = False  # the list of blocks was asked for a block of this stage
+        self._position = -1  # of the last block that was called
+        self._guards: list[torch.Tensor] = []
+        self._produced: dict[int, weakref.ref[torch.Tensor]] = {}  # by id; the next stage cannot compute them
+        self._replaced: list[tuple[torch.Tensor, torch.Tensor]] = []  # the model's argument, what was received for it
+        self._hidden: torch.Tensor | None = None  # what the blocks before return
+
+    def finish(self) -> None:
+        self.is_over = True
+        self._produced.clear()
+        self._guards.clear()
+
+    def guard(self, like: torch.Tensor, of: str) -> torch.Tensor:
+        made = guard(like, self.device, of)
+        self._guards.append(made)
+        return made
+
+    def record(self, output: Any) -> None:
+        """What a module or block of this stage returned: the next stage cannot compute it."""
+        if not self.is_over:
+            for leaf in _tensors(output):
+                self._produced[id(leaf)] = weakref.ref(leaf)
+
+    def block(self, position: int) -> Any:
+        """What the model gets in place of a block."""
+        if position < self.begin:
+            return SkippedBlock(self, position)
+        self._is_found |= position < self.end
+        return OwnBlock(self, position) if position < self.end else EndBlock(self, position)
+
+    def skip(self, position: int) -> Any:
+        """What a block before this stage returns."""
+        self._enter(position)
+        if self.has_begun:
+            raise self._order_error(position)
+        if self._hidden is None:
+            first = next(iter(self._received.values()))
+            self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
+        hidden = self._hidden
+        return _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+
+    def arguments(self, position: int, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
+        """The arguments of a block of this stage: those received in place of the model's own."""
+        self._enter(position)
+        missing = set(self._received) if is_first else set()
+
+        def replace(key: str, leaf: Any) -> Any:
+            if is_first and key in self._received:
+                missing.remove(key)
+                if isinstance(leaf, torch.Tensor):
+                    self._replaced.append((leaf, self._received[key]))
+                return self._received[key]
+            if not isinstance(leaf, torch.Tensor) or self.is_over:
+                return leaf
+            for local, received in self._replaced:
+                if leaf is local:
+                    return received
+            self._check(leaf, key, position)
+            return leaf
+
+        replaced: tuple[Any, Any] = _map_arguments(replace, args, kwargs)
+        if missing:
+            raise ModelError(
+                f"block {self.blocks.name(position)!r} has no argument {sorted(missing)[0]!r}, but the stage before "
+                "sends one.",
+                where="pipeline",
+                do="pass all blocks the same arguments in the same way.",
+                code="pipeline-cut",
+            )
+        return replaced
+
+    def leave(self, output: Any) -> None:
+        """Record what a block of this stage returned."""
+        if not self.is_over:
+            self.record(output)
+            tensors = _tensors(output)
+            self.form = _map(lambda _, leaf: "hidden" if leaf is tensors[0] else None, _plain(output), "")
+
+    def message(self, position: int, args: Any, kwargs: Any) -> dict[str, Any]:
+        """What crosses to the next stage, from the arguments of its first block.
+
+        The first tensor; and each that has a gradient or was computed by blocks, so that the next stage cannot compute
+        it again.
+        """
+        if not self._is_found:
+            raise self._order_error(position)
+        args, kwargs = self.arguments(position, args, kwargs, is_first=not self.has_begun)
+        crossing: dict[str, torch.Tensor] = {}
+
+        def visit(key: str, leaf: Any) -> None:
+            is_received = any(leaf is tensor for tensor in self._received.values())
+            if isinstance(leaf, torch.Tensor) and (
+                not crossing or leaf.requires_grad or is_received or self._is_produced(leaf)
+            ):
+                crossing[key] = leaf
+
+        _map_arguments(visit, args, kwargs)
+        if not crossing:
+            raise ModelError(
+                f"block {self.blocks.name(position)!r} is called without a tensor, so there is nothing to send to it.",
+                where="pipeline",
+                do="pass it the hidden states as its first argument, or write a PipelineModule.",
+                code="pipeline-cut",
+            )
+        return {"arguments": crossing, "output": self.form if self.has_begun or self.begin else "hidden"}
+
+    def check_beside(self, name: str, side: Side) -> None:
+        """Raises: ModelError: the model calls a module of the first or last stage here, where it should not."""
+        if side == "last":
+            raise _beside_error(name, "last", "before the last block", "first")
+        if self.has_begun and not self.is_over:
+            raise _beside_error(name, "first", "after a block of a later one", "last")
+
+    def _check(self, leaf: torch.Tensor, key: str, position: int) -> None:
+        """An argument that was computed from a guard is an error."""
+        if self._is_produced(leaf):
+            return
+        is_guard = any(leaf is tensor for tensor in self._guards)
+        of = guarded_by(leaf) if leaf.requires_grad else ("a module or block" if is_guard else None)
+        if of is not None:
+            name = self.blocks.name(position)
+            raise guard_error(of, f"argument {key!r} of {name!r} (shape {list(leaf.shape)}) is computed from it")
+
+    def _is_produced(self, tensor: torch.Tensor) -> bool:
+        known = self._produced.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def _enter(self, position: int) -> None:
+        if self.is_over:  # recomputation
+            return
+        if position < self._position:
+            raise self._order_error(position)
+        self._position = position
+
+    def _order_error(self, position: int) -> ModelError:
+        own = self.blocks.name(self.begin)
+        return ModelError(
+            f"the model calls block {self.blocks.name(position)!r} out of order on the stage that begins with {own!r}.",
+            where="pipeline",
+            do="cut a list whose blocks the model calls once each, from the first to the last, by naming its blocks in "
+            "pipeline.split_points; or write a PipelineModule.",
+            code="pipeline-cut",
+        )
+
+
+class SkippedBlock(Delegate):
+    """A block of a stage before this one."""
+
+    def __init__(self, forward: OneForward, position: int) -> None:
+        super().__init__(forward.modules[position])
+        self._forward = forward
+        self._at = position
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward.skip(self._at)
+
+
+class OwnBlock(SkippedBlock):
+    """A block of this stage."""
+
+    _is_first: bool | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_first is None:  # kept for a recomputation
+            self._is_first = not self._forward.has_begun
+        args, kwargs = self._forward.arguments(self._at, args, kwargs, self._is_first)
+        self._forward.has_begun = True
+        output = self._module(*args, **kwargs)
+        self._forward.leave(output)
+        return output
+
+
+class EndBlock(SkippedBlock):
+    """A block of a stage after this one: ends the forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise EndOfStage(self._forward.message(self._at, args, kwargs))
+
+
+class RecordedModule(Delegate):
+    """A module before the blocks, on its own stage."""
+
+    def __init__(self, module: nn.Module, record: Callable[[Any], None]) -> None:
+        super().__init__(module)
+        self._record = record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._module(*args, **kwargs)
+        self._record(output)
+        return output
+
+
+class RunningBlocks:
+    """A list of blocks while one stage runs. Mixed into the list's own class, so that its own methods work.
+
+    It has as many blocks as the whole model; ``_modules`` are those of this rank.
+    """
+
+    _forward: OneForward
+
+    def __len__(self) -> int:
+        return len(self._forward.blocks.names)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._forward.block(position) for position in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> Any:
+        positions = range(len(self))[index]
+        if isinstance(positions, int):
+            return self._forward.block(positions)
+        return [self._forward.block(position) for position in positions]
+
+
+def _map_arguments(visit: Callable[[str, Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return tuple(_map(visit, value, str(index)) for index, value in enumerate(args)), {
+        name: _map(visit, value, name) for name, value in kwargs.items()
+    }
+
+
+def _map(visit: Callable[[str, Any], Any], value: Any, key: str) -> Any:
+    """``visit(key, leaf)`` of all that is no tuple, list or dict, in a like value."""
+    if type(value) in (tuple, list):
+        return type(value)(_map(visit, part, f"{key}.{index}") for index, part in enumerate(value))
+    if type(value) is dict:
+        return {name: _map(visit, part, f"{key}.{name}") for name, part in value.items()}
+    return visit(key, value)
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, dict) else value  # a ModelOutput is a dict
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _map(lambda _, leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, _plain(value), "")
+    return found
+
+
+def _beside_error(name: str, side: Side, when: str, other: Side) -> ModelError:
+    return ModelError(
+        f"module {name!r} is on the {side} pipeline stage, but the model calls it {when}.",
+        where="pipeline",
+        do=f"add {name!r} to pipeline.{other}_stage; if the model calls it on both, to pipeline.{side}_stage, too.",
+        code="pipeline-beside",
+    )

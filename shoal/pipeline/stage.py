@@ -1,0 +1,49 @@
+"""A rank's pipeline stages: the interface between a model that is cut and the engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class StageModule(nn.Module):
+    """This rank's pipeline stages: a part of a model, whose parameters have their names in the whole model.
+
+    Several micro-batches are between their forward and their backward at a time, so a stage keeps no state on the
+    module.
+
+    Attributes:
+        num_stages: of the whole model, virtual ones included.
+        stages: those of this rank, ascending.
+        tied: by name of a parameter, the stages (of all) that hold a copy of it; only parameters of several stages.
+        is_dynamic: what a stage returns may have other shapes though the micro-batch has the same.
+    """
+
+    num_stages: int
+    stages: tuple[int, ...]
+    tied: Mapping[str, tuple[int, ...]]
+    is_dynamic: bool = False
+
+    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+        """Run one pipeline stage on one micro-batch.
+
+        Args:
+            received: what the stage before returned; None on stage 0. Tensors in tuples, lists, dicts; None.
+            batch: the micro-batch, as the data iterator gave it. Where only the first and the last stage have one, it
+                is None elsewhere.
+
+        Returns: what the next stage receives: tensors in tuples, lists, dicts; None. Of the last stage: the model's
+            output.
+        """
+        raise NotImplementedError
+
+    def loss(self, output: Any, batch: Any) -> torch.Tensor:
+        """The loss of a micro-batch, on the last stage. Shape: []."""
+        raise NotImplementedError
+
+    def stage_parameters(self, stage: int) -> list[nn.Parameter]:
+        """The parameters that a stage uses; one of several stages is in each of them."""
+        raise NotImplementedError

@@ -1,0 +1,155 @@
+"""What replaces a tensor or a module that is on another pipeline stage.
+
+A stage runs the whole model's forward, and the result of a module before the blocks is needed there only for its shape,
+dtype and device. So a *guard* replaces it: a tensor of NaN. A guard must not reach what this stage computes. The
+backward pass raises where a gradient arrives at one, and arguments of blocks are checked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from shoal.errors import ModelError
+
+_MAX_NODES = 200  # of the autograd graph that are visited for one argument; a guard is near where it is misused
+
+
+class _Guarded(torch.autograd.Function):
+    """A tensor without values, whose gradient is an error."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor, of: str) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.of = of
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
+        if grads[0] is not None:
+            raise guard_error(ctx.of, "a gradient arrives at it: the loss of this stage depends on it")
+        return None, None, None
+
+
+def guard(like: torch.Tensor, device: torch.device, of: str) -> torch.Tensor:
+    """A tensor of ``like``'s shape and dtype: NaN, or zeros where the dtype has no NaN.
+
+    Args:
+        of: what it replaces, for errors.
+    """
+    if not like.is_floating_point() and not like.is_complex():
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
+    values = torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
+    if not torch.is_grad_enabled():
+        return values
+    guarded: torch.Tensor = _Guarded.apply(torch.empty(0, device=device, requires_grad=True), values, of)
+    return guarded
+
+
+def guarded_by(tensor: torch.Tensor) -> str | None:
+    """What a guard replaces that ``tensor`` was computed from, if one is near in the graph."""
+    nodes: list[Any] = [tensor.grad_fn]
+    seen: set[Any] = set()
+    while nodes and len(seen) < _MAX_NODES:
+        node = nodes.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "_GuardedBackward":
+            of: str = node.of
+            return of
+        nodes += [parent for parent, _ in node.next_functions]
+    return None
+
+
+def guard_error(of: str, what: str) -> ModelError:
+    return ModelError(
+        f"the model cannot be cut between its blocks: it uses {of}, which this stage does not have; {what}.",
+        where="pipeline",
+        do="let what a block needs of the stages before be an argument of each block, passed on unchanged; or write a "
+        "PipelineModule.",
+        code="pipeline-cut",
+    )
+
+
+class AbsentModule(nn.Module):
+    """Keeps the place of a module that is on other pipeline stages only. It has no parameters."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(
+            "this module is on other pipeline stages only, so it can be called within a pipeline stage's forward only.",
+            where="pipeline",
+            do="call engine.train_batch() or engine.eval_batch().",
+            code="pipeline-absent",
+        )
+
+
+class Delegate:
+    """Has the attributes and the class of a module, and another ``__call__``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @property  # type: ignore[misc]  # isinstance() of the module's class is true
+    def __class__(self) -> Any:
+        return type(self._module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class StandIn(Delegate):
+    """Called in place of a module that is on other stages: returns guards of the shapes that the module returns.
+
+    Args:
+        module: with parameters on the meta device.
+        check: called first; raises where the module must not be called.
+    """
+
+    def __init__(
+        self, module: nn.Module, of: str, check: Callable[[], None], keep: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        super().__init__(module)
+        self._of = of
+        self._check = check
+        self._guard = keep
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        try:
+            with torch.no_grad():
+                args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+                output = self._module(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ModelError(
+                f"the shape of what {self._of} returns cannot be known without running it: {error}",
+                where="pipeline",
+                do="write a PipelineModule.",
+                code="pipeline-cut",
+            ) from error
+        return tree_map_only(torch.Tensor, self._guard, output)
+
+
+def to_meta(module: nn.Module, kept: set[int]) -> None:
+    """Move a module's parameters and buffers to the meta device, in place; modules with an ``id`` in ``kept`` stay."""
+    for part in module.modules():
+        if id(part) not in kept:
+            tensors: Any = (part._parameters, part._buffers)
+            for owned in tensors:
+                owned.update({name: _meta(tensor) for name, tensor in owned.items() if tensor is not None})
+
+
+def meta_copy(module: nn.Module) -> nn.Module:
+    """A copy of a module, with parameters and buffers on the meta device."""
+    memo: dict[int, Any] = {id(t): _meta(t) for t in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, memo)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty

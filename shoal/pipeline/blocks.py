@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from shoal.errors import ModelError
 
-Side = Literal["first", "last", "both"]  # the stages that run it: stage 0, the last one
+Side = Literal["first", "last", "both", "every"]  # the stages that run it: stage 0, the last one, these two, all
 
 
 @dataclass(frozen=True)
@@ -107,82 +107,116 @@ def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks
     return blocks, starts
 
 
-def find_beside(model: nn.Module, blocks: ModelBlocks, first: Iterable[str], last: Iterable[str]) -> Beside:
+def find_beside(
+    model: nn.Module, blocks: ModelBlocks, first: Collection[str], last: Collection[str], every: Collection[str]
+) -> Beside:
     """On which stage each module and parameter beside the blocks is.
 
     In this order: what the caller says; Transformers' pipeline plan; where the parent's ``forward`` calls it; where it
     is registered.
 
     Args:
-        first, last: full names of modules and parameters that the first, the last stage calls; one may be in both.
+        first, last, every: full names of modules and parameters that the first, the last, every stage calls; one of
+            the first and the last stage is in both.
 
-    Raises: ModelError: a name of ``first`` or ``last`` is not beside the blocks.
+    Raises: ModelError: a name is not beside the blocks.
     """
-    said = {name: ["first"] for name in first}
-    for name in last:
-        said.setdefault(name, []).append("last")
     modules: dict[str, Side] = {}
     parameters: dict[str, Side] = {}
+    known: set[str] = set()
+
+    def add(parent: nn.Module, parent_name: str, side_of: Callable[[str], Side]) -> None:
+        members: dict[str, Any] = {**parent._parameters, **parent._modules}
+        for name, member in members.items():
+            full = joined(parent_name, name)
+            if member is None or not _has_parameters(member) or full in path:
+                continue
+            known.add(full)
+            side = side_of(name)
+            if full in every or (full in first and full in last):
+                side = "every" if full in every else "both"
+            elif full in first or full in last:
+                side = "first" if full in first else "last"
+            if isinstance(member, nn.Parameter):
+                parameters[full] = side
+            elif type(member).forward is nn.Module.forward:  # a list: the model calls what is in it
+                add(member, full, partial(_always, side))
+            else:
+                modules[full] = side
+
+    path = {joined(parent_name, name) for parent_name, name in blocks.ancestors}
     for parent_name, on_path in blocks.ancestors:
         parent = model.get_submodule(parent_name)
-        members = [(name, True) for name, child in parent._modules.items() if _has_parameters(child)]
-        members += [(name, False) for name, value in parent._parameters.items() if value is not None]
-        order = [*parent._parameters, *parent._modules]
-        calls = _calls(type(parent).forward)
-        plan = list(getattr(parent, "_pp_plan", None) or {})
-        for name, is_module in members:
-            if name == on_path:
-                continue
-            full = joined(parent_name, name)
-            if full in said:
-                kinds = said.pop(full)
-                side: Side = "both" if len(kinds) > 1 else ("first" if kinds == ["first"] else "last")
-            elif name in plan and on_path in plan:
-                side = "first" if plan.index(name) < plan.index(on_path) else "last"
-            elif name in calls and on_path in calls:
-                is_before = min(calls[name]) < min(calls[on_path])
-                is_after = max(calls[name]) > min(calls[on_path])
-                side = "both" if is_before and is_after else ("first" if is_before else "last")
-            else:
-                side = "first" if order.index(name) < order.index(on_path) else "last"
-            (modules if is_module else parameters)[full] = side
-    if said:
+        add(parent, parent_name, partial(_side, parent, on_path))
+    unknown = sorted({*first, *last, *every} - known)
+    if unknown:
         raise ModelError(
-            f"{sorted(said)} are no modules with parameters beside the blocks {blocks.container!r}.",
-            where="pipeline.first_stage, pipeline.last_stage",
-            do=f"name some of {sorted({**modules, **parameters})}.",
+            f"{unknown} are no modules with parameters beside the blocks {blocks.container!r}.",
+            where="pipeline.first_stage, pipeline.last_stage, pipeline.every_stage",
+            do=f"name some of {sorted(known)}.",
             code="pipeline-cut",
         )
     return Beside(modules, parameters)
 
 
-@cache
-def _calls(forward: Callable[..., Any]) -> dict[str, list[tuple[int, int]]]:
-    """Where ``forward`` calls its children, iterates over them or passes their parameters, by the child's name."""
+def _always(side: Side, name: str) -> Side:
+    return side
+
+
+def _side(parent: nn.Module, on_path: str, name: str) -> Side:
+    """Whether a module calls its member ``name`` before or after its child ``on_path``."""
+    plan = list(getattr(parent, "_pp_plan", None) or {})
+    if name in plan and on_path in plan:
+        return "first" if plan.index(name) < plan.index(on_path) else "last"
+    uses = _uses(type(parent), "forward", frozenset())
+    if name in uses and on_path in uses:
+        blocks = min(uses[on_path])
+        if min(uses[name]) < blocks < max(uses[name]):
+            return "both"
+        return "first" if min(uses[name]) < blocks else "last"
+    order = [*parent._parameters, *parent._modules]
+    return "first" if order.index(name) < order.index(on_path) else "last"
+
+
+def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tuple[int, int]]]:
+    """Where a method calls children, iterates over them or passes their parameters: line and column, by child's name.
+
+    A child without such a place: where its name is. What a method that it calls does counts at the place of the call.
+    """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+        function = inspect.unwrap(getattr(kind, method))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return {}
-    found: dict[str, list[tuple[int, int]]] = {}
+    callers |= {method}
+    named: dict[str, list[tuple[int, int]]] = {}
+    used: dict[str, list[tuple[int, int]]] = {}
     for node in ast.walk(tree):
-        used: Iterator[ast.AST] = iter(())
-        if isinstance(node, ast.Call):
-            values = [*node.args, *(keyword.value for keyword in node.keywords)]
-            owners = [v.value for v in (node.func, *values) if isinstance(v, ast.Subscript)]
-            owners += [v.value for v in values if isinstance(v, ast.Attribute)]
-            used = iter([node.func, *values, *owners])
-        elif isinstance(node, ast.For):
-            used = ast.walk(node.iter)
-        elif isinstance(node, ast.BinOp):
-            used = iter([node.left, node.right])
-        for value in used:
-            if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
-                found.setdefault(value.attr, []).append((value.lineno, value.col_offset))
-    return found
+        for places, values in ((named, [node]), (used, _used_by(node))):
+            for value in values:
+                if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
+                    name, place = value.attr, (value.lineno, value.col_offset)
+                    is_method = inspect.isfunction(getattr(kind, name, None)) and name not in callers
+                    for of in _uses(kind, name, callers) if is_method else (name,):
+                        places.setdefault(of, []).append(place)
+    return {**named, **used}
 
 
-def _has_parameters(module: nn.Module | None) -> bool:
-    return module is not None and any(True for _ in module.parameters())
+def _used_by(node: ast.AST) -> list[ast.AST]:
+    """The expressions that a node of the syntax tree calls, iterates over, or gets as arguments."""
+    if isinstance(node, ast.Call):
+        values = [*node.args, *(keyword.value for keyword in node.keywords)]
+        owners = [value.value for value in (node.func, *values) if isinstance(value, ast.Subscript)]
+        return [node.func, *values, *owners, *(value.value for value in values if isinstance(value, ast.Attribute))]
+    if isinstance(node, ast.For | ast.comprehension):
+        return list(ast.walk(node.iter))
+    if isinstance(node, ast.BinOp):
+        return [node.left, node.right]
+    return []
+
+
+def _has_parameters(member: nn.Module | nn.Parameter) -> bool:
+    return isinstance(member, nn.Parameter) or any(True for _ in member.parameters())
 
 
 def _numel(module: nn.Module, aside: set[int]) -> int:

@@ -40,6 +40,7 @@ def cut(
     partition: Partition | Sequence[float] = "best",
     first_stage: Sequence[str] = (),
     last_stage: Sequence[str] = (),
+    every_stage: Sequence[str] = (),
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> CutModel:
     """Cut a model between its blocks, and keep this rank's stages.
@@ -53,8 +54,8 @@ def cut(
             modules that holds most parameters is cut.
         partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
             the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block.
-        first_stage, last_stage: names of modules and parameters beside the blocks that the first, the last stage
-            calls, where Shoal takes them for another's; one may be in both.
+        first_stage, last_stage, every_stage: names of modules and parameters beside the blocks that the first, the
+            last, every stage calls, where Shoal takes them for another's; one may be in the first two.
         loss_fn: of the model's output and the labels. The batch is then (inputs, labels). None: the model's output
             holds the loss.
 
@@ -66,7 +67,7 @@ def cut(
         starts = points if starts is None else starts
     else:
         blocks = find_blocks(model)
-    beside = find_beside(model, blocks, first_stage, last_stage)
+    beside = find_beside(model, blocks, first_stage, last_stage, every_stage)
     bounds = _bounds(model, blocks, beside, num_stages, starts, partition)
     return CutModel(model, blocks, beside, bounds, tuple(sorted(stages_of_rank)), loss_fn)
 
@@ -103,7 +104,7 @@ def _bounds(
         costs = [float(_numel([model.get_submodule(blocks.name(block))])) for block in range(count)]
         if partition == "best":
             for stage, side in ((0, "first"), (-1, "last")):
-                costs[stage] += _numel(_members(model, beside, (side, "both")))
+                costs[stage] += _numel(_members(model, beside, (side, "both", "every")))
     else:
         costs = list(partition)
         if len(costs) != count or not all(0 <= cost < float("inf") for cost in costs):
@@ -254,7 +255,7 @@ class CutModel(StageModule):
         return [parameters[name] for name in self._names[stage]]
 
     def _members_of(self, beside: Beside, stage: int) -> list[nn.Module | nn.Parameter]:
-        sides: tuple[Side, ...] = ("first", "last", "both")
+        sides: tuple[Side, ...] = ("first", "last", "both", "every")
         here = tuple(side for side in sides if _is_on(side, stage, self.num_stages))
         begin, end = self._bounds[stage : stage + 2]
         return [*self._blocks[begin:end], *_members(self.whole_model, beside, here)]
@@ -337,6 +338,8 @@ class CutModel(StageModule):
 
 
 def _is_on(side: Side, stage: int, num_stages: int) -> bool:
+    if side == "every":
+        return True
     return (stage == 0 and side != "last") or (stage == num_stages - 1 and side != "first")
 
 

@@ -294,6 +294,7 @@ def _beside_error(name: str, side: Side, when: str, other: Side) -> ModelError:
     return ModelError(
         f"module {name!r} is on the {side} pipeline stage, but the model calls it {when}.",
         where="pipeline",
-        do=f"add {name!r} to pipeline.{other}_stage; if the model calls it on both, to pipeline.{side}_stage, too.",
+        do=f"add {name!r} to pipeline.{other}_stage; to pipeline.{side}_stage, too, if the model calls it before and "
+        "after its blocks; or to pipeline.every_stage.",
         code="pipeline-beside",
     )

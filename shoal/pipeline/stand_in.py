@@ -24,10 +24,10 @@ class _Guarded(torch.autograd.Function):
     """A tensor without values, whose gradient is an error."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor, of: str) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, like: torch.Tensor, of: str) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.of = of
-        return values.view_as(values)
+        return torch.full(like.shape, float("nan"), dtype=like.dtype, device=anchor.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
@@ -44,10 +44,8 @@ def guard(like: torch.Tensor, device: torch.device, of: str) -> torch.Tensor:
     """
     if not like.is_floating_point() and not like.is_complex():
         return torch.zeros(like.shape, dtype=like.dtype, device=device)
-    values = torch.full(like.shape, float("nan"), dtype=like.dtype, device=device)
-    if not torch.is_grad_enabled():
-        return values
-    guarded: torch.Tensor = _Guarded.apply(torch.empty(0, device=device, requires_grad=True), values, of)
+    anchor = torch.empty(0, device=device, requires_grad=True)  # so that the guard has a gradient, where there are any
+    guarded: torch.Tensor = _Guarded.apply(anchor, like, of)
     return guarded
 
 
@@ -69,10 +67,11 @@ def guarded_by(tensor: torch.Tensor) -> str | None:
 
 def guard_error(of: str, what: str) -> ModelError:
     return ModelError(
-        f"the model cannot be cut between its blocks: it uses {of}, which this stage does not have; {what}.",
+        f"the model cannot be cut between its blocks: it uses {of}, which this pipeline stage does not have; {what}.",
         where="pipeline",
-        do="let what a block needs of the stages before be an argument of each block, passed on unchanged; or write a "
-        "PipelineModule.",
+        do="add a module that is used before the blocks to pipeline.first_stage, and one whose result each stage needs "
+        "to pipeline.every_stage; let what a block needs of the blocks before be an argument that is passed on "
+        "unchanged; or write a PipelineModule.",
         code="pipeline-cut",
     )
 
@@ -118,6 +117,10 @@ class StandIn(Delegate):
         self._of = of
         self._check = check
         self._guard = keep
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return self._guard(value) if isinstance(value, nn.Parameter) else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()

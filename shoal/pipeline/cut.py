@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ModelError, UsageError
 from shoal.pipeline.balance import balance, uniform
-from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, joined, split_at
+from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, is_list, joined, split_at
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.stand_in import AbsentModule, StandIn, meta_copy, to_meta
@@ -50,8 +50,8 @@ def cut(
         num_stages: of the whole model, virtual ones included.
         stages_of_rank: the stages to keep.
         starts: the first block of each stage, ascending from 0. None: by ``partition``.
-        split_points: names of the blocks at which the second and later stages begin. None: the longest list of
-            modules that holds most parameters is cut.
+        split_points: names of the modules at which the second and later stages begin: of one list, or children of one
+            module. None: the longest list of modules that holds most parameters is cut.
         partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
             the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block.
         first_stage, last_stage, every_stage: names of modules and parameters beside the blocks that the first, the
@@ -320,15 +320,20 @@ class CutModel(StageModule):
                 replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
-        view = object.__new__(self._running_class)
-        view.__dict__.update(container.__dict__)
-        view.__dict__["_forward"] = forward
-        name = self.blocks.container
-        if name:
-            parent = self.whole_model.get_submodule(name.rpartition(".")[0])
-            replace(parent._modules, name.rpartition(".")[2], view)
+        model, name = self.whole_model, self.blocks.container
+        if is_list(container):
+            view = object.__new__(self._running_class)
+            view.__dict__.update(container.__dict__)
+            view.__dict__["_forward"] = forward
+            if name:
+                replace(model.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], view)
+            else:
+                model = view
+        else:
+            for at, block in enumerate(self.blocks.names):
+                replace(container._modules, block, forward.block(at))
         try:
-            yield self.whole_model if name else view
+            yield model
         finally:
             for table, key, value in reversed(before):
                 if value is None:

@@ -91,11 +91,14 @@ class OneForward:
             first = next(iter(self._received.values()))
             self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
         hidden = self._hidden
-        return _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+        output = _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+        return SkippedOutput(output) if isinstance(output, dict) else output
 
     def arguments(self, position: int, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
         """The arguments of a block of this stage: those received in place of the model's own."""
         self._enter(position)
+        if not (is_first or self._guards or self._replaced):
+            return args, kwargs
         missing = set(self._received) if is_first else set()
 
         def replace(key: str, leaf: Any) -> Any:
@@ -195,6 +198,18 @@ class OneForward:
             "pipeline.split_points; or write a PipelineModule.",
             code="pipeline-cut",
         )
+
+
+class SkippedOutput(dict[Any, Any]):
+    """A dict that is read as Transformers' outputs are, too: by position or attribute."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
 
 
 class SkippedBlock(Delegate):

@@ -203,11 +203,16 @@ def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tu
         for places, values in ((named, [node]), (used, _used_by(node))):
             for value in values:
                 if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
-                    name, place = value.attr, (value.lineno, value.col_offset)
+                    # a call comes after those in its arguments, so its end is its place
+                    name, place = value.attr, (_end(node) if isinstance(node, ast.Call) else _end(value))
                     is_method = inspect.isfunction(getattr(kind, name, None)) and name not in callers
                     for of in _uses(kind, name, callers) if is_method else (name,):
                         places.setdefault(of, []).append(place)
     return {**named, **used}
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _used_by(node: ast.AST) -> list[ast.AST]:

@@ -66,7 +66,8 @@ class OneForward:
 
     def guard(self, like: torch.Tensor, of: str) -> torch.Tensor:
         made = guard(like, self.device, of)
-        self._guards.append(made)
+        if not self.is_over:
+            self._guards.append(made)
         return made
 
     def record(self, output: Any) -> None:
@@ -85,12 +86,13 @@ class OneForward:
     def skip(self, position: int) -> Any:
         """What a block before this stage returns."""
         self._enter(position)
-        if self.has_begun:
+        if self.has_begun and not self.is_over:
             raise self._order_error(position)
-        if self._hidden is None:
-            first = next(iter(self._received.values()))
-            self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
         hidden = self._hidden
+        # Another one each time for reentrant recomputation, which changes the graph of what is returned.
+        if hidden is None or not torch.is_grad_enabled() or self.is_over:
+            first = next(iter(self._received.values()))
+            hidden = self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
         output = _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
         return SkippedOutput(output) if isinstance(output, dict) else output
 
@@ -126,12 +128,20 @@ class OneForward:
             )
         return replaced
 
-    def leave(self, output: Any) -> None:
-        """Record what a block of this stage returned."""
+    def leave(self, output: Any) -> Any:
+        """Record what a block of this stage returned.
+
+        Returns: it. Where there is no graph, what was received is not returned itself: reentrant recomputation would
+        give it a ``grad_fn``, that of the block whose input it is.
+        """
+        if not torch.is_grad_enabled():
+            received = {id(tensor) for tensor in self._received.values()}
+            output = _map(lambda _, leaf: leaf.detach() if id(leaf) in received else leaf, output, "")
         if not self.is_over:
             self.record(output)
             tensors = _tensors(output)
             self.form = _map(lambda _, leaf: "hidden" if leaf is tensors[0] else None, _plain(output), "")
+        return output
 
     def message(self, position: int, args: Any, kwargs: Any) -> dict[str, Any]:
         """What crosses to the next stage, from the arguments of its first block.
@@ -234,9 +244,7 @@ class OwnBlock(SkippedBlock):
             self._is_first = not self._forward.has_begun
         args, kwargs = self._forward.arguments(self._at, args, kwargs, self._is_first)
         self._forward.has_begun = True
-        output = self._module(*args, **kwargs)
-        self._forward.leave(output)
-        return output
+        return self._forward.leave(self._module(*args, **kwargs))
 
 
 class EndBlock(SkippedBlock):

@@ -31,7 +31,7 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        if grads[0] is not None:
+        if grads[0] is not None and bool(grads[0].any()):  # reentrant recomputation passes zeros for None
             raise guard_error(ctx.of, "a gradient arrives at it: the loss of this stage depends on it")
         return None, None, None
 
@@ -61,7 +61,9 @@ def guarded_by(tensor: torch.Tensor) -> str | None:
         if node.name() == "_GuardedBackward":
             of: str = node.of
             return of
-        nodes += [parent for parent, _ in node.next_functions]
+        # An autograd function of the user's (reentrant recomputation) may be given a guard and not use it.
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            nodes += [parent for parent, _ in node.next_functions]
     return None
 
 

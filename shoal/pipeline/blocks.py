@@ -243,5 +243,3 @@ def _has_parameters(member: nn.Module | nn.Parameter) -> bool:
 
 def _numel(module: nn.Module, aside: set[int]) -> int:
     return sum(p.numel() for p in module.parameters() if id(p) not in aside)
-
-

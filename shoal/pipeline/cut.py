@@ -136,7 +136,8 @@ class Member:
     """A module or a parameter beside the blocks.
 
     Args:
-        meta: it on the meta device, for stages that do not have it; None where every stage of the rank has it.
+        parent, key: the module that has it, and its name there.
+        meta: it on the meta device, for stages that do not have it; None for a module that every stage of the rank has.
     """
 
     name: str
@@ -152,6 +153,7 @@ class CutModel(StageModule):
     Attributes:
         whole_model: the model that was cut; its forward is the model's.
         starts: the first block of each stage.
+        cut_blocks: the names of the blocks, of all stages.
     """
 
     def __init__(
@@ -168,7 +170,7 @@ class CutModel(StageModule):
         self._cut_model = (model,)
         self.num_stages = len(bounds) - 1
         self.stages = stages
-        self._cut_blocks = blocks
+        self.cut_blocks = blocks
         self.starts = bounds[:-1]
         self._cut_bounds = bounds
         self._cut_loss = loss_fn
@@ -210,12 +212,12 @@ class CutModel(StageModule):
         tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         begin, end = self._cut_bounds[stage : stage + 2]
-        container = self.whole_model.get_submodule(self._cut_blocks.container)
+        container = self.whole_model.get_submodule(self.cut_blocks.container)
         modules = [
-            container.get_submodule(self._cut_blocks.names[at]) if begin <= at < end else block
+            container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
             for at, block in enumerate(self._cut_modules)
         ]
-        forward = OneForward(self._cut_blocks, modules, begin, end, received, device)
+        forward = OneForward(self.cut_blocks, modules, begin, end, received, device)
         try:
             with self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):
@@ -229,7 +231,7 @@ class CutModel(StageModule):
         if end < len(self._cut_modules) or not forward.has_begun:
             raise ModelError(
                 f"the model's forward ended on pipeline stage {stage} without a call of block "
-                f"{self._cut_blocks.name(end if end < len(self._cut_modules) else begin)!r}.",
+                f"{self.cut_blocks.name(end if end < len(self._cut_modules) else begin)!r}.",
                 where="pipeline",
                 do="cut a list whose blocks the model calls in each forward, by pipeline.split_points.",
                 code="pipeline-cut",
@@ -262,15 +264,13 @@ class CutModel(StageModule):
 
     def _drop(self, beside: Beside, names: set[str]) -> list[Member]:
         """Keep the modules of this rank's stages, and the parameters with these names; move the rest to meta."""
-        model, blocks = self.whole_model, self._cut_blocks
+        model, blocks = self.whole_model, self.cut_blocks
         container = model.get_submodule(blocks.container)
         members = [member for stage in self.stages for member in self._members_of(beside, stage)]
         modules = {name: model.get_submodule(name) for name in beside.modules}
         modules |= {blocks.name(at): block for at, block in enumerate(self._cut_modules)}
         own = {id(member) for member in members}
-        stay = {
-            name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()
-        }
+        stay = {name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()}
         kept = {id(part) for module in stay.values() if module is not None for part in module.modules()}
 
         for at, block in enumerate(self._cut_modules):
@@ -320,7 +320,7 @@ class CutModel(StageModule):
                 replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
-        model, name = self.whole_model, self._cut_blocks.container
+        model, name = self.whole_model, self.cut_blocks.container
         if is_list(container):
             view = object.__new__(self._running_class)
             view.__dict__.update(container.__dict__)
@@ -330,7 +330,7 @@ class CutModel(StageModule):
             else:
                 model = view
         else:
-            for at, block in enumerate(self._cut_blocks.names):
+            for at, block in enumerate(self.cut_blocks.names):
                 replace(container._modules, block, forward.block(at))
         try:
             yield model

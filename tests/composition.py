@@ -114,6 +114,8 @@ AXES: dict[str, Values] = {
         "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),
         "kept": _zero(stage3_max_reuse_distance=1_000_000_000),
     },
+    # Each block, or forward of the whole model.
+    "compile": {"no": {}, "blocks": _run(compiled="blocks"), "model": _run(compiled="model")},
     "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
     "between": {
         "nothing": {},
@@ -183,6 +185,7 @@ class Run:
     autocast: bool = False
     is_host_separate: bool | None = None
     is_client: bool = False
+    compiled: str = "no"
     style: str = "engine"
     between: str = "nothing"
     is_early: bool = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from contextlib import nullcontext
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from shoal.engine.engine import Engine
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.test_offload import make_apart
+from tests.ranks.test_zero_compiled import CRASHES_IN_THREADS, CountsGraphs
 
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
 SEQUENCE = 8
@@ -49,8 +52,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         query, key, value = (
-            project(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for projected in (self.q_proj(y), self.k_proj(y), self.v_proj(y))
         )
         mixed = shoal.attention(query, key, value, is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)) * self.scale
@@ -113,8 +116,8 @@ def _client(section: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
 class _Trainer:
     """One rank's engine, driven as the combination says."""
 
-    def __init__(self, settings: dict[str, Any], run: Run, folder: Path) -> None:
-        self.settings, self.run, self.folder = settings, run, folder
+    def __init__(self, settings: dict[str, Any], run: Run, folder: Path, backend: CountsGraphs) -> None:
+        self.settings, self.run, self.folder, self.backend = settings, run, folder, backend
         self.engine = self.start()
 
     def start(self) -> Engine:
@@ -124,7 +127,13 @@ class _Trainer:
         client = None
         if self.run.is_client:
             client = _client(settings.pop("optimizer"), [p for p in model.parameters() if p.requires_grad])
-        return shoal.initialize(model=model, optimizer=client, config=settings)[0]
+        if self.run.compiled == "blocks":
+            for block in model.blocks:
+                block.compile(backend=self.backend, dynamic=False)
+        engine = shoal.initialize(model=model, optimizer=client, config=settings)[0]
+        if self.run.compiled == "model":
+            engine.compile(backend=self.backend, compile_kwargs={"dynamic": False})
+        return engine
 
     def train(self) -> tuple[torch.Tensor, Values]:
         """For each step the sum of the losses and their number; and the main parameters."""
@@ -179,6 +188,20 @@ class _Trainer:
         self.engine.load_checkpoint(self.folder, tag="middle")
 
 
+@contextmanager
+def compiling() -> Iterator[None]:
+    """The compiler as in a fresh process, before and after; its warnings about torch's own code are dropped."""
+    if CRASHES_IN_THREADS:
+        pytest.skip(CRASHES_IN_THREADS)
+    torch._dynamo.reset()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
 def train(settings: dict[str, Any], run: Run) -> list[tuple[torch.Tensor, Values]]:
     """The losses and main parameters of each rank."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
@@ -187,7 +210,13 @@ def train(settings: dict[str, Any], run: Run) -> list[tuple[torch.Tensor, Values
         for section in settings["zero_optimization"].values():
             if isinstance(section, dict) and section.get("device") == "nvme":
                 section["nvme_path"] = name
-        return run_ranks(run.world_size, lambda: _Trainer(settings, run, Path(name) / "checkpoint").train())
+        backend = CountsGraphs("aot_eager")
+        with nullcontext() if run.compiled == "no" else compiling():
+            folder = Path(name) / "checkpoint"
+            results = run_ranks(run.world_size, lambda: _Trainer(settings, run, folder, backend).train())
+        if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
+            assert backend.num_graphs > 0
+        return results
 
 
 def train_alone(settings: dict[str, Any], run: Run) -> tuple[list[float], Values]:

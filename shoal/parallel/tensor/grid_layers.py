@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
 
 
@@ -190,6 +191,7 @@ class GridParallelLinear(nn.Module):
     grid_split: GridSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, bias = self.grid_split, getattr(self, "bias", None)
         assert split.product is not None
@@ -202,6 +204,7 @@ class GridParallelNorm(nn.Module):
 
     grid_split: GridSplit
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.grid_split
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.compiler import untraced
 from shoal.parallel.tensor.region import TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
@@ -33,9 +34,9 @@ class InputHook:
 
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_pre_hook(untraced(self._enter), with_kwargs=True)
         if self._forks:
-            module.register_forward_hook(self._end_fork, always_call=True)
+            module.register_forward_hook(untraced(self._end_fork), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = replace_input(args, kwargs, lambda x: self._region.enter(x, self._label))
@@ -72,8 +73,8 @@ class Stack:
 
     def register(self) -> None:
         """Register the hooks on the first and the last layer."""
-        self._layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._layers[-1].register_forward_hook(self._end, always_call=True)
+        self._layers[0].register_forward_pre_hook(untraced(self._begin), with_kwargs=True)
+        self._layers[-1].register_forward_hook(untraced(self._end), always_call=True)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = replace_input(args, kwargs, lambda x: self._region.split_sequence(x, f"{self._name} in"))

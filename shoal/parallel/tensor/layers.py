@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.parallel.tensor.overlap import column_linear, row_linear
 from shoal.parallel.tensor.parts import Range
 from shoal.parallel.tensor.region import TensorRegion
@@ -67,6 +68,7 @@ class ColumnParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, region = self.tensor_split, self.tensor_split.region
         weight: torch.Tensor = self.weight
@@ -79,7 +81,7 @@ class ColumnParallelLinear(nn.Module):
             output = column_linear(input, weight, bias, region.comm, label=f"{split.name} in")
         else:
             whole = region.enter(input, f"{split.name} in") if split.communicates else input
-            output = F.linear(whole, weight, bias)
+            output = region.linear(whole, weight, bias)
         return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)
 
 
@@ -89,6 +91,7 @@ class RowParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, region, label = self.tensor_split, self.tensor_split.region, f"{self.tensor_split.name} out"
         own = input
@@ -110,6 +113,7 @@ class VocabParallelEmbedding(nn.Module):
 
     tensor_split: LayerSplit
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.tensor_split
         start, stop = split.own_tokens

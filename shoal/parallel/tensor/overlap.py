@@ -34,7 +34,7 @@ def row_linear(
     Communicates: as one all_reduce (reduce_scatter), in up to NUM_CHUNKS calls.
     """
     apply: Callable[..., torch.Tensor] = (_ScatteredRow if splits_sequence else _SummedRow).apply
-    return apply(*_cast(x, weight), comm, label)
+    return apply(*cast_for_autocast(x, weight), comm, label)
 
 
 def column_linear(
@@ -42,7 +42,7 @@ def column_linear(
 ) -> torch.Tensor:
     """``x @ weight.t() + bias`` of an input that every rank has; its gradient is summed over the ranks."""
     apply: Callable[..., torch.Tensor] = _Column.apply
-    output = apply(*_cast(x, weight), comm, label)
+    output = apply(*cast_for_autocast(x, weight), comm, label)
     return output if bias is None else output + bias
 
 
@@ -64,7 +64,7 @@ class _SummedRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return gradient @ weight, _weight_gradient(ctx, gradient, x), None, None
+        return gradient @ weight, _of_weight(ctx, gradient, x), None, None
 
 
 class _ScatteredRow(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _ScatteredRow(torch.autograd.Function):
             work.wait()
             target.copy_(whole @ weight)
             if of_weight is not None:
-                of_weight += _product(whole, chunk)
+                of_weight += weight_gradient(whole, chunk)
         for work in works:
             work.drain()
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
@@ -122,18 +122,18 @@ class _Column(torch.autograd.Function):
         of_input = ctx.comm.empty(x.numel(), x.dtype, x.device)
         of_input.view(x.shape).copy_(gradient @ weight)
         work = ctx.comm.all_reduce(of_input, label=ctx.label)
-        of_weight = _weight_gradient(ctx, gradient, x)
+        of_weight = _of_weight(ctx, gradient, x)
         work.drain()
         return of_input.resize_(x.shape), of_weight, None, None
 
 
-def _weight_gradient(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if not ctx.needs_input_grad[1]:  # a frozen weight
         return None
-    return _product(gradient, x)
+    return weight_gradient(gradient, x)
 
 
-def _product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
@@ -146,7 +146,7 @@ def _num_chunks(by_rank: torch.Tensor) -> int:
     return min(NUM_CHUNKS, by_rank.shape[2])
 
 
-def _cast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def cast_for_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Both in autocast's dtype where it is on: autograd functions are not cast."""
     if not torch.is_autocast_enabled(x.device.type):
         return x, weight

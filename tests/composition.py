@@ -114,8 +114,7 @@ AXES: dict[str, Values] = {
         "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),
         "kept": _zero(stage3_max_reuse_distance=1_000_000_000),
     },
-    # Each block, or forward of the whole model.
-    "compile": {"no": {}, "blocks": _run(compiled="blocks"), "model": _run(compiled="model")},
+    "compile": _switch(**_run(compiled="blocks")),  # each block; the whole model: tests/ranks/test_zero_compiled.py
     "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
     "between": {
         "nothing": {},
@@ -169,6 +168,7 @@ class Run:
         ranks: data-parallel ones.
         is_ragged: some targets do not count, another number on each rank.
         bound: largest difference of a parameter, relative to its largest value.
+        compiled: "no", "blocks", each, or "model".
         is_early: build the model under ``zero.Init``.
     """
 
@@ -236,6 +236,11 @@ def num_ranks(combination: Mapping[str, str]) -> int:
     return size
 
 
+def _cost(combination: Mapping[str, str]) -> int:
+    """Of a run; compiling takes the time of some ranks."""
+    return num_ranks(combination) * (3 if combination.get("compile") == "yes" else 1)
+
+
 def is_allowed(combination: Mapping[str, str]) -> bool:
     """Nothing in a combination, which may lack axes, is refused, and it is run."""
     is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
@@ -271,7 +276,7 @@ def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) ->
     while missing:
         first = dict(next(iter(missing)))
         rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(8)]
-        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + num_ranks(row)))
+        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + _cost(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
         for values in covered:
@@ -299,7 +304,7 @@ def _complete(
             for value in allowed:
                 values = tuple(sorted((*rest, (name, value)), key=lambda pair: order[pair[0]]))
                 gain[value] += values in missing
-        row[name] = max(allowed, key=lambda value: (gain[value], -num_ranks({**row, name: value})))
+        row[name] = max(allowed, key=lambda value: (gain[value], -_cost({**row, name: value})))
     return {name: row[name] for name in axes}
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ from shoal.comm.threads import run_ranks
 from shoal.engine.engine import Engine
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
+from tests.ranks.compiling import CountsGraphs, compiling
 from tests.ranks.test_offload import make_apart
-from tests.ranks.test_zero_compiled import CRASHES_IN_THREADS, CountsGraphs
 
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
 SEQUENCE = 8
@@ -127,13 +125,9 @@ class _Trainer:
         client = None
         if self.run.is_client:
             client = _client(settings.pop("optimizer"), [p for p in model.parameters() if p.requires_grad])
-        if self.run.compiled == "blocks":
-            for block in model.blocks:
-                block.compile(backend=self.backend, dynamic=False)
-        engine = shoal.initialize(model=model, optimizer=client, config=settings)[0]
-        if self.run.compiled == "model":
-            engine.compile(backend=self.backend, compile_kwargs={"dynamic": False})
-        return engine
+        for module in {"no": [], "blocks": model.blocks, "model": [model]}[self.run.compiled]:
+            module.compile(backend=self.backend, dynamic=False)
+        return shoal.initialize(model=model, optimizer=client, config=settings)[0]
 
     def train(self) -> tuple[torch.Tensor, Values]:
         """For each step the sum of the losses and their number; and the main parameters."""
@@ -188,20 +182,6 @@ class _Trainer:
         self.engine.load_checkpoint(self.folder, tag="middle")
 
 
-@contextmanager
-def compiling() -> Iterator[None]:
-    """The compiler as in a fresh process, before and after; its warnings about torch's own code are dropped."""
-    if CRASHES_IN_THREADS:
-        pytest.skip(CRASHES_IN_THREADS)
-    torch._dynamo.reset()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch._dynamo.reset()
-
-
 def train(settings: dict[str, Any], run: Run) -> list[tuple[torch.Tensor, Values]]:
     """The losses and main parameters of each rank."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, pytest.MonkeyPatch.context() as patch:
@@ -211,7 +191,7 @@ def train(settings: dict[str, Any], run: Run) -> list[tuple[torch.Tensor, Values
             if isinstance(section, dict) and section.get("device") == "nvme":
                 section["nvme_path"] = name
         backend = CountsGraphs("aot_eager")
-        with nullcontext() if run.compiled == "no" else compiling():
+        with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"
             results = run_ranks(run.world_size, lambda: _Trainer(settings, run, folder, backend).train())
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
@@ -272,7 +252,10 @@ def relative_difference(ours: Values, theirs: Values) -> tuple[float, str]:
 
 def check(combination: Combination) -> None:
     """Assert that all ranks end alike, and where one process in plain PyTorch ends."""
-    settings, run = settings_of(combination)
+    check_run(*settings_of(combination))
+
+
+def check_run(settings: dict[str, Any], run: Run) -> None:
     results = train(settings, run)
     losses, parameters = train_alone(settings, run)
     for rank, (_, values) in enumerate(results[1:], 1):

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.function import once_differentiable as _torchs
 
 from shoal.comm.protocol import Communicator, Work
+from shoal.compiler import untraced
 from shoal.errors import UsageError
 
 
@@ -80,6 +81,8 @@ def all_to_all_uneven(
     return _apply(_AllToAllUneven, tensor, comm, list(out_splits), list(source_splits), label)
 
 
+# A compiler calls it as it is: it would trace the waiting for other ranks.
+@untraced
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*args)
     return result

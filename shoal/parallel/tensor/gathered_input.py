@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
 from shoal.comm.protocol import Communicator
-from shoal.parallel.tensor.overlap import cast_for_autocast, weight_gradient
+from shoal.parallel.tensor.overlap import add_bias, cast_for_autocast, weight_gradient
 
 
 class InputGather:
@@ -69,7 +69,7 @@ def column_linear_of(
     if weight.requires_grad and torch.is_grad_enabled():
         gathered.gather.num_linears += 1
     output = apply(whole, gathered.own(whole.dtype), weight, gathered.gather)
-    return output if bias is None else output + bias
+    return add_bias(output, bias)
 
 
 class _ColumnOfGathered(torch.autograd.Function):

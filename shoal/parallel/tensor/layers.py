@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
-from shoal.parallel.tensor.overlap import column_linear, row_linear
+from shoal.parallel.tensor.overlap import add_bias, column_linear, row_linear
 from shoal.parallel.tensor.parts import Range
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.parts import take
@@ -104,8 +104,7 @@ class RowParallelLinear(nn.Module):
             output = row_linear(own, weight, region.comm, splits_sequence=region.splits_sequence, label=label)
         else:
             output = region.leave(F.linear(own, weight), label)
-        bias: torch.Tensor | None = getattr(self, "bias", None)
-        return output if bias is None else output + bias
+        return add_bias(output, getattr(self, "bias", None))
 
 
 class VocabParallelEmbedding(nn.Module):

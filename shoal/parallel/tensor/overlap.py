@@ -43,7 +43,7 @@ def column_linear(
     """``x @ weight.t() + bias`` of an input that every rank has; its gradient is summed over the ranks."""
     apply: Callable[..., torch.Tensor] = _Column.apply
     output = apply(*cast_for_autocast(x, weight), comm, label)
-    return output if bias is None else output + bias
+    return add_bias(output, bias)
 
 
 class _SummedRow(torch.autograd.Function):
@@ -131,6 +131,11 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tenso
     if not ctx.needs_input_grad[1]:  # a frozen weight
         return None
     return weight_gradient(gradient, x)
+
+
+def add_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """In the dtype of ``output``, as ``F.linear`` does it under autocast."""
+    return output if bias is None else output + bias.to(output.dtype)
 
 
 def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

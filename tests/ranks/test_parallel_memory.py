@@ -18,9 +18,9 @@ layer keeps, in bytes of 16-bit elements, with one byte for each element of a dr
 
 The layer measured is a block of Shoal's GPT. Per element: norms' inputs 2, inputs of qkv and up 2, query, key, value
 and attention's output 4, input and output of GELU 8: (4 + 12 / t) sbh; sequence parallel 16 sbh / t. Torch's dropout
-on CPU keeps its mask in the dtype of activations: 2 sbh more. The fused kernel keeps no scores, but a log-sum-exp for each
-position and head; attention in plain operations keeps the softmax, a s^2 b / t, without a mask or a dropped copy of
-it. A norm keeps a mean and a deviation for each position.
+on CPU keeps its mask in the dtype of activations: 2 sbh more. The fused kernel keeps no scores, but a log-sum-exp for
+each position and head; attention in plain operations keeps the softmax, a s^2 b / t, without a mask or a dropped copy
+of it. A norm keeps a mean and a deviation for each position.
 """
 
 from __future__ import annotations

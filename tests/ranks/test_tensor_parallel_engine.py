@@ -111,6 +111,14 @@ def test_a_gpt_trains_as_in_one_process(
         assert_equal(values, expected)
 
 
+@pytest.mark.parametrize(("stage", "accumulation", "more"), [(1, 2, {}), (3, 1, HOST)])
+def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
+    stage: int, accumulation: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROWS", 4)  # samples are split over q x q ranks
+    test_a_gpt_trains_as_in_one_process(8, 8, stage, accumulation, {"parallel": {"tp_grid": "3d"}, **more})
+
+
 # Thresholds between the sizes of the ranks' parts: the ranks have the same units and buckets nevertheless.
 NARROW = {"zero": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 3200}}
 

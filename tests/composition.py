@@ -157,7 +157,7 @@ REFUSALS = (
 # Neither refused nor run. A block that is called again behind the last one begins another part that is split along the
 # sequence, without an end.
 NOT_RUN = ({"tp": "2 split", "sharing": "twice"},)
-MOST_RANKS = 8  # of one combination
+MOST_RANKS = 8  # of one combination; 4 that compile
 
 
 @dataclass(frozen=True)
@@ -237,14 +237,14 @@ def num_ranks(combination: Mapping[str, str]) -> int:
 
 
 def _cost(combination: Mapping[str, str]) -> int:
-    """Of a run; compiling takes the time of some ranks."""
-    return num_ranks(combination) * (3 if combination.get("compile") == "yes" else 1)
+    """In ranks; one that compiles takes the time of two."""
+    return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
 
 
 def is_allowed(combination: Mapping[str, str]) -> bool:
     """Nothing in a combination, which may lack axes, is refused, and it is run."""
     is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
-    return is_run and num_ranks(combination) <= MOST_RANKS and refusal(combination) is None
+    return is_run and _cost(combination) <= MOST_RANKS and refusal(combination) is None
 
 
 def refused() -> Iterator[tuple[Combination, str]]:

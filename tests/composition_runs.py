@@ -259,6 +259,11 @@ def check_run(settings: dict[str, Any], run: Run) -> None:
     results = train(settings, run)
     losses, parameters = train_alone(settings, run)
     for rank, (_, values) in enumerate(results[1:], 1):
+        if run.compiled != "no":
+            # Ranks that are threads share torch.compiler.is_compiling(): while one of them compiles, the optimizer of
+            # another computes with tensors in place of numbers, which may round otherwise.
+            assert relative_difference(values, results[0][1])[0] <= run.bound, f"rank {rank} differs from rank 0"
+            continue
         different = [name for name, value in values.items() if not torch.equal(value, results[0][1][name])]
         assert not different, f"rank {rank} differs from rank 0 in {different}"
     far, name = relative_difference(results[0][1], parameters)

@@ -9,7 +9,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
-from shoal.errors import ConfigError, ModelError, NotBuiltError
+from shoal.errors import ConfigError, ModelError
 from shoal.mesh import Mesh
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
@@ -30,14 +30,21 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     comm = axes.tp
     if comm is None:
         return ModelParts()
-    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
-    if sharded:
-        raise NotBuiltError(
-            f"tensor parallelism of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
-            do="build it on the meta device, or whole on the CPU: each rank keeps its part only.",
+    declared = declared_parts(model, comm)
+    owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
+    lost = [
+        name
+        for name, o in owners.items()
+        if o is not None and (name in declared.local or o.comm.size < axes.world.size)
+    ]
+    if lost:
+        raise ModelError(
+            f"{len(lost)} parameters that are sharded are parts of larger tensors already: {', '.join(lost[:4])}"
+            f"{' ...' if len(lost) > 4 else ''}.",
+            where=f"{comm.size} tensor-parallel ranks",
+            do="hand over a model that zero.Init has sharded whole, over all ranks; initialize() splits it.",
             code="tensor-parallel-init",
         )
-    declared = declared_parts(model, comm)
     synchronize_whole(model, declared, comm, device)
     return declared if declared.local else split(model, comm, axes.mesh, config)
 
@@ -119,7 +126,8 @@ def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, d
 
     Communicates: a broadcast of each over the tensor-parallel axis.
     """
-    tensors = {name: p.data for name, p in model.named_parameters() if name not in parts.local}
+    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None]  # zero.Init's are rank 0's
+    tensors = {name: p.data for name, p in named if name not in parts.local}
     with torch.no_grad():
         for name, tensor in [*tensors.items(), *model.named_buffers()]:
             if not tensor.is_meta and tensor.numel():

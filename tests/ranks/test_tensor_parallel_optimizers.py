@@ -12,17 +12,13 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from tests.ranks.test_tensor_parallel_engine import ROWS, config, gpt, train
+from tests.ranks.test_tensor_parallel_engine import ROWS, config, gpt, heads_of_7, train
 from tests.ranks.training import make
 
 STEPS = 3
 LAMB = {"type": "Lamb", "params": {"lr": 0.05, "weight_decay": 0.1, "max_coeff": 10, "min_coeff": 0.001}}
 MUON = {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.1}}
 HOST = {"offload_optimizer": {"device": "cpu"}}
-
-
-def heads_of_7() -> Any:
-    return gpt(tied=False, num_heads=7)
 
 
 def in_fp64() -> Any:

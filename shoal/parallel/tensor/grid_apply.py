@@ -17,13 +17,14 @@ their output gathered, so that what is before and after them is computed whole o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.parallel.tensor.apply import has_dropout
+from shoal.parallel.tensor.apply import has_dropout, keep_part
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.grid import Grid, SliceOf
 from shoal.parallel.tensor.grid_layers import GridParallelLinear, GridParallelNorm, GridSplit
@@ -32,6 +33,7 @@ from shoal.parallel.tensor.layers import split_class
 from shoal.parallel.tensor.parts import Range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import RngFork
+from shoal.parallel.tensor.shared_heads import window
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 
@@ -106,8 +108,7 @@ class _GridSplitter:
         for parameter in self.model.parameters():
             spec = by_id.get(id(parameter))
             if spec is not None:
-                parameter.data = cut(parameter.data, spec).clone(memory_format=torch.contiguous_format)
-                parameter.grad = None
+                keep_part(parameter, partial(cut, spec=spec))
         for layer in self.layers.values():
             if not isinstance(layer.module, layer.behaviour):
                 layer.module.__class__ = split_class(type(layer.module), layer.behaviour)
@@ -129,7 +130,7 @@ class _GridSplitter:
             split = split_heads(name, module, self.styles, each.count, each.index)
             if split is None:
                 return {}
-            if split.num_heads % each.count or any(is_whole for _, is_whole in split.ranges.values()):
+            if split.num_heads % each.count or split.heads.is_kv_shared:
                 raise ModelError(
                     f"{name} has {split.num_heads} attention heads, which, or whose key-value heads, do not divide over"
                     f" {each.count} ranks of a {self.grid.kind} grid.",
@@ -172,7 +173,7 @@ class _GridSplitter:
         elements = vector.count // out[0].count  # ranks that share them
         layer = 0 if len(out) == 1 else self.grid.inner.elements.index % len(out)
         part = SliceOf(vector.index % elements, elements).range_of(width)
-        return _window(rows, layer * width + part[0], layer * width + part[1])
+        return window(rows, layer * width + part[0], layer * width + part[1])
 
     def _add_norm(self, name: str, module: nn.Module, widths: set[int]) -> None:
         norm = _describe_norm(module)
@@ -287,17 +288,6 @@ def _merged(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _window(ranges: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
-    """The elements ``begin`` to ``end`` of the concatenated ranges."""
-    found, offset = [], 0
-    for start, stop in ranges:
-        low, high = max(begin - offset, 0), min(end - offset, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        offset += stop - start
-    return tuple(found)
 
 
 def _grid_misfit(name: str, what: str) -> ModelError:

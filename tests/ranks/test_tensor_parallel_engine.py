@@ -89,6 +89,7 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 2, 3, 2, SEQUENCE),
         (4, 4, 3, 1, {"parallel": {"tp_loss_parallel": True}}),
         (4, 2, 2, 1, {"tensor_parallel": {"tp_overlap_comm": True}}),
+        (4, 2, 3, 1, {"tensor_parallel": {"tp_overlap_comm": True}, **SEQUENCE}),
         (8, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
         (4, 2, 3, 1, HOST),
         (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),

@@ -29,6 +29,7 @@ from shoal.parallel.tensor.layers import (
     VocabParallelEmbedding,
     split_class,
 )
+from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.parts import Range, even_range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import TensorRegion
@@ -120,6 +121,7 @@ class _Splitter:
         self.stacks = self._find_stacks() if sequence else []
         self.heads: list[AttentionSplit] = []
         self.layers: dict[str, _Layer] = {}
+        self.columns: dict[str, InputColumns] = {}  # by prepared module
         self.parts: dict[int, ParameterSpec] = {}  # by id of the parameter; without names
 
     def prepare(self, *, gathers_logits: bool, overlaps: bool) -> None:
@@ -155,7 +157,8 @@ class _Splitter:
                 layer.module.tensor_split = layer.split  # type: ignore[assignment]
                 _set_sizes(layer)
         for name in self.prepared:
-            InputHook(name, self.region_of(name), forks=self._forks(name)).register(self.modules[name])
+            hook = InputHook(name, self.region_of(name), forks=self._forks(name), columns=self.columns.get(name))
+            hook.register(self.modules[name])
         for split in self.heads:
             split.apply()
         for stack in self.stacks:
@@ -227,10 +230,18 @@ class _Splitter:
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
             overlaps=overlaps,
+            columns=self._columns_around(name) if overlaps and kind == "column" else None,
         )
         self._add(self._path(name), layer)
         if module is not self.modules[name]:
             self._add_adapters(name, layer)
+
+    def _columns_around(self, name: str) -> InputColumns | None:
+        """What computes the columns that read the input of the prepared module around ``name``."""
+        around = next((parent for parent in self.prepared if name.startswith(f"{parent}.")), None)
+        if around is None:
+            return None
+        return self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
 
     def _widths(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(length(even_ranges(blocks, self.comm.size, rank)) for rank in range(self.comm.size))

@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.device import in_backward
 from shoal.errors import UsageError
+from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.region import TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
@@ -24,12 +25,14 @@ class InputHook:
     Args:
         forks: whether the ranks' random states differ from here to the first row parallel layer inside, or to the
             module's end.
+        columns: what computes the columns that read the input; None: each computes itself.
     """
 
-    def __init__(self, name: str, region: TensorRegion, *, forks: bool) -> None:
+    def __init__(self, name: str, region: TensorRegion, *, forks: bool, columns: InputColumns | None = None) -> None:
         self._label = f"{name} in"
         self._region = region
         self._forks = forks
+        self._columns = columns
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputHook:
         return self
@@ -37,11 +40,16 @@ class InputHook:
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
         module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        if self._forks:
-            module.register_forward_hook(self._end_fork, always_call=True)
+        if self._forks or self._columns is not None:
+            module.register_forward_hook(self._end, always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = replace_input(args, kwargs, lambda x: self._region.enter(x, self._label))
+        columns = self._columns
+        args, kwargs = replace_input(
+            args,
+            kwargs,
+            lambda x: self._region.enter(x, self._label) if columns is None else columns.enter(module, x, self._label),
+        )
         encoder = kwargs.get("encoder_hidden_states")
         if isinstance(encoder, torch.Tensor):
             kwargs = {**kwargs, "encoder_hidden_states": self._region.copy(encoder, f"{self._label} (encoder)")}
@@ -49,8 +57,10 @@ class InputHook:
             self._region.fork.begin()
         return args, kwargs
 
-    def _end_fork(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._region.fork.end()
+        if self._columns is not None:
+            self._columns.end()
 
 
 class Stack:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
-from shoal.parallel.tensor.overlap import column_linear, row_linear
+from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.parallel.tensor.shared_heads import SharedRows
@@ -45,6 +45,7 @@ class LayerSplit:
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: whether the random states differ until this layer is left.
         overlaps: whether communication runs beside the layer's own products.
+        columns: what computes a column whose input entered with a module around it; None: it computes itself.
     """
 
     name: str
@@ -57,6 +58,7 @@ class LayerSplit:
     own_tokens: Range = (0, 0)
     forks: bool = False
     overlaps: bool = False
+    columns: InputColumns | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:
         return self
@@ -73,11 +75,17 @@ class ColumnParallelLinear(nn.Module):
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = getattr(self, "bias", None)
         weight = weight.t() if split.is_transposed else weight
-        if split.overlaps and split.communicates and not region.splits_sequence:
-            output = column_linear(input, weight, bias, region.comm, label=f"{split.name} in")
-        else:
-            whole = region.enter(input, f"{split.name} in") if split.communicates else input
-            output = F.linear(whole, weight, bias)
+        output, label = None, f"{split.name} in"
+        if split.overlaps and split.communicates:
+            region.check_split(label)
+            splits = region.splits_sequence
+            output = column_linears(input, [weight], region.comm, splits_sequence=splits, label=label)[1][0]
+        elif split.columns is not None:
+            output = split.columns.take(split.name, input)
+        if output is None:
+            output = F.linear(region.enter(input, label) if split.communicates else input, weight, bias)
+        elif bias is not None:
+            output = output + bias
         if split.shared is not None:
             output = split.shared.complete(output, region.comm, split.name)
         return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)

@@ -103,20 +103,21 @@ class TensorRegion:
         return autograd.gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
 
     def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """The input of split layers, whole.
-
-        Raises: UsageError: it is not split, since the layer around was not called.
-        """
+        """The input of split layers, whole. Raises: UsageError: as ``check_split``."""
+        self.check_split(label)
         if self.splits_sequence:
-            if not (self.is_split or in_backward()):
-                raise UsageError(
-                    "a part of a layer was called, and not the layer, which splits its input along the sequence.",
-                    where=label,
-                    do="call the members of the list of layers, or turn sequence parallelism off.",
-                    code="tensor-parallel",
-                )
             return autograd.all_gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
         return self.copy(tensor, label)
+
+    def check_split(self, label: str) -> None:
+        """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
+        if self.splits_sequence and not (self.is_split or in_backward()):
+            raise UsageError(
+                "a part of a layer was called, and not the layer, which splits its input along the sequence.",
+                where=label,
+                do="call the members of the list of layers, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
 
     def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """A tensor that all ranks have whole, also under sequence parallelism."""

@@ -163,13 +163,14 @@ class ShardedAtInit(ParameterOwner):
         """Copy the value to ``target``, contiguous and of any dtype, and free the shard.
 
         Args:
-            part: which elements; None: all.
+            part: which elements, where the value is the whole tensor; None: all.
 
         Communicates: all_gathers.
         Memory: for a part, the whole value.
         """
-        if part is None:
-            self.transfer.gather(self._record(parameter).shard, target)
+        record = self._record(parameter)
+        if part is None or tuple(record.shape) == part.shape:
+            self.transfer.gather(record.shard, target)
         else:
             target.copy_(cut(self.whole(parameter), part))
         del self._records[parameter]

@@ -57,14 +57,15 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         specs = [spec.model_dump() for spec in partition.layer_specs]
         plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs)
     if asked.tp_grid != "1d":
-        if asked.tp_sequence_parallel or asked.tp_loss_parallel or config.tensor_parallel.tp_overlap_comm:
+        if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm:
             raise ConfigError(
-                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel, tp_loss_parallel or "
-                "tp_overlap_comm, which are of layers split along one dim.",
+                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel or tp_overlap_comm, which are of "
+                "layers split along one dim.",
                 do="turn those off (on a grid all activations between the layers are split), or set tp_grid to 1d.",
                 code="tensor-parallel",
             )
-        return ModelParts(parallelize_grid(model, Grid.open(current_world(), mesh, asked.tp_grid), plan))
+        grid = Grid.open(current_world(), mesh, asked.tp_grid)
+        return ModelParts(parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel))
     found = parallelize(
         model,
         comm,

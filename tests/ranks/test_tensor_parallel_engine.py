@@ -95,7 +95,7 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),
         (4, 2, 3, 1, {"activation_checkpointing": {"modules": ["blocks.*"]}}),
         (4, 4, 1, 2, {"parallel": {"tp_grid": "2d"}}),
-        (8, 4, 3, 1, {"parallel": {"tp_grid": "2d"}}),
+        (8, 4, 3, 1, {"parallel": {"tp_grid": "2d", "tp_loss_parallel": True}}),
         (8, 8, 2, 1, {"parallel": {"tp_grid": "2.5d"}}),
     ],
 )

@@ -147,9 +147,6 @@ _SPLIT = ("2", "2 split")
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
-    Refusal({"tp": _SPLIT, "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"sp": ("2",), "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"cp": ("2",), "hybrid": ("hpz",)}, "mesh"),
 )
 MOST_RANKS = 8  # of one combination
 

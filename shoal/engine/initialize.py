@@ -40,7 +40,7 @@ from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
-from shoal.mesh import Mesh
+from shoal.mesh import Mesh, factor_axis
 from shoal.observe.collectives import collective_log
 from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
@@ -210,8 +210,8 @@ def _make_axes(world: World, plan: Plan) -> Axes:
     mesh.refuse_unbuilt()
     hpz = None
     if plan.secondary_size is not None:
-        inner = Mesh.of(world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size)
-        hpz = world.communicator("dp_shard", inner)
+        sizes = mesh.fsdp // plan.secondary_size, plan.secondary_size
+        hpz = world.communicator(factor_axis("fsdp", sizes, (1,)), mesh)
     return Axes.of(mesh, partial(world.communicator, mesh=mesh), hpz=hpz)
 
 

@@ -91,6 +91,7 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 2, 2, 1, {"tensor_parallel": {"tp_overlap_comm": True}}),
         (4, 2, 3, 1, {"tensor_parallel": {"tp_overlap_comm": True}, **SEQUENCE}),
         (8, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
+        (8, 2, 3, 2, {"zero": {"zero_hpz_partition_size": 2}}),
         (4, 2, 3, 1, HOST),
         (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),
         (4, 2, 3, 1, {"activation_checkpointing": {"modules": ["blocks.*"]}}),
@@ -111,6 +112,23 @@ def test_a_gpt_trains_as_in_one_process(
 
     for values in run_ranks(size, job):
         assert_equal(values, expected)
+
+
+def test_hpz_gathers_for_backward_among_the_ranks_that_shard_a_part() -> None:
+    """8 ranks, of 2 tensor-parallel ones: 4 shard a part, 2 of them hold it for backward."""
+
+    def job() -> list[tuple[str, int]]:
+        settings = config(3, 2, zero={"zero_hpz_partition_size": 2}, units={"classes": ["Block"]})
+        engine = initialize(make(gpt), settings)
+        train(engine, range(1))
+        with current_world().recorder.recording() as entries:
+            train(engine, range(1, 2))
+        return [(e.axis, e.nbytes) for e in entries if e.op == "all_gather" and e.label.startswith("blocks.0")]
+
+    for gathers in run_ranks(8, job):
+        forward, again = ([nbytes for axis, nbytes in gathers if axis == name] for name in ("dp", "fsdp:2x2/1"))
+        assert len(forward) == len(again) == 2  # of the parts, and of the norms
+        assert [nbytes // 3 for nbytes in forward] == [nbytes // 2 for nbytes in again]
 
 
 def heads_of_7() -> GPT:

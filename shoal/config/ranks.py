@@ -115,6 +115,9 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     if groups and hpz > 1:
         what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
         yield Problem(HPZ, what, "set one of them.", code="mesh")
+    if hpz > 1 and degrees.get("pp", 1) > 1:
+        what = f"{hpz}, a second sharding, beside pp above 1."
+        yield Problem(HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups.", code="mesh")
 
 
 def mesh_of(config: Schema, num_ranks: int) -> Mesh:

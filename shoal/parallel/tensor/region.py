@@ -23,6 +23,7 @@ import torch
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
 
@@ -54,6 +55,9 @@ class TensorRegion:
 
     Args:
         splits_sequence: whether activations outside the split layers are split along the sequence.
+
+    Attributes:
+        is_split: whether the layers that run now have a split sequence; of sequence parallelism only.
     """
 
     def __init__(self, comm: Communicator, *, splits_sequence: bool = False) -> None:
@@ -61,6 +65,7 @@ class TensorRegion:
         self._splits_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
+        self.is_split = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
         return self  # a copy of the model communicates as the model does
@@ -98,10 +103,21 @@ class TensorRegion:
         return autograd.gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
 
     def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """The input of split layers, whole."""
+        """The input of split layers, whole. Raises: UsageError: as ``check_split``."""
+        self.check_split(label)
         if self.splits_sequence:
             return autograd.all_gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
         return self.copy(tensor, label)
+
+    def check_split(self, label: str) -> None:
+        """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
+        if self.splits_sequence and not (self.is_split or in_backward()):
+            raise UsageError(
+                "a part of a layer was called, and not the layer, which splits its input along the sequence.",
+                where=label,
+                do="call the members of the list of layers, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
 
     def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """A tensor that all ranks have whole, also under sequence parallelism."""

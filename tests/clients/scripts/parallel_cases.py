@@ -99,7 +99,9 @@ def accelerate(kind: str, stage: int) -> Any:
         accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=ulysses() if kind == "sp" else None)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, eps=1e-4)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(Positioned(ROWS), batch_size=BATCH))
+        model, optimizer, batches = accelerator.prepare(
+            model, optimizer, DataLoader(Positioned(ROWS), batch_size=BATCH)
+        )
         losses: list[float] = []
         model.train()
         for batch in map(contiguous, batches):

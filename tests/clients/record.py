@@ -1,7 +1,8 @@
 """Record what DeepSpeed does with the clients' scripts.
 
 ``PYTHON -m tests.clients.record [--ranks N] [--apart] SCRIPT [CASE ...]`` with a Python that has the clients and
-deepspeed 0.19.8 writes ``tests/fixtures/clients/SCRIPT.json``, case by case: those named now, beside those recorded before.
+deepspeed 0.19.8 writes ``tests/fixtures/clients/SCRIPT.json``, case by case: those named now, beside those recorded
+before.
 With ``--apart`` each named case has processes of its own: Ulysses stays registered with Transformers, so parallel_cases
 needs it.
 """

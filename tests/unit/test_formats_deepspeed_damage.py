@@ -183,7 +183,7 @@ def spoil(value: Any, random: Any, depth: int = 0) -> Any:
     return random.choice(JUNK)
 
 
-@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups"])
+@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups", "tp2-stage1"])
 def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: Any) -> None:
     import random
 

@@ -71,7 +71,7 @@ class DeepSpeedSource:
         files = find_files(folder, tag)
         turns = Turns(verify=verify, rank=rank, size=size)
         try:
-            self._parts = [_Part(each, names, turns) for each in files]
+            self._parts = [_RankFiles(each, names, turns) for each in files]
             self._join()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
@@ -118,7 +118,7 @@ class DeepSpeedSource:
         return join.join(lambda part: self._parts[part].read(kind, name))
 
 
-class _Part:
+class _RankFiles:
     """What the files of one tensor-parallel rank hold."""
 
     def __init__(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, turns: Turns) -> None:
@@ -147,7 +147,7 @@ class _Part:
         return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
 
 
-def _joins(parts: list[_Part]) -> dict[str, PartJoin]:
+def _joins(parts: list[_RankFiles]) -> dict[str, PartJoin]:
     """How each tensor is joined. Raises: CheckpointError: the ranks do not have the same tensors."""
     module = parts[0].module
     for part in parts[1:]:

@@ -217,7 +217,7 @@ class TensorParallelLayout:
                 if rank == min(piece["locations"]):
                     places = ((int(offset), tuple(strides)) for offset, strides in (piece["source"], piece["dest"]))
                     own.append(PartBlock(rank, tuple(piece["shape"]), *places))
-            is_inside = all(_fits(block, math.prod(part), math.prod(shape)) for block in own)
+            is_inside = all(_lies_inside(block, math.prod(part), math.prod(shape)) for block in own)
             if not is_inside or sum(math.prod(block.shape) for block in own) > math.prod(part):
                 raise damaged(f"the blocks of {name} on rank {rank} lie outside of its part", self._file)
             blocks += own
@@ -252,13 +252,12 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(accumulate(reversed(shape[1:]), lambda one, other: one * other, initial=1))[::-1] if shape else ()
 
 
-def _fits(block: PartBlock, part_numel: int, whole_numel: int) -> bool:
+def _lies_inside(block: PartBlock, part_numel: int, whole_numel: int) -> bool:
     """Does it lie in a part and in a whole of so many elements?"""
-    if min(block.shape, default=1) < 0:
-        return False
+    is_empty = 0 in block.shape
     for (offset, strides), numel in ((block.in_part, part_numel), (block.in_whole, whole_numel)):
         last = offset + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))
-        if min((offset, *strides)) < 0 or (math.prod(block.shape) and last >= numel):
+        if min((offset, *strides, *block.shape)) < 0 or (not is_empty and last >= numel):
             return False
     return True
 

@@ -64,6 +64,22 @@ def test_patterns_without_a_map_join_the_same(deepspeed_copy: Any) -> None:
             assert torch.equal(tensor, held[key].view(tensor.shape)), key
 
 
+def test_weights_are_tied_where_the_first_ranks_file_alone_says_so(deepspeed_copy: Any) -> None:
+    """As DeepSpeed saves a tied vocabulary-parallel embedding below stage 3."""
+    folder = deepspeed_copy("tp2-stage1")
+    for rank in range(2):
+        file = folder / f"mp_rank_0{rank}_model_states.pt"
+        state = torch.load(file, weights_only=False)
+        state["module"]["logits.weight"] = state["module"]["lm_head.weight"]
+        state["shared_params"] = {} if rank else {"logits.weight": "lm_head.weight"}
+        torch.save(state, file)
+    source = DeepSpeedSource(folder)
+    assert source.about.aliases == {"lm_head.weight": ("logits.weight",)}
+    assert "logits.weight" not in source.tensors(MODEL)
+    held = load_file(MADE / "tp2-stage1" / "held.safetensors")
+    assert torch.equal(source.read(MODEL, "lm_head.weight"), held["model/lm_head.weight"])
+
+
 def _joined(information: dict[str, Any], name: str, *parts: torch.Tensor) -> torch.Tensor:
     layout = TensorParallelLayout(information, len(parts), "file")
     join = layout.join_of(name, [tuple(part.shape) for part in parts])

@@ -71,7 +71,9 @@ class DeepSpeedSource:
         files = find_files(folder, tag)
         turns = Turns(verify=verify, rank=rank, size=size)
         try:
-            self._parts = [_RankFiles(each, names, turns) for each in files]
+            first = _RankFiles(files[0], names, turns)
+            # Below stage 3 DeepSpeed says in the first rank's file alone which weights are tied.
+            self._parts = [first, *(_RankFiles(each, names, turns, first.module.aliases) for each in files[1:])]
             self._join()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
@@ -121,10 +123,16 @@ class DeepSpeedSource:
 class _RankFiles:
     """What the files of one tensor-parallel rank hold."""
 
-    def __init__(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, turns: Turns) -> None:
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        names: Sequence[Sequence[str]] | None,
+        turns: Turns,
+        aliases: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.folder, self.is_universal = files.folder, files.universal is not None
         model = open_file(files.model[0], verify=turns.take())
-        self.module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3)
+        self.module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases)
         size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))

@@ -30,13 +30,21 @@ class ModelFile:
         state: what the file holds.
         file: its name, for errors.
         is_stage_3: its parameters are empty tensors, of which only the dtype is known.
+        aliases: the other names of tied weights, if another file says them; None: this one does.
 
     Raises:
         CheckpointError: it is no model file.
         NotBuiltError: it is a part of a model that pipeline or expert parallelism split.
     """
 
-    def __init__(self, state: dict[str, Any], file: str, *, is_stage_3: bool) -> None:
+    def __init__(
+        self,
+        state: dict[str, Any],
+        file: str,
+        *,
+        is_stage_3: bool,
+        aliases: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.num_parts = _number_of_parts(state, file)
         self.state, self.file, self.is_stage_3 = state, file, is_stage_3
         self.notes: list[str] = []
@@ -53,7 +61,7 @@ class ModelFile:
             check_stored(name, tensor, file)
         buffers = set(state.get("buffer_names") or ())
         self.buffers = {name for name in self.tensors if name in buffers or name.endswith("_extra_state")}
-        self.aliases = self._tied()
+        self.aliases = self._tied() if aliases is None else aliases
         self._other_names = {name for names in self.aliases.values() for name in names}
 
     def parameters(self) -> dict[str, torch.Tensor]:

@@ -4,11 +4,13 @@
 
 Contenders: Shoal's ring, its all-gather of keys and values, and Ulysses; and torch's context parallelism (the ring of
 torch.distributed.tensor.experimental.context_parallel), whose keys and values move by all-gather, its default, or by
-all-to-all. torch registers its ring for CUDA's kernels only: here its functions are called with torch's CPU kernel, as
-torch calls them with CUDA's. All compute with the same kernel, causal, in balanced chunks.
+all-to-all; and DeepSpeed's Ulysses (DistributedAttention), whose tensors are [rows, positions, heads, size] as it wants
+them. torch registers its ring for CUDA's kernels only: here its functions are called with torch's CPU kernel, as torch
+calls them with CUDA's. All compute with the same kernel, causal; rings in balanced chunks.
 
 Every rank has one thread. A round is one call of each in turn, so that a noisy machine disturbs all alike. A call's
-time is that of the slowest rank. The last column is the median over rounds of the ratio to torch's default.
+time is that of the slowest rank. Ratios are the medians over rounds of the ratio to torch's default; where DeepSpeed is
+among the contenders, the last line is that of DeepSpeed's Ulysses to Shoal's.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ from shoal.parallel.sequence.context import SequenceContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 TORCHS = {"torch-all-gather": "allgather", "torch-all-to-all": "alltoall"}
-CONTENDERS = ["shoal-ring", "shoal-all-gather", "shoal-ulysses", *TORCHS]
+DEEPSPEED = "deepspeed-ulysses"
+CONTENDERS = ["shoal-ring", "shoal-all-gather", "shoal-ulysses", *TORCHS, DEEPSPEED]
 BASE = "torch-all-gather"
 
 
@@ -75,6 +78,10 @@ def main(arguments: list[str] | None = None) -> None:
         )
         cells.append([row["contender"], least, middle, f"{row['ratio']:.2f}", busy])
     print(table([["", "least", "median", "ratio", "processor"], *cells]))
+    if {DEEPSPEED, "shoal-ulysses"} <= times.keys():
+        pairs = zip(times[DEEPSPEED], times["shoal-ulysses"], strict=True)
+        first, middle, third = quantiles((theirs / ours for theirs, ours in pairs), n=4)
+        print(f"DeepSpeed's Ulysses over Shoal's: {middle:.2f} ({first:.2f} to {third:.2f})")
     if given.out:
         options = {key: value for key, value in vars(given).items() if key != "out"}
         given.out.write_text(json.dumps({"machine": machine(), "options": options, "rows": rows}, indent=1) + "\n")
@@ -122,25 +129,29 @@ def run_rank(rank: int, port: int, results: Any, given: argparse.Namespace) -> N
 
 def times_of_rank(given: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     comm = current_world().communicator("dp", Mesh.of(given.ranks))
-    ring = SequenceContext(cp=comm)
+    ring, ulysses = SequenceContext(cp=comm), SequenceContext(sp=comm)
     contexts = {
-        "shoal-ring": ring,
         "shoal-all-gather": SequenceContext(cp=comm, exchange="all_gather"),
-        "shoal-ulysses": SequenceContext(sp=comm),
+        "shoal-ulysses": ulysses,
+        DEEPSPEED: ulysses,
     }
+    deepspeeds = _deepspeeds() if DEEPSPEED in given.contenders else None
     generator = torch.Generator().manual_seed(0)
     shape = given.rows, given.heads, given.positions, given.head_size
     whole = [torch.randn(shape, generator=generator).to(DTYPES[given.precision]) for _ in range(4)]
-    gradients = {}
+    gradients: dict[bool, dict[str, tuple[torch.Tensor, ...]]] = {False: {}, True: {}}
     kept: dict[str, list[float]] = {name: [] for name in given.contenders}
     processor: dict[str, list[float]] = {name: [] for name in given.contenders}
     for round_ in range(given.rounds + 2):
         for name in given.contenders:
             context = contexts.get(name, ring)
             *leaves, gradient = (context.shard(tensor, 2) for tensor in whole)
+            call = _torchs(TORCHS[name]) if name in TORCHS else _shoals(context)
+            if name == DEEPSPEED and deepspeeds is not None:
+                call = deepspeeds
+                *leaves, gradient = (tensor.transpose(1, 2).contiguous() for tensor in (*leaves, gradient))
             for leaf in leaves:
                 leaf.requires_grad_()
-            call = _torchs(TORCHS[name]) if name in TORCHS else _shoals(context)
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             found = torch.autograd.grad(call(*leaves), leaves, gradient)
@@ -148,19 +159,41 @@ def times_of_rank(given: argparse.Namespace) -> tuple[dict[str, list[float]], di
             if round_ >= 2:
                 kept[name].append(seconds)
                 processor[name].append(busy)
-            elif context.cp is not None:
-                gradients[name] = found
-    reference = next(iter(gradients.values()), ())
-    for name, found in gradients.items():
-        for one, other in zip(found, reference, strict=True):
-            difference = (one - other).float().norm() / other.float().norm()
-            assert difference < (1e-5 if given.precision == "fp32" else 3e-2), f"{name}: {difference}"
+            else:
+                gradients[context.cp is None][name] = (
+                    tuple(each.transpose(1, 2) for each in found) if name == DEEPSPEED else found
+                )
+    for of_kind in gradients.values():
+        reference = next(iter(of_kind.values()), ())
+        for name, found in of_kind.items():
+            for one, other in zip(found, reference, strict=True):
+                difference = (one - other).float().norm() / other.float().norm()
+                assert difference < (1e-5 if given.precision == "fp32" else 3e-2), f"{name}: {difference}"
     return kept, processor
 
 
 def _shoals(context: SequenceContext) -> Callable[..., torch.Tensor]:
     def call(*tensors: torch.Tensor) -> torch.Tensor:
         return attention(*tensors, is_causal=True, context=context)
+
+    return call
+
+
+def _deepspeeds() -> Callable[..., torch.Tensor]:
+    import deepspeed
+    from deepspeed.sequence.layer import DistributedAttention
+
+    deepspeed.init_distributed("gloo")
+
+    def local(*tensors: torch.Tensor) -> torch.Tensor:
+        heads_first = (tensor.transpose(1, 2) for tensor in tensors)
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+    layer = DistributedAttention(local, dist.group.WORLD, scatter_idx=2, gather_idx=1)
+
+    def call(*tensors: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = layer(*tensors, batch_dim_idx=0)
+        return out
 
     return call
 

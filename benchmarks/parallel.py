@@ -31,10 +31,11 @@ from torch.nn import functional as F
 
 from benchmarks.arena import machine, table
 from benchmarks.comm import make_world
+from benchmarks.parallel_peers import Step, autotp, dtensor, step_of
 from shoal.comm.protocol import Communicator
 from shoal.mesh import Mesh
 
-Step = Callable[[], float]  # forward and backward; returns the loss
+DTENSOR, AUTOTP = "DTensor parallelize_module", "DeepSpeed AutoTP"
 
 
 @dataclass(frozen=True)
@@ -120,19 +121,19 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden)
-        self.head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self.loss_function = None  # parallelize() sets it where the loss is computed from split logits
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.head(self.norm(x))
+        logits: Tensor = self.lm_head(self.norm(x))
         return logits
 
 
 PLAN = {
-    "embedding": "vocab", "head": "vocab_head",
+    "embedding": "vocab", "lm_head": "vocab_head",
     "layers.*.attention": "prepare_input", "layers.*.feed_forward": "prepare_input",
     **{f"layers.*.attention.{name}": "column" for name in ("q_proj", "k_proj", "v_proj")},
     **{f"layers.*.feed_forward.{name}": "column" for name in ("gate_proj", "up_proj")},
@@ -140,32 +141,10 @@ PLAN = {
 }  # fmt: skip
 
 
-def step_of(model: nn.Module, forward: Callable[[], Tensor]) -> Step:
-    def step() -> float:
-        loss = forward()
-        torch.autograd.backward(loss)
-        for parameter in model.parameters():
-            parameter.grad = None
-        return float(loss.detach())
-
-    return step
-
-
-def tensor(comm: Communicator, shape: Shape, *, sequence_parallel: bool, loss_parallel: bool) -> Pair:
-    """Tensor parallelism beside DTensor's parallelize_module."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-    from torch.distributed.tensor.parallel import (
-        loss_parallel as loss_parallel_context,
-    )
-
+def tensor(
+    comm: Communicator, shape: Shape, *, peer: str, sequence_parallel: bool = False, loss_parallel: bool = False
+) -> Pair:
+    """Tensor parallelism beside a peer's."""
     from shoal.parallel.tensor import parallelize, vocab_parallel_cross_entropy
 
     torch.manual_seed(0)
@@ -173,51 +152,19 @@ def tensor(comm: Communicator, shape: Shape, *, sequence_parallel: bool, loss_pa
     theirs = copy.deepcopy(ours)
     tokens = torch.randint(0, shape.vocab, (shape.batch, shape.length))
     targets = tokens.roll(-1, 1)
-
     parallelize(ours, comm, PLAN, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
 
-    between = Shard(1) if sequence_parallel else Replicate()
-    of_layer: dict[str, Any] = {
-        "attention": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        "feed_forward": PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),)),
-        **{f"attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
-        **{f"feed_forward.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")},
-        "attention.o_proj": RowwiseParallel(output_layouts=between),
-        "feed_forward.down_proj": RowwiseParallel(output_layouts=between),
-    }
-    of_model: dict[str, Any] = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(
-            input_layouts=between,
-            output_layouts=Shard(-1) if loss_parallel else Replicate(),
-            use_local_output=not loss_parallel,
-        ),
-    }
-    if sequence_parallel:
-        of_layer |= {"attention_norm": SequenceParallel(), "feed_forward_norm": SequenceParallel()}
-        of_model |= {"norm": SequenceParallel()}
-    mesh = init_device_mesh("cpu", (comm.size,))
-    parallelize_module(theirs, mesh, of_model)
-    for layer in theirs.layers:
-        parallelize_module(layer, mesh, of_layer)
-
-    def ours_forward() -> Tensor:
+    def forward() -> Tensor:
         logits = ours(tokens)
         if loss_parallel:
             return vocab_parallel_cross_entropy(logits, targets, comm, shape.vocab)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    theirs_step = step_of(theirs, lambda: F.cross_entropy(theirs(tokens).flatten(0, 1), targets.flatten()))
-
-    def theirs_loss_parallel() -> float:
-        with loss_parallel_context():
-            return theirs_step()
-
-    return Pair(
-        step_of(ours, ours_forward),
-        theirs_loss_parallel if loss_parallel else theirs_step,
-        "DTensor parallelize_module",
-    )
+    if peer == DTENSOR:
+        options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        return Pair(step_of(ours, forward), dtensor(theirs, tokens, targets, comm.size, **options), peer)
+    step = autotp(theirs, tokens, targets, comm.size, loss_parallel=loss_parallel)
+    return Pair(step_of(ours, forward), step, peer)
 
 
 def overlap(comm: Communicator, shape: Shape) -> Pair:
@@ -240,9 +187,11 @@ def overlap(comm: Communicator, shape: Shape) -> Pair:
 
 
 CASES: dict[str, Callable[[Communicator, Shape], Pair]] = {
-    "tensor": partial(tensor, sequence_parallel=False, loss_parallel=False),
-    "tensor, loss parallel": partial(tensor, sequence_parallel=False, loss_parallel=True),
-    "tensor, sequence and loss parallel": partial(tensor, sequence_parallel=True, loss_parallel=True),
+    "tensor": partial(tensor, peer=DTENSOR),
+    "tensor, loss parallel": partial(tensor, peer=DTENSOR, loss_parallel=True),
+    "tensor, sequence and loss parallel": partial(tensor, peer=DTENSOR, sequence_parallel=True, loss_parallel=True),
+    "AutoTP": partial(tensor, peer=AUTOTP),
+    "AutoTP, loss parallel": partial(tensor, peer=AUTOTP, loss_parallel=True),
     "tensor, overlap": overlap,
 }
 """By name: a function that builds both steps of a case; it is called on every rank."""

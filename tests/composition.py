@@ -148,15 +148,7 @@ _SPLIT = ("2", "2 split")
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
-    Refusal({"tp": _SPLIT, "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"sp": ("2",), "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"cp": ("2",), "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"tp": _SPLIT, "built": ("zero.Init",)}, "tensor-parallel-init"),
-    Refusal({"tp": ("2 split",), "sharing": ("module",)}, "tensor-parallel"),
 )
-# Neither refused nor run. A block that is called again behind the last one begins another part that is split along the
-# sequence, without an end.
-NOT_RUN = ({"tp": "2 split", "sharing": "twice"},)
 MOST_RANKS = 8  # of one combination; 4 that compile
 
 
@@ -242,9 +234,8 @@ def _cost(combination: Mapping[str, str]) -> int:
 
 
 def is_allowed(combination: Mapping[str, str]) -> bool:
-    """Nothing in a combination, which may lack axes, is refused, and it is run."""
-    is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
-    return is_run and _cost(combination) <= MOST_RANKS and refusal(combination) is None
+    """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
+    return _cost(combination) <= MOST_RANKS and refusal(combination) is None
 
 
 def refused() -> Iterator[tuple[Combination, str]]:

@@ -98,11 +98,14 @@ def _shard_keys(config: Schema) -> dict[str, int]:
 
 def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     hpz = config.zero_optimization.zero_hpz_partition_size or 1
-    divisors = ", ".join(str(number) for number in range(1, dp + 1) if dp % number == 0)
+    degrees = model_degrees(config)
+    fsdp = dp * degrees.get("cp", 1) * degrees.get("sp", 1)
     groups: dict[str, int] = {}  # the ranks of a shard group, by the key that asks for it
     for path, size in {**_shard_keys(config), HPZ: hpz}.items():
-        if dp % size:
-            what = f"{size} does not divide {dp} data-parallel ranks."
+        number, which = (fsdp, "ranks that shard parameters") if path == HPZ else (dp, "data-parallel ranks")
+        if number % size:
+            divisors = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0)
+            what = f"{size} does not divide {number} {which}."
             yield Problem(path, what, f"write one of {divisors}.", code="mesh")
         elif path != HPZ:
             groups[path] = dp // size if path.endswith("dp_replicate") else size
@@ -112,11 +115,9 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     if groups and hpz > 1:
         what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
         yield Problem(HPZ, what, "set one of them.", code="mesh")
-    if hpz > 1 and model_size(config) > 1:
-        what = f"{hpz}, a second sharding, beside {' and '.join(model_degrees(config))} above 1."
-        yield Problem(
-            HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups inside a node.", code="mesh"
-        )
+    if hpz > 1 and degrees.get("pp", 1) > 1:
+        what = f"{hpz}, a second sharding, beside pp above 1."
+        yield Problem(HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups.", code="mesh")
 
 
 def mesh_of(config: Schema, num_ranks: int) -> Mesh:

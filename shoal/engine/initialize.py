@@ -37,16 +37,15 @@ from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of
 from shoal.engine.sharding import Sharding
-from shoal.errors import ConfigError, ModelError, NotBuiltError
+from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
 from shoal.launch.environment import heap_is_set, schedulers_elasticity
-from shoal.mesh import Mesh
+from shoal.mesh import Mesh, factor_axis
 from shoal.observe.collectives import collective_log
 from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
-from shoal.optim.whole import WholeTensorOptimizer
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -211,8 +210,8 @@ def _make_axes(world: World, plan: Plan) -> Axes:
     mesh.refuse_unbuilt()
     hpz = None
     if plan.secondary_size is not None:
-        inner = Mesh.of(world.size, dp_shard=plan.secondary_size, dp_replicate=world.size // plan.secondary_size)
-        hpz = world.communicator("dp_shard", inner)
+        sizes = mesh.fsdp // plan.secondary_size, plan.secondary_size
+        hpz = world.communicator(factor_axis("fsdp", sizes, (1,)), mesh)
     return Axes.of(mesh, partial(world.communicator, mesh=mesh), hpz=hpz)
 
 
@@ -275,12 +274,6 @@ def _make_step(
     if made.optimizer is None:
         return None
     config, plan, axes, device = properties.config, properties.plan, properties.axes, properties.device
-    if axes.tp is not None and isinstance(made.optimizer, WholeTensorOptimizer):
-        raise NotBuiltError(
-            f"{type(made.optimizer).__name__}, which updates whole tensors, beside tensor parallelism.",
-            do="take an elementwise optimizer, such as AdamW.",
-            code="tensor-parallel-optimizer",
-        )
     step: ShardedStep
     if made.is_direct:
         step = DirectStep(made.optimizer, sharded.trained_groups, axes.shard)
@@ -297,6 +290,7 @@ def _make_step(
         is_ahead=section.super_offload,
         num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
         pins_host=plan.zero.pins_state,
+        tp=axes.tp,
     )
     import_state(step, made.dtypes)
     if sharded.disks.state is not None:

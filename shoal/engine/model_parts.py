@@ -30,14 +30,27 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     comm = axes.tp
     if comm is None:
         return ModelParts()
-    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
-    if sharded:
+    declared = declared_parts(model, comm)
+    owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
+    if axes.pp is not None and any(owner is not None for owner in owners.values()):
         raise NotBuiltError(
-            f"tensor parallelism of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
+            "a model that zero.Init has sharded, in pipeline stages beside tensor parallelism.",
             do="build it on the meta device, or whole on the CPU: each rank keeps its part only.",
             code="tensor-parallel-init",
         )
-    declared = declared_parts(model, comm)
+    lost = [
+        name
+        for name, o in owners.items()
+        if o is not None and (name in declared.local or o.comm.size < axes.world.size)
+    ]
+    if lost:
+        raise ModelError(
+            f"{len(lost)} parameters that are sharded are parts of larger tensors already: {', '.join(lost[:4])}"
+            f"{' ...' if len(lost) > 4 else ''}.",
+            where=f"{comm.size} tensor-parallel ranks",
+            do="hand over a model that zero.Init has sharded whole, over all ranks; initialize() splits it.",
+            code="tensor-parallel-init",
+        )
     synchronize_whole(model, declared, comm, device)
     return declared if declared.local else split(model, comm, axes.mesh, config)
 
@@ -50,14 +63,15 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         specs = [spec.model_dump() for spec in partition.layer_specs]
         plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs)
     if asked.tp_grid != "1d":
-        if asked.tp_sequence_parallel or asked.tp_loss_parallel or config.tensor_parallel.tp_overlap_comm:
+        if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm:
             raise ConfigError(
-                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel, tp_loss_parallel or "
-                "tp_overlap_comm, which are of layers split along one dim.",
+                f"parallel.tp_grid is {asked.tp_grid!r}, beside tp_sequence_parallel or tp_overlap_comm, which are of "
+                "layers split along one dim.",
                 do="turn those off (on a grid all activations between the layers are split), or set tp_grid to 1d.",
                 code="tensor-parallel",
             )
-        return ModelParts(parallelize_grid(model, Grid.open(current_world(), mesh, asked.tp_grid), plan))
+        grid = Grid.open(current_world(), mesh, asked.tp_grid)
+        return ModelParts(parallelize_grid(model, grid, plan, loss_parallel=asked.tp_loss_parallel))
     found = parallelize(
         model,
         comm,
@@ -119,7 +133,8 @@ def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, d
 
     Communicates: a broadcast of each over the tensor-parallel axis.
     """
-    tensors = {name: p.data for name, p in model.named_parameters() if name not in parts.local}
+    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None]  # zero.Init's are rank 0's
+    tensors = {name: p.data for name, p in named if name not in parts.local}
     with torch.no_grad():
         for name, tensor in [*tensors.items(), *model.named_buffers()]:
             if not tensor.is_meta and tensor.numel():

@@ -4,7 +4,8 @@
     r = clamp(|w| / |u|, min_coeff, max_coeff), 1 where a norm is zero
     w = w - lr sqrt(1 - b2^t) / (1 - b1^t) r u
 
-The norms are sums over whole parameters in a fixed tree (``tree_sum``), so any number of ranks gives the same bits.
+The norms are sums over whole parameters in a fixed tree (``tree_sum``), so any number of ranks gives the same bits. Of
+tensors that are split over tensor-parallel ranks they are the sums of the parts' sums.
 The bias correction scales the step, as in DeepSpeed's FusedLamb, and not m and v as in the paper.
 
 Source: You et al., Large Batch Optimization for Deep Learning, algorithm 2 (arXiv:1904.00962).
@@ -72,29 +73,38 @@ class Lamb(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
         """Update ranges.
 
         Communicates: one exchange of 8 bytes for each parameter that a rank holds whole and at most 16 log2(numel) for
-            each at its edges; and that of ``PartTable``, where the ranges do not say where parameters lie.
+            each at its edges; and that of ``PartTable``, where the ranges do not say where parameters lie. Along
+            ``tp`` one all_reduce of 8 bytes for each parameter.
         Memory: scratch of 2^16 elements (CPU) or 2^24 (GPU), a few times.
         """
         if not flats:
             return
-        ratios = self._ratios_alone(flats) if comm is None else self._ratios_shared(flats, comm)
-        for flat, ratio in zip(flats, ratios, strict=True):
-            _descend(flat, ratio)
+        squares = self._squares_alone(flats) if comm is None else self._squares_shared(flats, comm)
+        if tp is not None:
+            squares = _sum_over_parts(squares, tp, flats[0].device)
+        for flat, own in zip(flats, squares, strict=True):
+            _descend(flat, _trust_ratios(own, flat.group))
 
-    def _ratios_alone(self, flats: Sequence[RangeViews]) -> list[torch.Tensor]:
-        """Trust ratios of each range's parts, which are whole parameters."""
-        ratios = []
+    def _squares_alone(self, flats: Sequence[RangeViews]) -> list[torch.Tensor]:
+        """Sums of squares of w and u of each range's parameters, which are whole. Shape: [parameters, 2] each."""
+        squares = []
         for flat in flats:
-            nodes = [node for part in flat.parts for node in _advance(flat, part)]
-            ratios.append(_trust_ratios(torch.stack(nodes), flat.group) if nodes else torch.ones(0))
-        return ratios
+            by_index = {part.parameter: part for part in flat.parts}
+            zero = torch.zeros(2, device=flat.weight.device)  # of a parameter that is not updated in this step
+            nodes = [
+                node
+                for index in range(len(flat.shapes))
+                for node in (_advance(flat, by_index[index]) if index in by_index else [zero])
+            ]
+            squares.append(torch.stack(nodes) if nodes else zero.new_zeros(0, 2))
+        return squares
 
-    def _ratios_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> list[torch.Tensor]:
-        """Trust ratios of each range's parts, by one exchange of partial sums."""
+    def _squares_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> list[torch.Tensor]:
+        """The same, by one exchange of partial sums."""
         device, home = flats[0].device, flats[0].weight.device
         table = PartTable(flats, comm)
         numels = [shape.numel() for shape in table.shapes]
@@ -114,12 +124,16 @@ class Lamb(WholeTensorOptimizer):
         nodes += [zero] * (plan.width - len(nodes))
         answers = comm.exchange(torch.stack(nodes).view(-1).to(device), label="lamb.norms").wait()
         squares = plan.finish(answers.view(comm.size, plan.width, 2)).to(home)
-        ratios, begin = [], 0
-        for flat in flats:
-            ratio = _trust_ratios(squares[begin : begin + len(flat.shapes)], flat.group)
-            ratios.append(ratio[[part.parameter for part in flat.parts]])
-            begin += len(flat.shapes)
-        return ratios
+        return list(squares.split([len(flat.shapes) for flat in flats]))
+
+
+def _sum_over_parts(squares: Sequence[torch.Tensor], tp: Communicator, device: torch.device) -> list[torch.Tensor]:
+    """The sums over the ranks that hold the other parts of the tensors."""
+    numels = [own.shape[0] for own in squares]
+    whole = tp.empty(2 * sum(numels), torch.float32, device)
+    whole.copy_(torch.cat(list(squares)).view(-1))
+    tp.all_reduce(whole, label="lamb.parts").drain()
+    return list(whole.view(-1, 2).to(squares[0].device).split(numels))
 
 
 def _advance(flat: RangeViews, part: ParameterPart) -> list[torch.Tensor]:
@@ -162,11 +176,11 @@ def _trust_ratios(squares: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
 
 
 def _descend(flat: RangeViews, ratios: torch.Tensor) -> None:
-    """Step along ``u``. ``ratios`` has one entry per part."""
+    """Step along ``u``. ``ratios`` has one entry per parameter."""
     group = flat.group
     beta1, beta2 = group["betas"]
-    for index, (part, step) in enumerate(zip(flat.parts, flat.count(), strict=True)):
-        factor: Any = ratios[index] * group["lr"]
+    for part, step in zip(flat.parts, flat.count(), strict=True):
+        factor: Any = ratios[part.parameter] * group["lr"]
         if group["bias_correction"]:
             factor = factor * ((1 - beta2**step).sqrt() / (1 - beta1**step))
         for begin, end in chunks(part.start, part.stop, flat.weight.device):

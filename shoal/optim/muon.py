@@ -8,6 +8,9 @@ Momentum is stored as shards. In a step, d is gathered over the shard axis, each
 everything on every rank would save the second gather and cost (ranks) times the work: a 512 x 2048 matrix takes a CPU
 core 50 times as long to orthogonalise as to receive.
 
+A matrix of which tensor-parallel ranks hold parts is put together on one of those ranks, which orthogonalises
+it, and every rank takes its part of the result.
+
 Source: Jordan et al., Muon: an optimizer for hidden layers (kellerjordan.github.io/posts/muon); Liu et al.,
 arXiv:2502.16982, for weight decay and the assignment to ranks.
 """
@@ -26,6 +29,7 @@ from shoal.errors import OptimizerError
 from shoal.optim.options import check_options
 from shoal.optim.orthogonal import METHODS, Method, compute_dtype, num_operations, orthogonalize
 from shoal.optim.whole import Interval, ParameterPart, PartTable, RangeViews, WholeTensorOptimizer, chunks
+from shoal.sharding.parts import cut, paste
 
 ALIGNMENT = 64  # elements
 
@@ -42,9 +46,19 @@ class Sharing:
     result_numel: int
 
 
-def share_out(parts: Sequence[Sequence[Interval]], shapes: Sequence[torch.Size], num_steps: int = 5) -> Sharing:
+def share_out(
+    parts: Sequence[Sequence[Interval]],
+    shapes: Sequence[torch.Size],
+    num_steps: int = 5,
+    *,
+    tensor_shapes: Sequence[torch.Size] | None = None,
+) -> Sharing:
     """Assign each matrix to the rank with the fewest operations, the costliest matrices first. Pure arithmetic, the
     same on every rank.
+
+    Args:
+        tensor_shapes: of the tensors of which the matrices are parts; None: ``shapes``. Owners depend on these only, so
+            that they are the same for all parts.
     """
     places = [list(accumulate((high - low for low, high in row), initial=0)) for row in parts]
     load = [0] * len(parts)
@@ -52,7 +66,7 @@ def share_out(parts: Sequence[Sequence[Interval]], shapes: Sequence[torch.Size],
     owners, results = [0] * len(shapes), [0] * len(shapes)
 
     def cost(index: int) -> int:
-        batch, rows, columns = _as_matrices(shapes[index])
+        batch, rows, columns = _as_matrices((tensor_shapes or shapes)[index])
         return batch * num_operations(rows, columns, num_steps)
 
     for index in sorted(range(len(shapes)), key=lambda i: (-cost(i), i)):
@@ -144,13 +158,14 @@ class Muon(WholeTensorOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq")
 
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
         """Update ranges.
 
         Communicates: for the unit's Muon matrices, one all_gather of the updates (fp32) and one of the results (16
             bits on GPUs), each about (size - 1) / size of the matrices' elements received per rank; and the exchange
-            of ``PartTable``.
-        Memory: both gathered buffers, on the device; not freed between steps.
+            of ``PartTable``. Along ``tp``, of the matrices that this rank's shard orthogonalises, one reduce_scatter
+            (fp32) and one all_gather of the results, each about (size - 1) / size of the whole matrices' elements.
+        Memory: all these buffers, on the device; not freed between steps.
         """
         matrices = [flat for flat in flats if flat.group["use_muon"] and flat.shapes]
         for flat in flats:
@@ -159,24 +174,69 @@ class Muon(WholeTensorOptimizer):
             else:
                 _adamw(flat)
         if comm is None:
-            self._update_alone(matrices)
+            self._update_alone(matrices, tp)
         elif matrices:
-            self._update_shared(matrices, comm)
+            self._update_shared(matrices, comm, tp)
 
-    def _update_alone(self, flats: Sequence[RangeViews]) -> None:
+    def _update_alone(self, flats: Sequence[RangeViews], tp: Communicator | None) -> None:
+        updates: list[_Update] = []
         for flat in flats:
             for part in flat.parts:
                 update = torch.empty(part.numel, dtype=torch.float32, device=flat.device)
                 _momentum(flat, part, update)
-                _descend(flat, part, _orthogonalized(update, part.shape, flat.group))
+                if tp is None:
+                    _descend(flat, part, _orthogonalized(update, part.shape, flat.group))
+                else:
+                    updates.append((update, flat, part.parameter))
+        if tp is not None:
+            parts = [(flat, part) for flat in flats for part in flat.parts]
+            for (flat, part), direction in zip(parts, self._orthogonalized_parts(updates, tp), strict=True):
+                _descend(flat, part, direction)
 
-    def _update_shared(self, flats: Sequence[RangeViews], comm: Communicator) -> None:
+    def _orthogonalized_parts(self, updates: Sequence[_Update], tp: Communicator) -> list[torch.Tensor]:
+        """This rank's part of each orthogonalised matrix, of which it has its part of the update. Shape: [numel] each.
+
+        Every rank along ``tp`` passes the same matrices.
+        """
+        if not updates:
+            return []
+        device, group = updates[0][0].device, updates[0][1].group
+        specs = [flat.specs[index] for _, flat, index in updates]
+        shapes = [flat.tensor_shape(index) for _, flat, index in updates]
+        key = (tp.size, tuple(shapes))
+        sharing = self._sharings.get(key)
+        if sharing is None:
+            nothing = [[(0, 0)] * len(shapes)] * tp.size
+            sharing = self._sharings[key] = share_out(nothing, shapes, group["ns_steps"])
+        matrices = self._buffer(tp, "matrices", sharing.result_numel, torch.float32, device)
+        results = self._buffer(tp, "results", sharing.result_numel, compute_dtype(group["ns_method"], device), device)
+
+        def place(buffer: _Buffer, number: int) -> torch.Tensor:
+            shard = buffer.shard(sharing.owners[number])[sharing.results[number] :]
+            return shard[: shapes[number].numel()].view(shapes[number])
+
+        matrices.used.zero_()  # each element has one summand that is not zero
+        for number, ((update, _, _), spec) in enumerate(zip(updates, specs, strict=True)):
+            paste(update.view(spec.shape), spec, place(matrices, number))
+        matrices.reduce_scatter("muon.matrices")
+        for number, (_, flat, _) in enumerate(updates):
+            if sharing.owners[number] == tp.rank:
+                matrix, result = place(matrices, number), place(results, number)
+                result.copy_(_orthogonalized(matrix.reshape(-1), shapes[number], flat.group).view(result.shape))
+        results.gather("muon.parts")
+        return [cut(place(results, number), spec).reshape(-1) for number, spec in enumerate(specs)]
+
+    def _update_shared(self, flats: Sequence[RangeViews], comm: Communicator, tp: Communicator | None) -> None:
         table = PartTable(flats, comm)
-        sharing = self._sharings.get(table.key)
+        numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
+        tensor_shapes = [flat.tensor_shape(index) for flat, index in numbered]
+        key = (table.key, tuple(tensor_shapes))
+        sharing = self._sharings.get(key)
         if sharing is None:
             ranks = [table.of(rank) for rank in range(comm.size)]
-            sharing = self._sharings[table.key] = share_out(ranks, table.shapes, flats[0].group["ns_steps"])
-        numbered = [(flat, index) for flat in flats for index in range(len(flat.shapes))]
+            num_steps = flats[0].group["ns_steps"]
+            sharing = share_out(ranks, table.shapes, num_steps, tensor_shapes=tensor_shapes)
+            self._sharings[key] = sharing
         device = flats[0].device
 
         updates = self._buffer(comm, "updates", sharing.shard_numel, torch.float32, device)
@@ -193,7 +253,8 @@ class Muon(WholeTensorOptimizer):
 
         dtype = compute_dtype(flats[0].group["ns_method"], device)
         results = self._buffer(comm, "results", sharing.result_numel, dtype, device)
-        for number, (flat, _) in enumerate(numbered):
+        of_parts: list[tuple[torch.Tensor, _Update]] = []  # a part's place among the results, and its update
+        for number, (flat, index) in enumerate(numbered):
             if sharing.owners[number] != comm.rank:
                 continue
             shape = table.shapes[number]
@@ -202,7 +263,14 @@ class Muon(WholeTensorOptimizer):
                 low, high = row[number]
                 whole[low:high] = updates.shard(rank)[sharing.places[rank][number] :][: high - low]
             place = results.shard(comm.rank)[sharing.results[number] :][: shape.numel()]
-            place.copy_(_orthogonalized(whole, shape, flat.group))
+            if tp is None:
+                place.copy_(_orthogonalized(whole, shape, flat.group))
+            else:
+                of_parts.append((place, (whole, flat, index)))
+        if tp is not None:
+            found = self._orthogonalized_parts([update for _, update in of_parts], tp)
+            for (place, _), own in zip(of_parts, found, strict=True):
+                place.copy_(own)
         results.gather("muon.results")
 
         for number, (flat, index) in enumerate(numbered):
@@ -241,17 +309,29 @@ class _Buffer:
         self.drain()
         self._shard_numel = shard_numel
 
+    @property
+    def used(self) -> torch.Tensor:
+        """The shards of all ranks."""
+        return self._memory[: self._shard_numel * self.comm.size]
+
     def shard(self, rank: int) -> torch.Tensor:
         return self._memory[rank * self._shard_numel : (rank + 1) * self._shard_numel]
 
     def gather(self, label: str) -> None:
-        self._work = self.comm.all_gather(self._memory[: self._shard_numel * self.comm.size], label=label)
+        self._work = self.comm.all_gather(self.used, label=label)
+        self._work.wait()
+
+    def reduce_scatter(self, label: str) -> None:
+        self._work = self.comm.reduce_scatter(self.used, self.shard(self.comm.rank), label=label)
         self._work.wait()
 
     def drain(self) -> None:
         if self._work is not None:
             self._work.drain()
             self._work = None
+
+
+_Update = tuple[torch.Tensor, RangeViews, int]  # of a matrix [numel]; the range and the index of its parameter
 
 
 def _part_of(flat: RangeViews, index: int) -> ParameterPart | None:
@@ -296,7 +376,7 @@ def _momentum(flat: RangeViews, part: ParameterPart, out: torch.Tensor) -> None:
 
 def _descend(flat: RangeViews, part: ParameterPart, direction: torch.Tensor) -> None:
     group = flat.group
-    _, rows, columns = _as_matrices(part.shape)
+    _, rows, columns = _as_matrices(flat.tensor_shape(part.parameter))
     scale = max(1.0, rows / max(columns, 1)) ** 0.5
     weight = flat.weight[part.start : part.stop]
     if group["weight_decay"]:

@@ -21,6 +21,7 @@ import torch
 from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 from shoal.optim.options import refuse_sparse
+from shoal.sharding.layout import ParameterSpec
 
 CPU_CHUNK_NUMEL = 1 << 16
 GPU_CHUNK_NUMEL = 1 << 24
@@ -48,7 +49,8 @@ class OwnedRange:
     """This rank's range of one parameter group of one unit.
 
     ``offsets`` and ``shard_numel`` say where the parameters lie on every rank. Without them the ranks exchange their
-    parts in every step, which blocks the host.
+    parts in every step, which blocks the host. ``specs`` say which elements of larger tensors the parameters are, where
+    tensor-parallel ranks hold the others.
     """
 
     param: torch.nn.Parameter  # 1-D, with .grad set
@@ -58,6 +60,7 @@ class OwnedRange:
     names: tuple[str, ...]
     offsets: tuple[int, ...] | None = None  # of each parameter in the unit's buffer
     shard_numel: int | None = None  # rank r owns [r * shard_numel, (r + 1) * shard_numel) of the buffer
+    specs: tuple[ParameterSpec, ...] = ()  # default: they are whole tensors
 
 
 @dataclass
@@ -75,6 +78,11 @@ class RangeViews:
     device: torch.device  # that computes forward and backward
     offsets: tuple[int, ...] | None = None
     shard_numel: int | None = None
+    specs: tuple[ParameterSpec, ...] = ()
+
+    def tensor_shape(self, parameter: int) -> torch.Size:
+        """The shape of the tensor that a parameter is, or is a part of."""
+        return torch.Size(self.specs[parameter].global_shape) if self.specs else self.shapes[parameter]
 
     def count(self) -> list[torch.Tensor]:
         """Count a step.
@@ -109,11 +117,19 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
         """Names of the per-element state of a group's parameters."""
 
     @abstractmethod
-    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None) -> None:
-        """Update the weights and the state in place. ``comm`` None: every parameter is whole."""
+    def _update(self, flats: Sequence[RangeViews], comm: Communicator | None, tp: Communicator | None) -> None:
+        """Update the weights and the state in place. ``comm`` None: every parameter is on this rank. ``tp`` None: every
+        parameter is a whole tensor.
+        """
 
     @torch.no_grad()
-    def step_unit(self, ranges: Sequence[OwnedRange], comm: Communicator, device: torch.device | None = None) -> None:
+    def step_unit(
+        self,
+        ranges: Sequence[OwnedRange],
+        comm: Communicator,
+        device: torch.device | None = None,
+        tp: Communicator | None = None,
+    ) -> None:
         """Update one unit's ranges.
 
         Args:
@@ -121,8 +137,10 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 group.
             comm: the axis over which the unit's parameters are sharded.
             device: that computes forward and backward, where ranges may lie in host memory; None: where they lie.
+            tp: the ranks that hold the other parts of the tensors of which the parameters are parts; the same
+                coordinate on ``comm`` on each of them. None: the parameters are whole tensors.
 
-        Communicates: along ``comm``, as the optimizer documents; nothing where its size is 1.
+        Communicates: along ``comm`` and ``tp``, as the optimizer documents; nothing where their size is 1.
         """
         self._opt_called = True  # torch's schedules warn when they are stepped before an optimizer is
         flats = []
@@ -147,11 +165,12 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                     weight.device if device is None else device,
                     owned.offsets,
                     owned.shard_numel,
+                    owned.specs,
                 )
             )
         if comm.size == 1:
             _check_whole(ranges)
-        self._update(flats, None if comm.size == 1 else comm)
+        self._update(flats, None if comm.size == 1 else comm, tp)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -177,7 +196,7 @@ class WholeTensorOptimizer(torch.optim.Optimizer):
                 parts = (part,) if weight.numel() else ()
                 shapes = (param.shape,)
                 flats.append(RangeViews(weight, param.grad.reshape(-1), state, group, parts, shapes, weight.device))
-        self._update(flats, None)
+        self._update(flats, None, None)
         for param, weight in copies:
             param.copy_(weight.view(param.shape))
         return loss

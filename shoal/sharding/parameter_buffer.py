@@ -32,6 +32,11 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
+def is_placeholder(data: torch.Tensor) -> bool:
+    """Is ``data`` one element of memory, shown in a larger shape?"""
+    return data.numel() > 1 and not any(data.stride())
+
+
 class _GatherAfterCopy:
     """An all-gather whose source is copied to the device first, both beside the current stream."""
 

@@ -94,7 +94,7 @@ class Materializer:
             target.copy_(parameter.data)
             return False
         self.sharded_at_init.add(id(parameter))
-        owner.hand_over(parameter, target)
+        owner.hand_over(parameter, target, self._parts.get(name))
         return True
 
     def _materialize_up_to(self, position: int) -> None:

@@ -15,7 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
+from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parameter_buffer import placeholder
+from shoal.sharding.parts import cut
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
 
 _MAX_ACCESSED_NUMEL = 1 << 26  # of parameters that stay gathered after an access, together
@@ -157,9 +159,20 @@ class ShardedAtInit(ParameterOwner):
         record: _Record = self._records[parameter]
         return record
 
-    def hand_over(self, parameter: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy the value to ``target``, contiguous and of any dtype, and free the shard. Communicates: all_gathers."""
-        self.transfer.gather(self._record(parameter).shard, target)
+    def hand_over(self, parameter: torch.Tensor, target: torch.Tensor, part: ParameterSpec | None) -> None:
+        """Copy the value to ``target``, contiguous and of any dtype, and free the shard.
+
+        Args:
+            part: which elements, where the value is the whole tensor; None: all.
+
+        Communicates: all_gathers.
+        Memory: for a part, the whole value.
+        """
+        record = self._record(parameter)
+        if part is None or tuple(record.shape) == part.shape:
+            self.transfer.gather(record.shard, target)
+        else:
+            target.copy_(cut(self.whole(parameter), part))
         del self._records[parameter]
         OWNERS.pop(parameter, self)
         vars(parameter).pop("__deepcopy__", None)

@@ -49,6 +49,7 @@ class ShardedStep:
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
         pins_host: page-lock what is copied between device and host.
+        tp: the tensor-parallel ranks, for optimizers that need whole tensors; None: there is one.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class ShardedStep:
         is_ahead: bool = False,
         num_host_threads: int | None = None,
         pins_host: bool = True,
+        tp: Communicator | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
         self._comm = shard_comm
+        self._tp = tp
         self.cpu_optimizer: CpuOptimizer | None = None
         if any(group.is_state_offloaded for group in groups):
             numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
@@ -367,6 +370,7 @@ class ShardedStep:
         assert isinstance(optimizer, WholeTensorOptimizer)
         ranges = [(group, part) for part in group.ranges]
         self._load_gradients(ranges, gradient_scale)
+        tp = None if any(comm is self._tp for comm in group.replicas) else self._tp
         whole = []
         for part in group.ranges:
             members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]
@@ -392,11 +396,12 @@ class ShardedStep:
                     names=tuple(spec.name for spec in specs),
                     offsets=tuple(spec.offset for spec in specs) if all(has_grad) else None,
                     shard_numel=group.owned_numel,
+                    specs=tuple(specs) if tp is not None else (),
                 )
             )
         is_whole = group.owned_numel == buffer.layout.numel
         comm = SingleCommunicator(self._comm.axis) if is_whole else self._comm
-        optimizer.step_unit(whole, comm, buffer.full.device)
+        optimizer.step_unit(whole, comm, buffer.full.device, tp)
         self._round(ranges)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

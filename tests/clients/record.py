@@ -1,7 +1,10 @@
 """Record what DeepSpeed does with the clients' scripts.
 
-``PYTHON -m tests.clients.record [--ranks N] SCRIPT [CASE ...]`` with a Python that has the clients and deepspeed 0.19.8
-writes ``tests/fixtures/clients/SCRIPT.json``, case by case: those named now, beside those recorded before.
+``PYTHON -m tests.clients.record [--ranks N] [--apart] SCRIPT [CASE ...]`` with a Python that has the clients and
+deepspeed 0.19.8 writes ``tests/fixtures/clients/SCRIPT.json``, case by case: those named now, beside those recorded
+before.
+With ``--apart`` each named case has processes of its own: Ulysses stays registered with Transformers, so parallel_cases
+needs it.
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ def main(*arguments: str) -> None:
     ranks = 2
     if arguments[0] == "--ranks":
         ranks, arguments = int(arguments[1]), arguments[2:]
-    script, *cases = arguments
-    if script == "accelerate_plain":
+    is_apart = arguments[0] == "--apart"
+    script, *cases = arguments[is_apart:]
+    if is_apart:
+        run = _joined([run_script(f"{script}.py", case, runner=(), ranks=ranks) for case in cases])
+    elif script == "accelerate_plain":
         run = _launched(cases)
     else:
         run = run_script(f"{script}.py", *cases, runner=(), timeout=580, ranks=ranks)
@@ -46,7 +52,10 @@ def _launched(cases: list[str]) -> ClientRun:
     from tests.clients.test_accelerate_launch import ARGUMENTS, launch
 
     with tempfile.TemporaryDirectory() as folder:
-        runs = [launch(Path(folder), case, as_deepspeed=False) for case in cases or ARGUMENTS]
+        return _joined([launch(Path(folder), case, as_deepspeed=False) for case in cases or ARGUMENTS])
+
+
+def _joined(runs: list[ClientRun]) -> ClientRun:
     results = {case: result for run in runs for case, result in run.results.items()}
     said = ["\n".join(run.said[0] for run in runs)]
     return ClientRun(results, said, [run.codes[0] for run in runs], sum(run.seconds for run in runs))

@@ -12,7 +12,6 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.compat.deepspeed.utils import groups
-from shoal.errors import NotBuiltError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.zero.engine_parameters import (
     safe_get_full_fp32_param,
@@ -125,8 +124,8 @@ def test_changes_of_gathered_parameters_reach_all_ranks(parallel: dict[str, Any]
         assert torch.equal(found[SPLIT], expected[SPLIT] * 2)
 
 
-@pytest.mark.parametrize("axis", ["sp", "cp"])
-def test_a_model_built_sharded_trains_on_a_sequence_axis(axis: str) -> None:
+@pytest.mark.parametrize("axis", ["sp", "cp", "tp"])
+def test_a_model_built_sharded_trains_beside_another_axis(axis: str) -> None:
     whole, optimizer = alone(2)
     optimizer.step()
 
@@ -144,17 +143,6 @@ def test_a_model_built_sharded_trains_on_a_sequence_axis(axis: str) -> None:
     for found in run_ranks(4, job):
         for name, value in whole.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_a_model_built_sharded_is_refused_on_a_tensor_axis() -> None:
-    def job() -> None:
-        with shoal.zero.Init():
-            model = gpt()
-        with pytest.raises(NotBuiltError) as caught:
-            engine_on(TP, 3, model)
-        assert caught.value.code == "tensor-parallel-init"
-
-    run_ranks(2, job)
 
 
 def test_deepspeeds_groups_are_those_of_the_last_engine() -> None:

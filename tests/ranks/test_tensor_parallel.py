@@ -69,22 +69,6 @@ def test_the_loss_of_split_logits_is_the_loss(sequence_parallel: bool) -> None:
     compare(gpt(), loss_alone, 2, loss_parallel=True, sequence_parallel=sequence_parallel)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_overlapped_layers_compute_the_same_and_communicate_the_same_bytes(sequence_parallel: bool) -> None:
-    options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "loss_parallel": True}
-    plain = compare(gpt(), loss_alone, 2, **options)
-    overlapped = compare(gpt(), loss_alone, 2, overlap=True, **options)
-    for calls, chunked in zip(plain, overlapped, strict=True):
-        nbytes, in_chunks = Counter[str](), Counter[str]()
-        for call in calls:
-            nbytes[call.label] += call.nbytes
-        for call in chunked:
-            in_chunks[call.label] += call.nbytes
-        assert in_chunks == nbytes
-        outs = [call for call in chunked if call.label == "blocks.0.attention.out out"]
-        assert len(outs) == 4
-
-
 def test_on_one_rank_nothing_is_split() -> None:
     compare(gpt(), forward, 1)
 

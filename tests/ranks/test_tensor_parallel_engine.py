@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import ConfigError, ModelError, NotBuiltError, UsageError
+from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.models.gpt import GPT, GPTConfig
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
 from tests.ranks.training import make, sgd
@@ -55,11 +55,12 @@ def alone(factory: Any, dp: int, accumulation: int = 1) -> dict[str, torch.Tenso
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(engine: Any, steps: range, accumulation: int = 1) -> None:
+def train(engine: Any, steps: range, accumulation: int = 1, *, num_rows: int = ROWS) -> None:
     batch = engine.axes.batch
     for step in steps:
         for micro in range(accumulation):
-            rows = tokens(10 * step + micro, batch.size)[ROWS * batch.rank : ROWS * (batch.rank + 1)]
+            whole = tokens(10 * step + micro, batch.size * num_rows // ROWS)
+            rows = whole[num_rows * batch.rank : num_rows * (batch.rank + 1)]
             engine.backward(engine(rows[:, :-1], rows[:, 1:]))
             engine.step()
 
@@ -88,12 +89,14 @@ HOST = {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"devi
         (4, 2, 3, 2, SEQUENCE),
         (4, 4, 3, 1, {"parallel": {"tp_loss_parallel": True}}),
         (4, 2, 2, 1, {"tensor_parallel": {"tp_overlap_comm": True}}),
+        (4, 2, 3, 1, {"tensor_parallel": {"tp_overlap_comm": True}, **SEQUENCE}),
         (8, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
+        (8, 2, 3, 2, {"zero": {"zero_hpz_partition_size": 2}}),
         (4, 2, 3, 1, HOST),
         (4, 2, 2, 1, {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": "auto"}}),
         (4, 2, 3, 1, {"activation_checkpointing": {"modules": ["blocks.*"]}}),
         (4, 4, 1, 2, {"parallel": {"tp_grid": "2d"}}),
-        (8, 4, 3, 1, {"parallel": {"tp_grid": "2d"}}),
+        (8, 4, 3, 1, {"parallel": {"tp_grid": "2d", "tp_loss_parallel": True}}),
         (8, 8, 2, 1, {"parallel": {"tp_grid": "2.5d"}}),
     ],
 )
@@ -119,19 +122,37 @@ def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
     test_a_gpt_trains_as_in_one_process(8, 8, stage, accumulation, {"parallel": {"tp_grid": "3d"}, **more})
 
 
+def test_hpz_gathers_for_backward_among_the_ranks_that_shard_a_part() -> None:
+    """8 ranks, of 2 tensor-parallel ones: 4 shard a part, 2 of them hold it for backward."""
+
+    def job() -> list[tuple[str, int]]:
+        settings = config(3, 2, zero={"zero_hpz_partition_size": 2}, units={"classes": ["Block"]})
+        engine = initialize(make(gpt), settings)
+        train(engine, range(1))
+        with current_world().recorder.recording() as entries:
+            train(engine, range(1, 2))
+        return [(e.axis, e.nbytes) for e in entries if e.op == "all_gather" and e.label.startswith("blocks.0")]
+
+    for gathers in run_ranks(8, job):
+        forward, again = ([nbytes for axis, nbytes in gathers if axis == name] for name in ("dp", "fsdp:2x2/1"))
+        assert len(forward) == len(again) == 2  # of the parts, and of the norms
+        assert [nbytes // 3 for nbytes in forward] == [nbytes // 2 for nbytes in again]
+
+
+def heads_of_7() -> GPT:
+    return gpt(tied=False, num_heads=7)
+
+
 # Thresholds between the sizes of the ranks' parts: the ranks have the same units and buckets nevertheless.
 NARROW = {"zero": {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 3200}}
 
 
 @pytest.mark.parametrize(("tp", "stage", "more"), [(4, 3, {}), (2, 1, {}), (2, 2, NARROW), (2, 3, NARROW)])
 def test_heads_and_vocabulary_that_do_not_divide(tp: int, stage: int, more: dict[str, Any]) -> None:
-    def factory() -> GPT:
-        return gpt(tied=False, num_heads=7)
-
-    expected = alone(factory, 4 // tp)
+    expected = alone(heads_of_7, 4 // tp)
 
     def job() -> dict[str, Any]:
-        engine = initialize(make(factory), config(stage, tp, **copy.deepcopy(more)))
+        engine = initialize(make(heads_of_7), config(stage, tp, **copy.deepcopy(more)))
         train(engine, range(STEPS))
         return engine.module_state_dict()
 
@@ -189,6 +210,33 @@ def test_start_up_sends_whole_parameters_over_the_axis_once(stage: int) -> None:
         assert_equal(values, results[4][1])
 
 
+@pytest.mark.parametrize(
+    ("size", "tp", "stage", "more"), [(4, 2, 3, {}), (4, 2, 1, {}), (4, 4, 3, SEQUENCE), (4, 4, 3, {"tp_grid": "2d"})]
+)
+def test_a_model_that_zero_init_has_sharded_is_split_part_by_part(
+    size: int, tp: int, stage: int, more: dict[str, Any]
+) -> None:
+    factory = gpt if "tp_grid" in more else heads_of_7
+    whole = make(factory).state_dict()
+    expected = alone(factory, size // tp)
+
+    def job() -> tuple[dict[str, Any], int]:
+        with shoal.zero.Init():
+            model = factory()
+        for name, parameter in model.named_parameters():
+            with shoal.zero.GatheredParameters(parameter, modifier_rank=0):
+                parameter.data.copy_(whole[name])
+        engine = initialize(model, config(stage, tp, parallel=more.get("parallel", more)))
+        assert all(torch.equal(value, whole[name]) for name, value in engine.module_state_dict().items())
+        held = sum(group.buffer.layout.parameter_numel for group in engine.sharded.groups)
+        train(engine, range(STEPS))
+        return engine.module_state_dict(), held
+
+    for values, held in run_ranks(size, job):
+        assert_equal(values, expected)
+        assert held < 1.2 / tp * sum(value.numel() for value in set(whole.values()))
+
+
 def test_a_checkpoint_and_weights_change_their_layout(tmp_path: Path) -> None:
     def first() -> dict[str, Any]:
         engine = initialize(make(gpt), config(3, 2))
@@ -231,10 +279,9 @@ def test_bad_plans_and_models_are_errors_before_memory_is_taken() -> None:
             initialize(make(gpt), config(1, 2, parallel={"tp_plan": {"blocks.*.nothing": "column"}}))
         with shoal.zero.Init():
             model = gpt()
-        with pytest.raises(NotBuiltError, match=r"built under zero\.Init"):
+        model.blocks[0].attention_norm.weight.tensor_model_parallel = True
+        with pytest.raises(ModelError, match=r"1 parameters that are sharded are parts of larger tensors already"):
             initialize(model, config(3, 2))
-        with pytest.raises(NotBuiltError, match="Lamb, which updates whole tensors"):
-            shoal.initialize(model=make(gpt), config=config(1, 2, optimizer={"type": "Lamb", "params": {"lr": 1e-3}}))
         assert current_world().size == 2
 
     run_ranks(2, job)

@@ -27,6 +27,9 @@ from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.sharding.parts import cut, gather_parts
 from tests.ranks.tensor_cases import difference, randomize, tp_communicator
 from tests.ranks.test_comm_processes import own_world
+from tests.ranks.test_tensor_parallel_shared_heads import FUSED
+from tests.ranks.test_tensor_parallel_shared_heads import Layers as SharedHeads
+from tests.ranks.test_tensor_parallel_shared_heads import forward as of_heads
 
 Gloo = Callable[..., list[Any]]
 
@@ -60,12 +63,13 @@ class Mlp(nn.Module):
 class LlamaAttention(nn.Module):
     """Grouped-query attention by separate projections; the names of Transformers' Llama."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kv_heads: int) -> None:
         super().__init__()
-        self.num_heads, self.num_key_value_heads, self.head_dim = 8, 4, HIDDEN // 8
+        self.num_heads, self.num_key_value_heads, self.head_dim = 8, num_kv_heads, HIDDEN // 8
+        kv_numel = num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(HIDDEN, HIDDEN)
-        self.k_proj = nn.Linear(HIDDEN, HIDDEN // 2, bias=False)  # its gradient would be zero but for rounding
-        self.v_proj = nn.Linear(HIDDEN, HIDDEN // 2)
+        self.k_proj = nn.Linear(HIDDEN, kv_numel, bias=False)  # its gradient would be zero but for rounding
+        self.v_proj = nn.Linear(HIDDEN, kv_numel)
         self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -79,10 +83,10 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """A block with RMSNorms, and gate and up in one linear."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kv_heads: int) -> None:
         super().__init__()
         self.input_norm = nn.RMSNorm(HIDDEN, eps=1e-5)
-        self.self_attn = LlamaAttention()
+        self.self_attn = LlamaAttention(num_kv_heads)
         self.mlp_norm = nn.RMSNorm(HIDDEN, eps=1e-5)
         self.gate_up = nn.Linear(HIDDEN, 4 * HIDDEN)
         self.down = nn.Linear(2 * HIDDEN, HIDDEN)
@@ -97,9 +101,9 @@ class LlamaLayer(nn.Module):
 class Layers(nn.Module):
     """Layers with a mask that differs between samples."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, num_kv_heads: int = 4) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LlamaLayer() for _ in range(num_layers))
+        self.layers = nn.ModuleList(LlamaLayer(num_kv_heads) for _ in range(num_layers))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mask = torch.arange(LENGTH)[None, None, None] <= torch.arange(BATCH)[:, None, None, None]
@@ -213,6 +217,33 @@ def test_grouped_heads_and_a_mask_of_each_sample_compute_what_one_rank_does(
     kind: GridKind, size: int, num_layers: int, dtype: torch.dtype
 ) -> None:
     compare(kind, size, randomize(Layers(num_layers)).to(dtype), whole, LLAMA_PLAN)
+
+
+@pytest.mark.parametrize(("kind", "size"), GRIDS)
+def test_key_value_heads_that_ranks_share_compute_what_one_rank_does(kind: GridKind, size: int) -> None:
+    for calls in compare(kind, size, randomize(Layers(1, num_kv_heads=1)), whole, LLAMA_PLAN):
+        shared = [call for call in calls if "shared heads" in call.label]
+        assert Counter(call.op for call in shared) == {"all_gather": 2, "reduce_scatter": 2}  # of keys and of values
+    if kind != "3d":  # of which the batch does not divide
+        compare(kind, size, randomize(SharedHeads(8, 1, True)), lambda model, _: of_heads(model)["loss"], FUSED)
+
+
+@pytest.mark.parametrize(("kind", "size"), GRIDS)
+def test_embedding_and_head_are_split_over_all_ranks(kind: GridKind, size: int) -> None:
+    """Of 32 tokens each rank holds an equal part; nothing but the last norm is whole."""
+    model = randomize(GPT(GPTConfig(32, LENGTH, 1, HIDDEN, 4, tied=False)))
+    copies = [copy.deepcopy(model) for _ in range(size)]
+
+    def on_a_rank() -> None:
+        grid = open_grid(kind)
+        mine = copies[grid.rank]
+        local = parallelize_grid(mine, grid)
+        whole = [name for name, _ in model.named_parameters() if name not in local]
+        assert whole == ["norm.weight"]
+        held = sum(parameter.numel() for name, parameter in mine.named_parameters() if name in local)
+        assert held * size == sum(parameter.numel() for name, parameter in model.named_parameters() if name in local)
+
+    run_ranks(size, on_a_rank)
 
 
 class OneBlock(nn.Module):

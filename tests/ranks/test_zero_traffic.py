@@ -158,7 +158,7 @@ def test_hpz_gathers_for_backward_within_its_group() -> None:
     for entries in third_step(4, 3, zero_optimization={"zero_hpz_partition_size": 2}):
         assert calls(entries) == [
             *(("dp", "all_gather", unit) for unit in FORWARDS),
-            ("dp_shard", "all_gather", GATHERED_AGAIN),
+            ("fsdp:2x2/1", "all_gather", GATHERED_AGAIN),
             *(("dp", "reduce_scatter", unit) for unit in REDUCED_BACKWARDS),
             CONTROL,
         ]

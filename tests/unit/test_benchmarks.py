@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
 from benchmarks.offload import TrainingPlan, num_parameters, run
+
+WITH_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 
 
 def test_the_memory_formula_is_the_papers() -> None:
@@ -51,8 +54,9 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None
 @pytest.mark.gloo
 def test_every_case_of_the_parallel_benchmark_agrees_with_its_peer() -> None:
     shape = vars(parallel.Shape(layers=1, hidden=32, heads=4, kv_heads=2, vocab=64, batch=2, length=8))
-    rows = parallel.run(argparse.Namespace(cases=list(parallel.CASES), ranks=2, rounds=2, **shape))
-    assert [row["case"] for row in rows] == list(parallel.CASES)
+    cases = [case for case in parallel.CASES if WITH_DEEPSPEED or not case.startswith("AutoTP")]
+    rows = parallel.run(argparse.Namespace(cases=cases, ranks=2, rounds=2, **shape))
+    assert [row["case"] for row in rows] == cases
     assert [row for row in rows if "error" in row] == []
     assert all(row["ratio"] > 0 for row in rows)
 
@@ -156,9 +160,11 @@ def test_the_attention_benchmark_measures_every_contender_small(
 ) -> None:
     """That the contenders' gradients agree is asserted by each rank."""
     out = tmp_path / "attention.json"
-    attention.main(["--positions", "64", "--heads", "2", "--head-size", "8", "--rounds", "1", "--out", str(out)])
+    names = [name for name in attention.CONTENDERS if WITH_DEEPSPEED or name != attention.DEEPSPEED]
+    shape = ["--positions", "64", "--heads", "2", "--head-size", "8"]
+    attention.main([*shape, "--contenders", *names, "--rounds", "2", "--out", str(out)])
     rows = json.loads(out.read_text())["rows"]
-    assert [row["contender"] for row in rows] == attention.CONTENDERS
+    assert [row["contender"] for row in rows] == names
     assert all(row["least_seconds"] > 0 and row["least_processor_seconds"] > 0 for row in rows)
     assert "torch-all-to-all" in capsys.readouterr().out
 

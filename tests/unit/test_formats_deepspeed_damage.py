@@ -131,8 +131,6 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
         ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts layers"),
         ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
-        ("mp_rank_01_model_states.pt", "tensor parallelism"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor parallelism"),
         ("offloaded_tensors", "state offloaded to NVMe"),
     ],
 )
@@ -147,7 +145,6 @@ def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
-        ("mp_world_size", 2, "tensor parallelism"),
         ("module", None, "pipeline parallelism"),
         ("num_experts", [4], "mixture-of-experts layers"),
     ],
@@ -186,7 +183,7 @@ def spoil(value: Any, random: Any, depth: int = 0) -> Any:
     return random.choice(JUNK)
 
 
-@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups"])
+@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups", "tp2-stage1"])
 def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: Any) -> None:
     import random
 

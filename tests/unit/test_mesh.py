@@ -99,7 +99,9 @@ def test_the_factors_of_an_axis_are_groups_of_its_ranks() -> None:
     assert mesh.index(plane, 13) == 2
     assert (mesh.size(rows), mesh.size(plane)) == (2, 4)
     assert Mesh.of(4, dp_shard=4).groups(factor_axis("dp_shard", (2, 2), (0,))) == ((0, 2), (1, 3))
-    for wrong in ("tp:2x2/0", "tp:2x2x2/3", "tp:2x2x2/1,0", "tp:2x2x2/", "fsdp:2/0", "tp/0"):
+    of_shards = factor_axis("fsdp", (2, 4), (1,))  # neighbours that shard parameters, beside tp
+    assert Mesh.of(16, dp_shard=4, sp=2, tp=2).groups(of_shards)[:2] == ((0, 2, 4, 6), (1, 3, 5, 7))
+    for wrong in ("tp:2x2/0", "tp:2x2x2/3", "tp:2x2x2/1,0", "tp:2x2x2/", "dp:2/0", "tp/0"):
         with pytest.raises(ConfigError, match="not made of factors"):
             mesh.groups(wrong)
 

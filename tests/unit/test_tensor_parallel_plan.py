@@ -8,13 +8,14 @@ from types import ModuleType
 import pytest
 
 from shoal.errors import ModelError
-from shoal.parallel.tensor import heads, parts
+from shoal.parallel.tensor import heads, parts, shared_heads
 from shoal.parallel.tensor.heads import Layout, local_heads, projection_ranges
 from shoal.parallel.tensor.parts import even_ranges, length
 from shoal.parallel.tensor.plan import match, parse_style
+from shoal.parallel.tensor.shared_heads import SharedRows
 
 
-@pytest.mark.parametrize("module", [heads, parts], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [heads, parts, shared_heads], ids=lambda module: module.__name__)
 def test_the_examples_in_the_docstrings_are_true(module: ModuleType) -> None:
     results = doctest.testmod(module)
     assert (results.failed, results.attempted > 0) == (0, True)
@@ -34,11 +35,12 @@ def test_every_head_is_computed_once_with_its_own_key_and_value(layout: Layout, 
         assert len(mine.query) == len(mine.kv) * mine.groups
         for position, head in enumerate(mine.query):  # repeat_kv: local query head i reads local kv head i // groups
             assert mine.kv[position // mine.groups] == head // group
-        assert mine.is_kv_whole == (num_kv_heads < size)
+        assert mine.is_kv_shared == (num_kv_heads < size)
         numel = unit * num_heads if layout == "separate" else unit * (num_heads + 2 * num_kv_heads)
         numel = 3 * unit * num_heads if layout == "heads" else numel
-        ranges, is_whole = projection_ranges(layout, 0, numel, mine, num_heads, num_kv_heads)
-        assert is_whole == (mine.is_kv_whole and layout in ("blocks", "groups"))
+        ranges, shared = projection_ranges(layout, 0, numel, mine, num_heads, num_kv_heads)
+        is_fused = layout in ("blocks", "groups")
+        assert length(shared) == (2 * unit * num_kv_heads if mine.is_kv_shared and is_fused else 0)
         rows = [row for start, stop in ranges for row in range(start, stop)]
         query_of[rank] = rows
         if layout == "groups":
@@ -51,6 +53,33 @@ def test_every_head_is_computed_once_with_its_own_key_and_value(layout: Layout, 
     if num_kv_heads >= size:
         everything = sorted(row for rows in query_of.values() for row in rows)
         assert everything == list(range(len(everything)))
+
+
+@pytest.mark.parametrize("layout", ["separate", "blocks", "groups"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(8, 2, 4), (6, 1, 4), (12, 3, 8), (9, 3, 5)])
+def test_ranks_that_share_heads_hold_each_row_once_and_return_what_they_need(
+    layout: Layout, num_heads: int, num_kv_heads: int, size: int
+) -> None:
+    numel = 4 * num_kv_heads if layout == "separate" else 4 * (num_heads + 2 * num_kv_heads)
+    needed, rows = [], []
+    for rank in range(size):
+        mine = local_heads(num_heads=num_heads, num_kv_heads=num_kv_heads, size=size, rank=rank)
+        ranges, shared = projection_ranges(layout, 1, numel, mine, num_heads, num_kv_heads)
+        needed.append(ranges)
+        rows.append(SharedRows.of(ranges, shared, size=size, rank=rank))
+    held = [[row for start, stop in each.held for row in range(start, stop)] for each in rows]
+    assert sorted(row for each in held for row in each) == list(range(numel))
+    shares = [(own, *span) for own, each in zip(held, rows, strict=True) for span in each.own]
+    gathered = [own[place] for own, start, stop in shares for place in range(start, stop)]
+    for own, each, ranges in zip(held, rows, needed, strict=True):
+        sources = {True: gathered, False: own}
+        returned = [
+            sources[is_shared][place]
+            for is_shared, places in each.pieces
+            for low, high in places
+            for place in range(low, high)
+        ]
+        assert returned == [row for start, stop in ranges for row in range(start, stop)]
 
 
 def test_fused_blocks_are_split_each() -> None:

@@ -6,6 +6,7 @@
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
 
+Of a tensor-parallel run each tensor is joined from the ranks' parts (``deepspeed_tensor_parallel``).
 DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_files`` for what they may ask for.
 """
 
@@ -29,6 +30,7 @@ from shoal.checkpoint.formats.deepspeed_state import (
     read_partitioned,
     read_spread,
 )
+from shoal.checkpoint.formats.deepspeed_tensor_parallel import PartJoin, TensorParallelLayout
 from shoal.checkpoint.formats.deepspeed_universal import read_universal
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.manifest import MODEL
@@ -51,8 +53,7 @@ class DeepSpeedSource:
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with tensor (unless it is universal), pipeline or expert parallelism, or offloaded
-            to NVMe.
+        NotBuiltError: it was made with pipeline or expert parallelism, or offloaded to NVMe.
     """
 
     about: About
@@ -68,35 +69,41 @@ class DeepSpeedSource:
         size: int = 1,
     ) -> None:
         files = find_files(folder, tag)
+        turns = Turns(verify=verify, rank=rank, size=size)
         try:
-            self._open(files, names, Turns(verify=verify, rank=rank, size=size))
+            first = _RankFiles(files[0], names, turns)
+            # Below stage 3 DeepSpeed says in the first rank's file alone which weights are tied.
+            self._parts = [first, *(_RankFiles(each, names, turns, first.module.aliases) for each in files[1:])]
+            self._join()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             if isinstance(error, ShoalError):
                 raise
             # A value of another type than DeepSpeed writes.
-            raise damaged(f"{type(error).__name__}: {error}", str(files.folder)) from error
+            raise damaged(f"{type(error).__name__}: {error}", str(files[0].folder)) from error
 
-    def _open(self, files: CheckpointFiles, names: Sequence[Sequence[str]] | None, turns: Turns) -> None:
-        model = open_file(files.model[0], verify=turns.take())
-        self._module = ModelFile(
-            model, str(files.model[0]), is_stage_3=files.is_stage_3, is_universal=files.universal is not None
-        )
-        notes = self._module.notes
-        size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
-        if size < 1:
-            raise damaged(f"{size} ranks saved it", str(files.model[0]))
-        self._frozen = _frozen(files, model, size, notes, turns) if files.is_stage_3 else None
-        self._trained: NamedState | None
-        if files.universal is None:
-            self._trained, scale = _trained(files, self._module, size, names, turns)
-        else:
-            self._trained, scale = read_universal(files.universal, self._module, turns)
-        held = {} if self._trained is None else {kind: self._trained.infos(kind) for kind in self._trained.kinds()}
-        self._masters = held.pop(MODEL, {})
-        weights = self._module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
-        self._infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
-        self.about = self._module.about(weights, self._trained, scale)
-        self.about.num_ranks, self.about.path = size, str(files.folder)
+    def _join(self) -> None:
+        first, number = self._parts[0], len(self._parts)
+        saved = first.module.num_parts
+        if saved != number and not first.is_universal:
+            raise CheckpointError(
+                f"{saved} tensor-parallel ranks saved it, and files of {number} are here.",
+                where=str(first.folder),
+                do="if two saves went to one tag, take away the older one's files; else copy what is absent.",
+                code="checkpoint-damaged",
+            )
+        self._infos = first.infos
+        self._joins: dict[str, PartJoin] = {}
+        if number > 1:
+            self._joins = _joins(self._parts)
+            self._infos = {
+                kind: {
+                    name: TensorInfo(info.dtype, self._joins[name].whole_shape if name in self._joins else info.shape)
+                    for name, info in infos.items()
+                }
+                for kind, infos in first.infos.items()
+            }
+        self.about = first.module.about(self._infos[MODEL], first.trained, first.scale)
+        self.about.num_ranks, self.about.path = first.size * number, str(first.folder)
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)
@@ -107,11 +114,60 @@ class DeepSpeedSource:
     def read(self, kind: str, name: str) -> torch.Tensor:
         if name not in self.tensors(kind):
             raise KeyError(f"{kind} has no tensor {name!r}")
-        if self._trained is not None and (kind != MODEL or name in self._masters):
-            return self._trained.read(kind, name)
+        join = self._joins.get(name)
+        if join is None:
+            return self._parts[0].read(kind, name)
+        return join.join(lambda part: self._parts[part].read(kind, name))
+
+
+class _RankFiles:
+    """What the files of one tensor-parallel rank hold."""
+
+    def __init__(
+        self,
+        files: CheckpointFiles,
+        names: Sequence[Sequence[str]] | None,
+        turns: Turns,
+        aliases: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.folder, self.is_universal = files.folder, files.universal is not None
+        model = open_file(files.model[0], verify=turns.take())
+        self.module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases)
+        size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
+        if size < 1:
+            raise damaged(f"{size} ranks saved it", str(files.model[0]))
+        self._frozen = _frozen(files, model, size, self.module.notes, turns) if files.is_stage_3 else None
+        self.trained: NamedState | None
+        if files.universal is None:
+            self.trained, self.scale = _trained(files, self.module, size, names, turns)
+        else:
+            self.trained, self.scale = read_universal(files.universal, self.module, turns)
+        held = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
+        self._masters = held.pop(MODEL, {})
+        weights = self.module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})
+        self.infos: dict[str, Mapping[str, TensorInfo]] = {MODEL: weights, **held}
+
+    def read(self, kind: str, name: str) -> torch.Tensor:
+        if self.trained is not None and (kind != MODEL or name in self._masters):
+            return self.trained.read(kind, name)
         if self._frozen is not None and name in self._frozen.shapes:
             return self._frozen.read(kind, name)
-        return self._module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+        return self.module.tensors[name].detach().clone(memory_format=torch.contiguous_format)
+
+
+def _joins(parts: list[_RankFiles]) -> dict[str, PartJoin]:
+    """How each tensor is joined. Raises: CheckpointError: the ranks do not have the same tensors."""
+    module = parts[0].module
+    for part in parts[1:]:
+        if {kind: set(infos) for kind, infos in part.infos.items()} != {k: set(v) for k, v in parts[0].infos.items()}:
+            raise damaged(f"it has other tensors than {module.file}", part.module.file)
+    layout = TensorParallelLayout(module.state.get("universal_checkpoint_info"), len(parts), module.file)
+    found = {}
+    for name in parts[0].infos[MODEL]:
+        shapes = [part.infos[MODEL][name].shape for part in parts]
+        # Buffers are not described; each rank saves its own.
+        found[name] = layout.replicated(name, shapes) if name in module.buffers else layout.join_of(name, shapes)
+    return found
 
 
 def _trained(
@@ -167,7 +223,7 @@ def _frozen(
     if len(files.model) < size:
         raise damaged(
             f"there are model files of {len(files.model)} ranks, not of {size}: the next would be"
-            f" zero_pp_rank_{len(files.model)}_mp_rank_00_model_states.pt",
+            f" {files.model[0].name.replace('rank_0_', f'rank_{len(files.model)}_', 1)}",
             str(files.folder),
         )
     if len(files.model) > size:

@@ -6,7 +6,7 @@
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
     FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
 
-R counts the data-parallel ranks; ``mp_rank`` above 0 is tensor parallelism.
+R counts the data-parallel ranks. The number after ``mp_rank`` is the tensor-parallel rank, which has files of its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _ALLOWED_CLASSES: tuple[tuple[Any, str], ...] = (
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of one tag.
+    """The files of one tag, of one tensor-parallel rank.
 
     Args:
         model: one file, or at stage 3 one for each rank.
@@ -118,8 +118,10 @@ class CheckpointFiles:
         return [self.optimizer[rank] for rank in range(size)], notes if left else []
 
 
-def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFiles:
+def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[CheckpointFiles]:
     """The files of a checkpoint: of ``tag``, of the tag that ``latest`` names, or in the folder itself.
+
+    Returns: those of each tensor-parallel rank; of a universal checkpoint, where tensors are whole, those of the first.
 
     Raises:
         CheckpointError: there is none, or its files contradict each other.
@@ -139,11 +141,25 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
         if found:
             raise not_built(what, f"{place}/{found[0]}")
     universal = place / UNIVERSAL if UNIVERSAL in names else None
-    model = _by_rank(place, names, _MODEL, is_universal=universal is not None)
-    optimizer = _by_rank(place, names, _OPTIMIZER)
-    if not model:
+    parts = {int(match["mp"]) for match in map(_MODEL.fullmatch, names) if match is not None}
+    if not parts:
         what = "no *_model_states.pt lies here, so this is no checkpoint of DeepSpeed's."
         raise _missing(what, place, "name the folder that was given to save_checkpoint(), or the tag's folder in it.")
+    if universal is not None:
+        return [_files_of(place, names, min(parts), universal)]
+    parts |= {int(match["mp"]) for match in map(_OPTIMIZER.fullmatch, names) if match is not None}
+    absent = next((part for part in range(max(parts) + 1) if part not in parts), None)
+    if absent is not None:
+        raise damaged_copy(f"no file of tensor-parallel rank {absent} (mp_rank_{absent:02d}) is here.", str(place))
+    return [_files_of(place, names, part, None) for part in sorted(parts)]
+
+
+def _files_of(place: Path, names: list[str], part: int, universal: Path | None) -> CheckpointFiles:
+    """The files of one tensor-parallel rank. Raises: CheckpointError."""
+    model = _by_rank(place, names, _MODEL, part)
+    optimizer = _by_rank(place, names, _OPTIMIZER, part)
+    if not model:
+        raise damaged_copy(f"the model file of tensor-parallel rank {part} is missing.", str(place))
     if None in model:
         if len(model) > 1:
             what = f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3)."
@@ -153,7 +169,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
     number = max(ranks) + 1 - len(ranks)
     if number:
         missing = islice((rank for rank in range(max(ranks)) if rank not in ranks), 8)
-        names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in missing]
+        names = [f"zero_pp_rank_{rank}_mp_rank_{part:02d}_model_states.pt" for rank in missing]
         what = f"{number} model files are missing: {', '.join(names)}{' and others' if number > 8 else ''}."
         raise damaged_copy(what, str(place))
     return CheckpointFiles(place, tuple(ranks[rank] for rank in sorted(ranks)), True, _ranks(optimizer), universal)
@@ -245,18 +261,13 @@ def _tags(root: Path) -> str:
     return f"Tags in it: {', '.join(list(dict.fromkeys(found))[:8])}." if found else "No tag is in it."
 
 
-def _by_rank(
-    place: Path, names: Iterable[str], pattern: re.Pattern[str], *, is_universal: bool = False
-) -> dict[int | None, Path]:
+def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: int) -> dict[int | None, Path]:
+    """The files of one tensor-parallel rank by data-parallel rank."""
     found: dict[int | None, Path] = {}
     for name in names:
         match = pattern.fullmatch(name)
-        if match is None:
+        if match is None or int(match["mp"]) != part:
             continue
-        if int(match["mp"]) > 0 and is_universal:
-            continue  # of a tensor-parallel run; its tensors are whole in the universal folder
-        if int(match["mp"]) > 0:
-            raise not_built("tensor parallelism (mp_rank above 0)", str(place / name))
         if match["more"]:
             raise not_built("pipeline parallelism", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])

@@ -30,15 +30,22 @@ class ModelFile:
         state: what the file holds.
         file: its name, for errors.
         is_stage_3: its parameters are empty tensors, of which only the dtype is known.
-        is_universal: weights are whole in another folder, also those that tensor parallelism split.
+        aliases: the other names of tied weights, if another file says them; None: this one does.
 
     Raises:
         CheckpointError: it is no model file.
-        NotBuiltError: it is a part of a model that tensor, pipeline or expert parallelism split.
+        NotBuiltError: it is a part of a model that pipeline or expert parallelism split.
     """
 
-    def __init__(self, state: dict[str, Any], file: str, *, is_stage_3: bool, is_universal: bool = False) -> None:
-        self.is_part = _refuse_split(state, file, is_universal=is_universal)
+    def __init__(
+        self,
+        state: dict[str, Any],
+        file: str,
+        *,
+        is_stage_3: bool,
+        aliases: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.num_parts = _number_of_parts(state, file)
         self.state, self.file, self.is_stage_3 = state, file, is_stage_3
         self.notes: list[str] = []
         module = entry(state, "module", file)
@@ -54,7 +61,7 @@ class ModelFile:
             check_stored(name, tensor, file)
         buffers = set(state.get("buffer_names") or ())
         self.buffers = {name for name in self.tensors if name in buffers or name.endswith("_extra_state")}
-        self.aliases = self._tied()
+        self.aliases = self._tied() if aliases is None else aliases
         self._other_names = {name for names in self.aliases.values() for name in names}
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -172,14 +179,11 @@ def optimizer_name(config: Any, trained: NamedState) -> str | None:
     return None
 
 
-def _refuse_split(state: dict[str, Any], file: str, *, is_universal: bool) -> bool:
-    """Returns: is it one of several tensor-parallel ranks'? Raises: NotBuiltError."""
+def _number_of_parts(state: dict[str, Any], file: str) -> int:
+    """The tensor-parallel ranks. Raises: NotBuiltError: another parallelism split the model."""
     dimensions = state.get("checkpoint_parallel_dimensions") or {}
-    is_part = int(state.get("mp_world_size") or 1) > 1 or int(dimensions.get("tp_degree") or 1) > 1
-    if is_part and not is_universal:
-        raise not_built("tensor parallelism", file)
     if int(dimensions.get("pp_degree") or 1) > 1 or ("module" in state and state["module"] is None):
         raise not_built("pipeline parallelism", file)
     if state.get("num_experts") or state.get("ds_autoep_layers") or state.get("autoep_layers"):
         raise not_built("mixture-of-experts layers", file)
-    return is_part
+    return int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)

@@ -127,8 +127,8 @@ def read_universal(folder: Path, module: ModelFile, turns: Turns) -> tuple[Unive
                 raise unsafe(f"{name[:200]!r} is not the name of a folder in it.", str(folder))
             if numbers and math.prod(shape):
                 found.scalars[name] = dict(numbers)
-            found.add(folder / name, name, tuple(shape), group, turns, is_part=module.is_part)
-    if module.is_part:
+            found.add(folder / name, name, tuple(shape), group, turns, is_part=module.num_parts > 1)
+    if module.num_parts > 1:
         _refuse_parts(module, found)
     return found, state.get("loss_scaler")
 

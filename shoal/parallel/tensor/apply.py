@@ -4,13 +4,15 @@
     split.parts["model.layers.0.self_attn.q_proj.weight"].local    # which elements this rank holds, by dim
 
 Everything is checked before anything is changed. Each rank takes its parts of its own values: the ranks must have the
-same, or the model must be on the meta device. Afterwards the ranks' inputs must be the same too.
+same, or the model must be on the meta device or sharded by ``zero.Init``, which show shapes only. Afterwards the ranks'
+inputs must be the same too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,10 +29,13 @@ from shoal.parallel.tensor.layers import (
     VocabParallelEmbedding,
     split_class,
 )
+from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.parts import Range, even_range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.shared_heads import SharedRows
 from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parameter_buffer import is_placeholder, placeholder
 from shoal.sharding.parts import cut
 
 _COLUMNS = ("column", "column_gather_output", "vocab_head")
@@ -89,13 +94,12 @@ def parallelize(
 
 @dataclass
 class _Layer:
-    """One module that is split: the ranges along the split dim, and whether the rank holds only them."""
+    """One module that is split, and the ranges along the split dim."""
 
     module: nn.Module
     kind: str
     dim: int
     ranges: tuple[Range, ...]
-    is_whole: bool = False
     splits_bias: bool = False
     split: LayerSplit | None = None
 
@@ -117,11 +121,12 @@ class _Splitter:
         self.stacks = self._find_stacks() if sequence else []
         self.heads: list[AttentionSplit] = []
         self.layers: dict[str, _Layer] = {}
+        self.columns: dict[str, InputColumns] = {}  # by prepared module
         self.parts: dict[int, ParameterSpec] = {}  # by id of the parameter; without names
 
     def prepare(self, *, gathers_logits: bool, overlaps: bool) -> None:
         """Decide the ranges of every layer; raise what is wrong with them."""
-        ranges: dict[str, tuple[tuple[Range, ...], bool]] = {}
+        ranges: dict[str, tuple[tuple[Range, ...], tuple[Range, ...]]] = {}
         for name, module in self.modules.items():
             split = split_heads(name, module, self.styles, self.comm.size, self.comm.rank)
             if split is not None:
@@ -137,10 +142,7 @@ class _Splitter:
         for parameter in self.model.parameters():
             part = self.parts.get(id(parameter))
             if part is not None:
-                gradient, parameter.grad = parameter.grad, None
-                parameter.data = cut(parameter.data, part).clone(memory_format=torch.contiguous_format)
-                if gradient is not None:
-                    parameter.grad = cut(gradient, part).clone(memory_format=torch.contiguous_format)
+                keep_part(parameter, partial(cut, spec=part))
         behaviours: dict[str, type[nn.Module]] = {
             **dict.fromkeys(_COLUMNS, ColumnParallelLinear),
             **dict.fromkeys(_ROWS, RowParallelLinear),
@@ -155,11 +157,12 @@ class _Splitter:
                 layer.module.tensor_split = layer.split  # type: ignore[assignment]
                 _set_sizes(layer)
         for name in self.prepared:
-            InputHook(name, self.region_of(name), forks=self._forks(name)).register(self.modules[name])
+            hook = InputHook(name, self.region_of(name), forks=self._forks(name), columns=self.columns.get(name))
+            hook.register(self.modules[name])
         for split in self.heads:
             split.apply()
         for stack in self.stacks:
-            stack.register()
+            stack.register(self.modules[stack.name.rpartition(".")[0]])
         named = self.model.named_parameters(remove_duplicate=False)
         parts = {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
         return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan)
@@ -190,7 +193,7 @@ class _Splitter:
         self,
         name: str,
         style: ParallelStyle,
-        given: tuple[tuple[Range, ...], bool] | None,
+        given: tuple[tuple[Range, ...], tuple[Range, ...]] | None,
         gathers_logits: bool,
         overlaps: bool,
     ) -> None:
@@ -208,8 +211,11 @@ class _Splitter:
             raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
         if kind in ("column_gather_output", "row_split_input") and self.region_of(name) is not self.plain:
             raise _misfit(name, style, "sequence parallelism needs outputs that stay split up to a row layer")
-        ranges, is_whole = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), False)
-        layer = _Layer(module, kind, dim, ranges, is_whole, splits_bias=kind in _COLUMNS and not is_whole)
+        ranges, of_shared = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), ())
+        if of_shared and length(of_shared) < comm.size:
+            raise _misfit(name, style, f"its key-value heads have {length(of_shared)} elements")
+        shared = SharedRows.of(ranges, of_shared, size=comm.size, rank=comm.rank) if of_shared else None
+        layer = _Layer(module, kind, dim, ranges if shared is None else shared.held, splits_bias=kind in _COLUMNS)
         gathers = kind == "column_gather_output" or (kind == "vocab_head" and gathers_logits)
         if gathers and given is not None:
             raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")
@@ -218,24 +224,30 @@ class _Splitter:
             self.region_of(name),
             is_transposed=is_transposed,
             communicates=not self._is_prepared(name),
-            computed=ranges if is_whole else None,
+            shared=shared,
             widths=self._widths(blocks) if gathers else None,
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
             overlaps=overlaps,
+            columns=self._columns_around(name) if overlaps and kind == "column" else None,
         )
         self._add(self._path(name), layer)
         if module is not self.modules[name]:
             self._add_adapters(name, layer)
+
+    def _columns_around(self, name: str) -> InputColumns | None:
+        """What computes the columns that read the input of the prepared module around ``name``."""
+        around = next((parent for parent in self.prepared if name.startswith(f"{parent}.")), None)
+        if around is None:
+            return None
+        return self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
 
     def _widths(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(length(even_ranges(blocks, self.comm.size, rank)) for rank in range(self.comm.size))
 
     def _add(self, name: str, layer: _Layer) -> None:
         self.layers[name] = layer
-        if layer.is_whole:
-            return
         self._hold(name, "weight", layer.module.weight, layer.dim, layer.ranges)
         if layer.splits_bias and getattr(layer.module, "bias", None) is not None:
             self._hold(name, "bias", layer.module.bias, 0, layer.ranges)
@@ -266,11 +278,11 @@ class _Splitter:
                 path,
                 base.split.region,
                 communicates=base.split.communicates,
-                computed=base.split.computed,
+                shared=base.split.shared,
                 forks=base.split.forks,
             )
             dim = 0 if is_column else 1
-            self._add(path, _Layer(module, base.kind, dim, base.ranges, base.is_whole, is_column, split))
+            self._add(path, _Layer(module, base.kind, dim, base.ranges, is_column, split))
 
     def _partial(self) -> frozenset[str]:
         """Names of whole parameters of which this rank computes a part of the gradient."""
@@ -280,9 +292,6 @@ class _Splitter:
             if layer.kind in _ROWS
             for parameter in (getattr(layer.module, "bias", None), *self._parameters(name, "lora_B"))
         }
-        whole_columns = {
-            id(parameter) for layer in self.layers.values() if layer.is_whole for parameter in layer.module.parameters()
-        }
         found = set()
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             module = name.rpartition(".")[0]
@@ -290,7 +299,7 @@ class _Splitter:
             is_prepared = self._is_prepared(name) and id(parameter) not in whole_in_region
             in_stack = any(stack.contains(name) for stack in self.stacks)
             is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
-            if is_prepared or in_stack or is_asked_for or id(parameter) in whole_columns:
+            if is_prepared or in_stack or is_asked_for:
                 found.add(name)
         return frozenset(found)
 
@@ -332,7 +341,6 @@ class _Splitter:
             is_inside = any(stack.contains(name) for stack in stacks)
             is_split = any(layer.startswith(f"{name}.") for layer in split)
             if isinstance(module, nn.ModuleList) and is_split and not is_inside:
-                _check_ends(name, module)
                 stacks.append(Stack(name, module, self.stack_region, forks=has_dropout(module)))
         if not stacks:
             raise ModelError(
@@ -344,17 +352,16 @@ class _Splitter:
         return stacks
 
 
-def _check_ends(name: str, layers: nn.ModuleList) -> None:
-    """Raise where the first or the last of the layers stands among them again: the ends are found by their calls."""
-    ids = [id(layer) for layer in layers]
-    repeated = [f"{name}.{index}" for index in (0, len(ids) - 1) if ids.count(ids[index]) > 1]
-    if repeated:
-        raise ModelError(
-            f"{' and '.join(repeated)} stands among its layers more than once, so that the end of the part that is "
-            "split along the sequence is not known.",
-            do="turn sequence parallelism off, or make it a layer of its own with the same weights.",
-            code="tensor-parallel",
-        )
+def keep_part(parameter: nn.Parameter, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Free the memory of a parameter and of its gradient but for a part. A placeholder stays one."""
+    gradient, data, parameter.grad = parameter.grad, parameter.data, None
+    if is_placeholder(data):
+        shape = part(torch.empty(data.shape, device="meta")).shape
+        parameter.data = placeholder(tuple(shape), data.dtype, data.device)
+        return
+    parameter.data = part(data).clone(memory_format=torch.contiguous_format)
+    if gradient is not None:
+        parameter.grad = part(gradient).clone(memory_format=torch.contiguous_format)
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -375,8 +382,6 @@ def _linear(module: nn.Module) -> nn.Module:
 
 def _set_sizes(layer: _Layer) -> None:
     """The sizes that torch's and Transformers' modules print and that LoRA reads."""
-    if layer.is_whole:
-        return
     names = {"vocab": ("num_embeddings",)}.get(
         layer.kind, ("out_features", "nf") if layer.kind in _COLUMNS else ("in_features", "nx")
     )

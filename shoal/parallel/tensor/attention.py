@@ -34,7 +34,7 @@ class AttentionSplit:
     """The heads of one attention module on this rank.
 
     Args:
-        ranges: by module name, the elements that this rank computes, and whether the projection stays whole.
+        ranges: by module name, the elements that this rank needs, and those of all heads that ranks share.
     """
 
     rule: AttentionRule
@@ -42,7 +42,7 @@ class AttentionSplit:
     heads: LocalHeads
     num_heads: int
     head_size: int
-    ranges: Mapping[str, tuple[tuple[Range, ...], bool]]
+    ranges: Mapping[str, tuple[tuple[Range, ...], tuple[Range, ...]]]
 
     def apply(self) -> None:
         """Change the attributes that count heads, and take this rank's heads of arguments that have one entry each."""
@@ -122,7 +122,7 @@ def split_heads(
         )
         for index, (child, projection) in enumerate(zip(rule.projections, projections, strict=True))
     }
-    ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), False
+    ranges[names[-1]] = as_ranges(heads.query, unit=in_numel // num_heads), ()
     return AttentionSplit(rule, core, heads, num_heads, in_numel // num_heads, ranges)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from shoal.comm.autograd import Gathering, begin_gather, once_differentiable
 from shoal.comm.protocol import Communicator
-from shoal.parallel.tensor.overlap import add_bias, cast_for_autocast, weight_gradient
+from shoal.parallel.tensor.products import add_bias, cast_for_autocast, weight_gradient
 
 
 class InputGather:

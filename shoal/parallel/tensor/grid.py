@@ -132,14 +132,20 @@ class Grid:
     """The grid of one rank's tensor parallel axis.
 
     Args:
-        comms: the communicators along i, j and l.
+        comm: the communicator of all its ranks.
+        comms: those along i, j and l.
         same_tokens: in 2-D and 2.5-D those along j and l together; in 3-D the one along l.
     """
 
     def __init__(
-        self, kind: GridKind, shape: GridShape, comms: tuple[Communicator, ...], same_tokens: Communicator
+        self,
+        kind: GridKind,
+        shape: GridShape,
+        comm: Communicator,
+        comms: tuple[Communicator, ...],
+        same_tokens: Communicator,
     ) -> None:
-        self.kind, self.shape = kind, shape
+        self.kind, self.shape, self.comm = kind, shape, comm
         self._i, self._j, self._l = comms
         self._same_tokens = same_tokens
 
@@ -156,7 +162,7 @@ class Grid:
             same_tokens = depth
         else:
             same_tokens = world.communicator(factor_axis("tp", shape, (1, 2)), mesh)
-        return cls(kind, shape, (i, j, depth), same_tokens)
+        return cls(kind, shape, world.communicator("tp", mesh), (i, j, depth), same_tokens)
 
     @property
     def size(self) -> int:

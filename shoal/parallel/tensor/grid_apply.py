@@ -8,22 +8,25 @@
     column               a linear from the outer layout to the inner one
     row                  a linear computed back, from the inner layout to the outer one
     prepare_input        nothing
-    vocab, vocab_head, replicate, skip    whole on every rank; allowed outside the layers only
+    vocab, vocab_head    split over all ranks of the grid along the vocabulary; outside the layers only
+    replicate, skip      whole on every rank; outside the layers only
 
 Norms whose size is the width of the residual stream are computed on the grid. Lists of layers get their input split and
-their output gathered, so that what is before and after them is computed whole on every rank.
+their output gathered: what is before and after them has whole activations on every rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.parallel.tensor.apply import has_dropout
+from shoal.parallel.tensor.apply import has_dropout, keep_part, parallelize
 from shoal.parallel.tensor.attention import AttentionSplit, numel_of, split_heads
 from shoal.parallel.tensor.grid import Grid, SliceOf
 from shoal.parallel.tensor.grid_layers import GridParallelLinear, GridParallelNorm, GridSplit
@@ -32,11 +35,14 @@ from shoal.parallel.tensor.layers import split_class
 from shoal.parallel.tensor.parts import Range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import RngFork
+from shoal.parallel.tensor.shared_heads import SharedRows, window
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 
 
-def parallelize_grid(model: nn.Module, grid: Grid, plan: Plan | None = None) -> dict[str, ParameterSpec]:
+def parallelize_grid(
+    model: nn.Module, grid: Grid, plan: Plan | None = None, *, loss_parallel: bool = False
+) -> dict[str, ParameterSpec]:
     """Split ``model``, or a block of one, over the ranks of ``grid``, in place.
 
     A model with lists of layers takes and returns whole activations. A module without one takes and returns this rank's
@@ -44,6 +50,7 @@ def parallelize_grid(model: nn.Module, grid: Grid, plan: Plan | None = None) -> 
 
     Args:
         plan: the style of each module by name; None: ``plan_for(model)``.
+        loss_parallel: as ``parallelize``'s.
 
     Returns: by name, the elements of each split parameter that this rank holds, with its whole gradient. The others are
         whole, and so are their gradients, on every rank.
@@ -51,9 +58,17 @@ def parallelize_grid(model: nn.Module, grid: Grid, plan: Plan | None = None) -> 
     Communicates: nothing.
     Memory: this rank's parts; the memory of the whole parameters is released.
     """
-    splitter = _GridSplitter(model, grid, plan_for(model) if plan is None else plan)
+    plan = plan_for(model) if plan is None else plan
+    splitter = _GridSplitter(model, grid, plan)
     splitter.prepare()
-    return splitter.apply()
+    ends = {key: plan[key] for key in splitter.keys_of_ends()}
+    parts: Mapping[str, ParameterSpec] = {}
+    if ends or loss_parallel:
+        parts = parallelize(model, grid.comm, ends, loss_parallel=loss_parallel, strict=False).parts
+    return {**splitter.apply(), **parts}
+
+
+_ENDS = ("vocab", "vocab_head", "column_gather_output")
 
 
 @dataclass
@@ -69,14 +84,15 @@ class _GridSplitter:
     def __init__(self, model: nn.Module, grid: Grid, plan: Plan) -> None:
         self.model, self.grid = model, grid
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        keys = match(plan, list(self.modules))
-        self.styles = {name: parse_style(plan[key], key) for name, key in keys.items()}
+        self.keys = match(plan, list(self.modules))
+        self.styles = {name: parse_style(plan[key], key) for name, key in self.keys.items()}
         split = [name for name, style in self.styles.items() if style.kind in ("column", "row")]
         lists = [name for name, module in self.modules.items() if isinstance(module, nn.ModuleList)]
         # the outermost lists that have split layers; where there is none, the module itself is one layer
         lists = [name for name in lists if any(layer.startswith(f"{name}.") for layer in split)]
         self.lists = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
         self.heads: list[AttentionSplit] = []
+        self.shared: dict[str, SharedRows] = {}
         self.layers: dict[str, _GridLayer] = {}
         self.specs: dict[str, ParameterSpec] = {}
 
@@ -98,6 +114,12 @@ class _GridSplitter:
                 self._add_norm(name, module, widths)
         self._check_covered()
 
+    def keys_of_ends(self) -> set[str]:
+        """The keys of modules before and after the lists that are split along one dim."""
+        return {
+            self.keys[name] for name, style in self.styles.items() if style.kind in _ENDS and not self._is_inside(name)
+        }
+
     def apply(self) -> dict[str, ParameterSpec]:
         """Replace parameters and classes, register hooks."""
         by_id = {
@@ -106,8 +128,7 @@ class _GridSplitter:
         for parameter in self.model.parameters():
             spec = by_id.get(id(parameter))
             if spec is not None:
-                parameter.data = cut(parameter.data, spec).clone(memory_format=torch.contiguous_format)
-                parameter.grad = None
+                keep_part(parameter, partial(cut, spec=spec))
         for layer in self.layers.values():
             if not isinstance(layer.module, layer.behaviour):
                 layer.module.__class__ = split_class(type(layer.module), layer.behaviour)
@@ -129,14 +150,21 @@ class _GridSplitter:
             split = split_heads(name, module, self.styles, each.count, each.index)
             if split is None:
                 return {}
-            if split.num_heads % each.count or any(is_whole for _, is_whole in split.ranges.values()):
-                raise ModelError(
-                    f"{name} has {split.num_heads} attention heads, which, or whose key-value heads, do not divide over"
-                    f" {each.count} ranks of a {self.grid.kind} grid.",
-                    do=f"take a grid whose {each.count} divides both, or split over one dim.",
-                    code="tensor-parallel",
-                )
-            for child, (own, _) in split.ranges.items():
+            for child, (own, of_shared) in split.ranges.items():
+                if of_shared:
+                    shared = SharedRows.of(own, of_shared, size=each.count, rank=each.index)
+                    own = shared.held
+                    if each == inner:
+                        self.shared[child] = shared
+                is_column = self.styles[child].kind == "column"
+                numel = numel_of(self.modules[child], is_output=is_column)
+                if split.num_heads % each.count or length(own) * each.count != numel:
+                    raise ModelError(
+                        f"{name} has {split.num_heads} attention heads, which, or whose key-value heads, do not divide"
+                        f" over {each.count} ranks of a {self.grid.kind} grid.",
+                        do=f"take a grid whose {each.count} divides both, or split over one dim.",
+                        code="tensor-parallel",
+                    )
                 ranges[child] = ranges.get(child, ()) + own
             if each == inner:
                 self.heads.append(split)
@@ -163,7 +191,7 @@ class _GridSplitter:
         bias = getattr(module, "bias", None)
         if bias is not None:
             self._hold(join(name, "bias"), bias, (self._bias_ranges(_merged(given), product.output.vector, out),))
-        split = GridSplit(self._path(name), product, is_transposed)
+        split = GridSplit(self._path(name), product, is_transposed, self.shared.get(name))
         self.layers[name] = _GridLayer(module, GridParallelLinear, split)
 
     def _bias_ranges(self, rows: tuple[Range, ...], vector: SliceOf, out: tuple[SliceOf, ...]) -> tuple[Range, ...]:
@@ -172,7 +200,7 @@ class _GridSplitter:
         elements = vector.count // out[0].count  # ranks that share them
         layer = 0 if len(out) == 1 else self.grid.inner.elements.index % len(out)
         part = SliceOf(vector.index % elements, elements).range_of(width)
-        return _window(rows, layer * width + part[0], layer * width + part[1])
+        return window(rows, layer * width + part[0], layer * width + part[1])
 
     def _add_norm(self, name: str, module: nn.Module, widths: set[int]) -> None:
         norm = _describe_norm(module)
@@ -287,17 +315,6 @@ def _merged(ranges: tuple[Range, ...]) -> tuple[Range, ...]:
         else:
             merged.append((start, stop))
     return tuple(merged)
-
-
-def _window(ranges: tuple[Range, ...], begin: int, end: int) -> tuple[Range, ...]:
-    """The elements ``begin`` to ``end`` of the concatenated ranges."""
-    found, offset = [], 0
-    for start, stop in ranges:
-        low, high = max(begin - offset, 0), min(end - offset, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        offset += stop - start
-    return tuple(found)
 
 
 def _grid_misfit(name: str, what: str) -> ModelError:

@@ -26,6 +26,7 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
+from shoal.parallel.tensor.shared_heads import SharedRows
 
 
 def grid_linear(
@@ -170,6 +171,7 @@ class GridSplit:
     Args:
         product: of a linear.
         is_transposed: the weight is [in, out] (GPT-2's Conv1D).
+        shared: of a linear, the heads that ranks with other elements need too; None: there are none.
         layout: of a norm.
         eps, is_centered: of a norm.
     """
@@ -177,6 +179,7 @@ class GridSplit:
     name: str
     product: GridProduct | None = None
     is_transposed: bool = False
+    shared: SharedRows | None = None
     layout: ActivationLayout | None = None
     eps: float = 0.0
     is_centered: bool = False
@@ -196,7 +199,10 @@ class GridParallelLinear(nn.Module):
         split, bias = self.grid_split, getattr(self, "bias", None)
         assert split.product is not None
         weight = self.weight.t() if split.is_transposed else self.weight
-        return grid_linear(input, weight, bias, split.product, label=split.name)
+        output = grid_linear(input, weight, bias, split.product, label=split.name)
+        if split.shared is None:
+            return output
+        return split.shared.complete(output, split.product.output.same_tokens, split.name)
 
 
 class GridParallelNorm(nn.Module):

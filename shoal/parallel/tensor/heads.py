@@ -1,20 +1,19 @@
 """Attention heads over ranks: which heads a rank computes, and which rows of each projection these are.
 
 H query heads attend to K key-value heads in groups of H / K. With K >= ranks every rank gets whole groups, unevenly
-where K does not divide. With fewer, query heads are split evenly and a rank computes the key-value heads that its query
-heads attend to: the projections of key-value heads (and what is fused with them) stay whole on every rank, and a rank's
-gradient is nonzero for its rows only.
+where K does not divide. With fewer, query heads are split evenly, and a rank needs the key-value heads that its query
+heads attend to, which other ranks need too: the rows of key-value heads are shared (``shared_heads``).
 
 >>> local_heads(num_heads=6, num_kv_heads=3, size=2, rank=1)  # whole groups: heads 2 to 5, key-value heads 1 and 2
-LocalHeads(query=(2, 3, 4, 5), kv=(1, 2), is_kv_whole=False)
+LocalHeads(query=(2, 3, 4, 5), kv=(1, 2), is_kv_shared=False)
 >>> local_heads(num_heads=8, num_kv_heads=2, size=4, rank=1)  # two query heads of one group
-LocalHeads(query=(2, 3), kv=(0,), is_kv_whole=True)
+LocalHeads(query=(2, 3), kv=(0,), is_kv_shared=True)
 >>> local_heads(num_heads=6, num_kv_heads=2, size=4, rank=1)  # heads 1 and 2 are of one group
-LocalHeads(query=(1, 2), kv=(0,), is_kv_whole=True)
+LocalHeads(query=(1, 2), kv=(0,), is_kv_shared=True)
 >>> local_heads(num_heads=9, num_kv_heads=3, size=4, rank=1)  # heads 2 and 3 are of two groups: one kv head for each
-LocalHeads(query=(2, 3), kv=(0, 1), is_kv_whole=True)
+LocalHeads(query=(2, 3), kv=(0, 1), is_kv_shared=True)
 >>> local_heads(num_heads=12, num_kv_heads=3, size=4, rank=1)  # groups of unequal sizes: a kv head for each query head
-LocalHeads(query=(3, 4, 5), kv=(0, 1, 1), is_kv_whole=True)
+LocalHeads(query=(3, 4, 5), kv=(0, 1, 1), is_kv_shared=True)
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class LocalHeads:
 
     query: tuple[int, ...]
     kv: tuple[int, ...]  # one for every group of local query heads; repeated where groups would have unequal sizes
-    is_kv_whole: bool  # the projections of key-value heads stay whole on every rank
+    is_kv_shared: bool  # there are fewer key-value heads than ranks
 
     @property
     def groups(self) -> int:
@@ -64,27 +63,27 @@ def local_heads(*, num_heads: int, num_kv_heads: int, size: int, rank: int) -> L
 
 def projection_ranges(
     layout: Layout, index: int, numel: int, heads: LocalHeads, num_heads: int, num_kv_heads: int
-) -> tuple[tuple[Range, ...], bool]:
-    """The output elements of projection number ``index`` that the rank computes; whether the projection stays whole.
+) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    """The output elements of projection number ``index`` that the rank needs; and those of all heads that ranks share.
 
     Args:
         numel: output elements of the whole projection.
     """
-    if layout == "heads":
-        return as_ranges(heads.query, unit=numel // num_heads), False
+    if layout == "heads" or (layout == "separate" and index == 0):
+        return as_ranges(heads.query, unit=numel // num_heads), ()
     if layout == "separate":
-        if index == 0:
-            return as_ranges(heads.query, unit=numel // num_heads), False
-        return as_ranges(heads.kv, unit=numel // num_kv_heads), heads.is_kv_whole
+        return as_ranges(heads.kv, unit=numel // num_kv_heads), ((0, numel),) if heads.is_kv_shared else ()
+    unit = numel // (num_heads + 2 * num_kv_heads)
     if layout == "blocks":
         units = [*heads.query]
         units += [num_heads + head for head in heads.kv]
         units += [num_heads + num_kv_heads + head for head in heads.kv]
-        return as_ranges(units, unit=numel // (num_heads + 2 * num_kv_heads)), heads.is_kv_whole
+        return as_ranges(units, unit=unit), ((num_heads * unit, numel),) if heads.is_kv_shared else ()
     group = num_heads // num_kv_heads
-    units = []
+    units, width = [], (group + 2) * unit
     for position, kv in enumerate(heads.kv):
         first = kv * (group + 2)
         queries = heads.query[position * heads.groups : (position + 1) * heads.groups]
         units += [first + query % group for query in queries] + [first + group, first + group + 1]
-    return as_ranges(units, unit=numel // (num_heads + 2 * num_kv_heads)), heads.is_kv_whole
+    shared = tuple((kv * width + group * unit, (kv + 1) * width) for kv in range(num_kv_heads))
+    return as_ranges(units, unit=unit), shared if heads.is_kv_shared else ()

@@ -9,6 +9,10 @@ import torch
 from torch import nn
 
 from shoal.compiler import untraced
+from shoal.device import in_backward
+from shoal.errors import UsageError
+from shoal.parallel.running_layers import first_running
+from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.region import TensorRegion
 
 _INPUT_NAMES = ("hidden_states", "x", "input", "inputs")
@@ -22,12 +26,14 @@ class InputHook:
     Args:
         forks: whether the ranks' random states differ from here to the first row parallel layer inside, or to the
             module's end.
+        columns: what computes the columns that read the input; None: each computes itself.
     """
 
-    def __init__(self, name: str, region: TensorRegion, *, forks: bool) -> None:
+    def __init__(self, name: str, region: TensorRegion, *, forks: bool, columns: InputColumns | None = None) -> None:
         self._label = f"{name} in"
         self._region = region
         self._forks = forks
+        self._columns = columns
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InputHook:
         return self
@@ -35,11 +41,16 @@ class InputHook:
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
         module.register_forward_pre_hook(untraced(self._enter), with_kwargs=True)
-        if self._forks:
-            module.register_forward_hook(untraced(self._end_fork), always_call=True)
+        if self._forks or self._columns is not None:
+            module.register_forward_hook(untraced(self._end), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = replace_input(args, kwargs, lambda x: self._region.enter(x, self._label))
+        columns = self._columns
+        args, kwargs = replace_input(
+            args,
+            kwargs,
+            lambda x: self._region.enter(x, self._label) if columns is None else columns.enter(module, x, self._label),
+        )
         encoder = kwargs.get("encoder_hidden_states")
         if isinstance(encoder, torch.Tensor):
             kwargs = {**kwargs, "encoder_hidden_states": self._region.copy(encoder, f"{self._label} (encoder)")}
@@ -47,48 +58,104 @@ class InputHook:
             self._region.fork.begin()
         return args, kwargs
 
-    def _end_fork(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._region.fork.end()
+        if self._columns is not None:
+            self._columns.end()
 
 
 class Stack:
     """A list of layers between which activations are split along the sequence.
+
+    In a forward of the module around them, the first call of the first layer splits its input, and the next call of the
+    last layer gathers its output. A layer that is called outside of this span splits its input and gathers its output.
 
     Args:
         forks: whether random numbers are drawn between the first layer's input and the last layer's output.
     """
 
     def __init__(self, name: str, layers: nn.ModuleList, region: TensorRegion, *, forks: bool) -> None:
-        self._name = name
+        self.name = name
         self._layers = layers
         self._region = region
         self._forks = forks
+        self._is_in_parent = False  # the module around the layers runs
+        self._is_single = False  # a layer outside of the span runs
+        self._num_spans = 0  # in this forward of the module around the layers
+        self._num_single = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
         return self
 
     def contains(self, name: str) -> bool:
         """Whether a module or parameter is inside one of the layers."""
-        return name.startswith(f"{self._name}.")
+        return name.startswith(f"{self.name}.")
 
-    def register(self) -> None:
-        """Register the hooks on the first and the last layer."""
-        self._layers[0].register_forward_pre_hook(untraced(self._begin), with_kwargs=True)
-        self._layers[-1].register_forward_hook(untraced(self._end), always_call=True)
+    def register(self, parent: nn.Module) -> None:
+        """Register the hooks on the layers, and on the module around them."""
+        first, last = self._layers[0], self._layers[-1]
+        for layer in {id(layer): layer for layer in self._layers}.values():
+            self._register_on(layer, is_first=layer is first, is_last=layer is last)
+        parent.register_forward_pre_hook(untraced(self._enter_parent))
+        parent.register_forward_hook(untraced(self._leave_parent), always_call=True)
 
-    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        args, kwargs = replace_input(args, kwargs, lambda x: self._region.split_sequence(x, f"{self._name} in"))
+    def _register_on(self, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._begin(module, args, kwargs, is_first=is_first)
+
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._end(module, args, output, is_last=is_last)
+
+        layer.register_forward_pre_hook(untraced(begin), with_kwargs=True)
+        layer.register_forward_hook(untraced(end), always_call=True)
+
+    def _enter_parent(self, module: nn.Module, args: Any) -> None:
+        # A later pipeline stage receives a sequence that the first one has split.
+        is_inside = self._region.splits_sequence and first_running(self._layers) > 0
+        self._region.is_split, self._is_single = is_inside, False
+        self._is_in_parent, self._num_spans, self._num_single = True, int(is_inside), 0
+
+    def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:
+        is_open, self._region.is_split, self._is_in_parent = self._region.is_split, False, False
+        if is_open and output is not None and self._region.splits_sequence:
+            raise UsageError(
+                f"{self.name}.0 was called, and {self.name}.{len(self._layers) - 1}, whose output would be gathered,"
+                " was not called after it: the sequence is still split over the tensor parallel ranks.",
+                do="call the last layer, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_first: bool) -> Any:
+        is_recomputed = in_backward() and not self._is_in_parent
+        if is_recomputed and self._num_single:
+            raise UsageError(
+                f"{self.name} are recomputed one by one by a function around them, and some were called again after"
+                " the last one: which of the calls splits its input along the sequence is not known.",
+                do="have them recomputed by activation_checkpointing.modules, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
+        if (self._region.is_split or is_recomputed) and not (is_first and is_recomputed):
+            return None
+        if not is_recomputed:
+            self._is_single = not is_first or self._num_spans > 0
+            self._num_single += self._is_single
+            self._num_spans += self._is_in_parent
+            self._region.is_split = True
+        args, kwargs = replace_input(args, kwargs, lambda x: self._region.split_sequence(x, f"{self.name} in"))
         if self._forks and module.training:
             self._region.fork.begin()
         return args, kwargs
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _end(self, module: nn.Module, args: Any, output: Any, *, is_last: bool) -> Any:
+        if not (is_last or self._is_single) and output is not None:
+            return None
+        self._region.is_split = self._is_single = False
         self._region.fork.end()
         if output is None:  # the layer raised an error
             return None
         if isinstance(output, torch.Tensor):
-            return self._region.gather_sequence(output, f"{self._name} out")
-        return type(output)([self._region.gather_sequence(output[0], f"{self._name} out"), *output[1:]])
+            return self._region.gather_sequence(output, f"{self.name} out")
+        return type(output)([self._region.gather_sequence(output[0], f"{self.name} out"), *output[1:]])
 
 
 def replace_input(

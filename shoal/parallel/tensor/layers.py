@@ -25,9 +25,11 @@ from torch.nn import functional as F
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
-from shoal.parallel.tensor.overlap import add_bias, column_linear, row_linear
+from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range
+from shoal.parallel.tensor.products import add_bias
 from shoal.parallel.tensor.region import TensorRegion
+from shoal.parallel.tensor.shared_heads import SharedRows
 from shoal.sharding.parts import take
 
 
@@ -39,24 +41,26 @@ class LayerSplit:
         is_transposed: the weight is [in, out] (GPT-2's Conv1D).
         communicates: whether the layer itself enters (column) or leaves (row) the region; a column's input may have
             entered with a module around it.
-        computed: the output elements that this rank computes of a weight that it holds whole; None: all that it holds.
+        shared: the heads of a projection that other ranks need too; None: there are none.
         widths: the output elements of every rank, which are gathered; None: the output stays split.
         own_input: the input elements of this rank, taken from an input that all ranks have whole.
         own_tokens: the rows of a vocabulary parallel embedding on this rank.
         forks: whether the random states differ until this layer is left.
         overlaps: whether communication runs beside the layer's own products.
+        columns: what computes a column whose input entered with a module around it; None: it computes itself.
     """
 
     name: str
     region: TensorRegion
     is_transposed: bool = False
     communicates: bool = True
-    computed: tuple[Range, ...] | None = None
+    shared: SharedRows | None = None
     widths: tuple[int, ...] | None = None
     own_input: tuple[Range, ...] | None = None
     own_tokens: Range = (0, 0)
     forks: bool = False
     overlaps: bool = False
+    columns: InputColumns | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSplit:
         return self
@@ -73,15 +77,20 @@ class ColumnParallelLinear(nn.Module):
         split, region = self.tensor_split, self.tensor_split.region
         weight: torch.Tensor = self.weight
         bias: torch.Tensor | None = getattr(self, "bias", None)
-        if split.computed is not None:
-            weight = take(weight, 1 if split.is_transposed else 0, split.computed)
-            bias = None if bias is None else take(bias, 0, split.computed)
         weight = weight.t() if split.is_transposed else weight
-        if split.overlaps and split.communicates and not region.splits_sequence:
-            output = column_linear(input, weight, bias, region.comm, label=f"{split.name} in")
+        output, label = None, f"{split.name} in"
+        if split.overlaps and split.communicates:
+            region.check_split(label)
+            splits = region.splits_sequence
+            output = column_linears(input, [weight], region.comm, splits_sequence=splits, label=label)[1][0]
+        elif split.columns is not None:
+            output = split.columns.take(split.name, input)
+        if output is None:
+            output = region.linear(region.enter(input, label) if split.communicates else input, weight, bias)
         else:
-            whole = region.enter(input, f"{split.name} in") if split.communicates else input
-            output = region.linear(whole, weight, bias)
+            output = add_bias(output, bias)
+        if split.shared is not None:
+            output = split.shared.complete(output, region.comm, split.name)
         return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)
 
 

@@ -2,22 +2,28 @@
 
     row, forward          the product in chunks of tokens; each chunk's sum is under way while the next one is computed
     row, backward         sequence parallel: each chunk's gradient is gathered while the one before it is multiplied
-    column, backward      the sum of the input's gradient is under way while the weight's gradient is computed
+    columns, forward      sequence parallel: the input in chunks of tokens; each chunk is gathered while the one before
+                          it is multiplied
+    columns, backward     the sum of the input's gradient (sequence parallel: in chunks) is under way while the
+                          gradients of the weights are computed
 
-A column whose input entered the region with a module around it (``prepare_input``) is not covered: the sum of the
-input's gradient begins when the last of the layers inside has computed its own. Values are those of the plain layers; a
-weight's gradient that is computed in chunks is a sum in another order.
+Columns that read one input (query, key and value; gate and up) are computed together: ``InputColumns``. Values are
+those of the plain layers; a weight's gradient that is computed in chunks is a sum in another order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
+from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
+from shoal.parallel.tensor.region import TensorRegion
+from shoal.sharding.parameter_buffer import is_placeholder
 
 NUM_CHUNKS = 4
 
@@ -37,13 +43,80 @@ def row_linear(
     return apply(*cast_for_autocast(x, weight), comm, label)
 
 
-def column_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, comm: Communicator, *, label: str
-) -> torch.Tensor:
-    """``x @ weight.t() + bias`` of an input that every rank has; its gradient is summed over the ranks."""
-    apply: Callable[..., torch.Tensor] = _Column.apply
-    output = apply(*cast_for_autocast(x, weight), comm, label)
-    return add_bias(output, bias)
+def column_linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], comm: Communicator, *, splits_sequence: bool, label: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The input whole, and ``whole @ weight.t()`` for each weight. The whole input may be read elsewhere too.
+
+    Args:
+        x: [..., L, K], which every rank has; with ``splits_sequence`` this rank's part of the sequence.
+        weights: [M, K] each.
+
+    Communicates: with ``splits_sequence`` as one all_gather, backward as one reduce_scatter, in up to NUM_CHUNKS calls;
+        else backward one all_reduce.
+    """
+    apply: Callable[..., tuple[torch.Tensor, ...]] = _Columns.apply
+    x, *weights = cast_for_autocast(x, *weights)
+    whole, *outputs = apply(x, comm, splits_sequence, label, *weights)
+    return whole, outputs
+
+
+class InputColumns:
+    """The columns that read the input of one module: computed when it enters the region, from the second time on.
+
+    Which columns they are is found in each forward: those that get the very tensor that ``enter`` returned. Under
+    autocast each is computed by itself.
+
+    Args:
+        name: of the module.
+    """
+
+    def __init__(self, name: str, region: TensorRegion) -> None:
+        self._prefix = f"{name}." if name else ""
+        self._region = region
+        self._readers: list[str] = []
+        self._input: torch.Tensor | None = None
+        self._outputs: dict[str, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputColumns:
+        return self
+
+    def enter(self, module: nn.Module, x: torch.Tensor, label: str) -> torch.Tensor:
+        """The input whole."""
+        region, weights = self._region, self._weights(module)
+        if not weights or torch.is_autocast_enabled(x.device.type):
+            self._input = region.enter(x, label)
+            return self._input
+        region.check_split(label)
+        self._input, outputs = column_linears(
+            x, weights, region.comm, splits_sequence=region.splits_sequence, label=label
+        )
+        self._outputs = dict(zip(self._readers, outputs, strict=True))
+        return self._input
+
+    def take(self, name: str, input: torch.Tensor) -> torch.Tensor | None:
+        """The output of a column, without its bias; None: it was not computed."""
+        if input is not self._input:
+            return None
+        if name not in self._readers:
+            self._readers.append(name)
+        return self._outputs.pop(name, None)
+
+    def end(self) -> None:
+        """The module has run. What no column took is not computed the next time."""
+        self._readers = [name for name in self._readers if name not in self._outputs]
+        self._input, self._outputs = None, {}
+
+    def _weights(self, module: nn.Module) -> list[torch.Tensor]:
+        """[M, K] each; none where ZeRO gathers some of them later than the module's input."""
+        weights = []
+        for name in self._readers:
+            column = module.get_submodule(name.removeprefix(self._prefix))
+            weight: torch.Tensor = column.weight  # type: ignore[assignment]  # nn.Module's attributes are unions
+            if is_placeholder(weight.data):
+                return []
+            weights.append(weight.t() if column.tensor_split.is_transposed else weight)  # type: ignore[union-attr]
+        return weights
 
 
 class _SummedRow(torch.autograd.Function):
@@ -74,7 +147,7 @@ class _ScatteredRow(torch.autograd.Function):
         ctx.comm, ctx.label = comm, f"{label} backward"
         by_rank = _by_rank(x, comm.size)  # [ranks, B, L of a rank, K]
         works, outs = [], []
-        for chunk in by_rank.chunk(_num_chunks(by_rank), 2):
+        for chunk in by_rank.chunk(_num_chunks(by_rank, 2), 2):
             partial = comm.empty(chunk[..., :1].numel() * weight.shape[0], x.dtype, x.device)
             partial.view(*chunk.shape[:-1], weight.shape[0]).copy_(F.linear(chunk, weight))
             outs.append(torch.empty((*chunk.shape[1:-1], weight.shape[0]), dtype=x.dtype, device=x.device))
@@ -89,7 +162,7 @@ class _ScatteredRow(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         comm: Communicator = ctx.comm
         by_rank = _by_rank(x, comm.size)
-        num_chunks = _num_chunks(by_rank)
+        num_chunks = _num_chunks(by_rank, 2)
         own = gradient.reshape(by_rank.shape[1], -1, weight.shape[0]).chunk(num_chunks, 1)
         works, gathered = [], []
         for part in own:
@@ -109,22 +182,109 @@ class _ScatteredRow(torch.autograd.Function):
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
 
 
-class _Column(torch.autograd.Function):
+class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, comm: Communicator, label: str) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.comm, ctx.label = comm, f"{label} backward"
-        return F.linear(x, weight)
+    def forward(
+        ctx: Any, x: torch.Tensor, comm: Communicator, splits_sequence: bool, label: str, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.comm, ctx.splits_sequence, ctx.label = comm, splits_sequence, f"{label} backward"
+        if splits_sequence:
+            whole, *outputs = _gather_and_multiply(x, comm, label, weights)
+        else:
+            whole, outputs = x.view_as(x), [F.linear(x, weight) for weight in weights]
+        ctx.save_for_backward(whole, *weights)
+        return whole, *outputs
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_input = ctx.comm.empty(x.numel(), x.dtype, x.device)
-        of_input.view(x.shape).copy_(gradient @ weight)
-        work = ctx.comm.all_reduce(of_input, label=ctx.label)
-        of_weight = _of_weight(ctx, gradient, x)
+    def backward(ctx: Any, of_whole: torch.Tensor | None, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        whole, *weights = ctx.saved_tensors
+        pairs = [(own, weight) for own, weight in zip(gradients, weights, strict=True) if own is not None]
+        finish: Callable[[], torch.Tensor | None] = _nothing
+        if ctx.needs_input_grad[0]:
+            start = _start_scatter if ctx.splits_sequence else _start_sum
+            finish = start(ctx.comm, ctx.label, whole, of_whole, pairs)
+        of_weights = [
+            None if own is None or not ctx.needs_input_grad[4 + index] else weight_gradient(own, whole)
+            for index, own in enumerate(gradients)
+        ]
+        return finish(), None, None, None, *of_weights
+
+
+def _gather_and_multiply(
+    x: torch.Tensor, comm: Communicator, label: str, weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The whole input and its products. Shape: [..., L of a rank, K] -> [..., L, K], [..., L, M] each."""
+    local = x.reshape(-1, *x.shape[-2:])  # [B, L of a rank, K]
+    works, gathered = [], []
+    for part in local.chunk(_num_chunks(local, 1), 1):
+        gathered.append(torch.empty((comm.size, *part.shape), dtype=x.dtype, device=x.device))
+        works.append(comm.all_gather(gathered[-1].view(-1), part.contiguous().view(-1), label=label))
+    sizes = [x.shape[-1], *(weight.shape[0] for weight in weights)]
+    targets = [x.new_empty(local.shape[0], comm.size, local.shape[1], size) for size in sizes]
+    stop = 0
+    for work, chunk in zip(works, gathered, strict=True):
+        work.wait()
+        start, stop = stop, stop + chunk.shape[2]
+        for target, product in zip(targets, (chunk, *(F.linear(chunk, weight) for weight in weights)), strict=True):
+            target[:, :, start:stop] = product.transpose(0, 1)
+    for work in works:
         work.drain()
-        return of_input.resize_(x.shape), of_weight, None, None
+    return [target.view(*x.shape[:-2], -1, target.shape[-1]) for target in targets]
+
+
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]  # the gradient of an output, and its weight
+
+
+def _start_sum(
+    comm: Communicator, label: str, whole: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
+) -> Callable[[], torch.Tensor]:
+    of_input = comm.empty(whole.numel(), whole.dtype, whole.device)
+    _sum_products(of_input.view(whole.shape), of_whole, pairs)
+    work = comm.all_reduce(of_input, label=label)
+
+    def finish() -> torch.Tensor:
+        work.drain()
+        return of_input.resize_(whole.shape)
+
+    return finish
+
+
+def _start_scatter(
+    comm: Communicator, label: str, whole: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs
+) -> Callable[[], torch.Tensor]:
+    by_rank = _by_rank(whole, comm.size)  # [ranks, B, L of a rank, K]
+    num_chunks = _num_chunks(by_rank, 2)
+    others = None if of_whole is None else _by_rank(of_whole, comm.size).chunk(num_chunks, 2)
+    chunks = [(_by_rank(own, comm.size).chunk(num_chunks, 2), weight) for own, weight in pairs]
+    works, outs = [], []
+    for index, chunk in enumerate(by_rank.chunk(num_chunks, 2)):
+        of_input = comm.empty(chunk.numel(), whole.dtype, whole.device)
+        own = [(each[index], weight) for each, weight in chunks]
+        _sum_products(of_input.view(chunk.shape), None if others is None else others[index], own)
+        outs.append(torch.empty(chunk.shape[1:], dtype=whole.dtype, device=whole.device))
+        works.append(comm.reduce_scatter(of_input, outs[-1].view(-1), label=label))
+
+    def finish() -> torch.Tensor:
+        for work in works:
+            work.drain()
+        return torch.cat(outs, 1).view(*whole.shape[:-2], -1, whole.shape[-1])
+
+    return finish
+
+
+def _nothing() -> None:
+    return None
+
+
+def _sum_products(target: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pairs) -> None:
+    """The gradient of an input: of its own, and of its products."""
+    if of_whole is None:
+        target.zero_()
+    else:
+        target.copy_(of_whole)
+    for own, weight in pairs:
+        target += own @ weight
 
 
 def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
@@ -133,27 +293,10 @@ def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tenso
     return weight_gradient(gradient, x)
 
 
-def add_bias(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """In the dtype of ``output``, as ``F.linear`` does it under autocast."""
-    return output if bias is None else output + bias.to(output.dtype)
-
-
-def weight_gradient(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
-
-
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
     """[..., L, K] as [ranks, B, L of a rank, K]."""
     return x.reshape(-1, size, x.shape[-2] // size, x.shape[-1]).transpose(0, 1)
 
 
-def _num_chunks(by_rank: torch.Tensor) -> int:
-    return min(NUM_CHUNKS, by_rank.shape[2])
-
-
-def cast_for_autocast(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in autocast's dtype where it is on: autograd functions are not cast."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x, weight
-    dtype = torch.get_autocast_dtype(x.device.type)
-    return x.to(dtype), weight.to(dtype)
+def _num_chunks(tensor: torch.Tensor, dim: int) -> int:
+    return min(NUM_CHUNKS, tensor.shape[dim])

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
 from shoal.parallel.tensor.gathered_input import GatheredInput, InputGather, column_linear_of
@@ -59,6 +60,9 @@ class TensorRegion:
 
     Args:
         splits_sequence: whether activations outside the split layers are split along the sequence.
+
+    Attributes:
+        is_split: whether the layers that run now have a split sequence; of sequence parallelism only.
     """
 
     def __init__(self, comm: Communicator, *, splits_sequence: bool = False) -> None:
@@ -68,6 +72,7 @@ class TensorRegion:
         self.fork = RngFork(comm.rank)
         # By the tensors that entered whole, as long as somebody has them.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
+        self.is_split = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
         return self  # a copy of the model communicates as the model does
@@ -105,7 +110,8 @@ class TensorRegion:
         return autograd.gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
 
     def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """The input of split layers, whole."""
+        """The input of split layers, whole. Raises: UsageError: as ``check_split``."""
+        self.check_split(label)
         if not self.splits_sequence:
             return self.copy(tensor, label)
         dim = _sequence_dim(tensor)
@@ -117,6 +123,16 @@ class TensorRegion:
         """``F.linear``; of an input that was gathered on entry, this rank's part is kept for backward."""
         gathered = self._gathered.get(input)
         return F.linear(input, weight, bias) if gathered is None else column_linear_of(gathered, input, weight, bias)
+
+    def check_split(self, label: str) -> None:
+        """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
+        if self.splits_sequence and not (self.is_split or in_backward()):
+            raise UsageError(
+                "a part of a layer was called, and not the layer, which splits its input along the sequence.",
+                where=label,
+                do="call the members of the list of layers, or turn sequence parallelism off.",
+                code="tensor-parallel",
+            )
 
     def copy(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """A tensor that all ranks have whole, also under sequence parallelism."""

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
-from tests.clients.scripts.common import Sequences, mean_over_ranks, run_cases, tensors_norm
-from tests.clients.scripts.trainer_making import LR, ROWS, arguments, decaying, reset, trainer_of
+from tests.clients.scripts.common import LENGTH, Sequences, mean_over_ranks, run_cases, tensors_norm
+from tests.clients.scripts.trainer_making import LR, ROWS, Recording, arguments, decaying, reset, trainer_of
 
 BATCH, STEPS = 2, 4
 
@@ -32,9 +32,26 @@ def llama(seed: int = 17) -> Any:
     return LlamaForCausalLM(config)
 
 
+class Positioned(Sequences):
+    """With the positions that DeepSpeed's adapter of the data loader asks for."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), "position_ids": torch.arange(LENGTH)}
+
+
+def contiguous(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """DeepSpeed's adapter gives views, which the loss flattens by view(); a copy to an accelerator makes them whole."""
+    return {name: tensor.contiguous() for name, tensor in batch.items()}
+
+
+class WithContiguousInputs(Recording):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return contiguous(super()._prepare_inputs(inputs))
+
+
 def ulysses() -> ParallelismConfig:
     handler = DeepSpeedSequenceParallelConfig(
-        sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+        sp_seq_length=LENGTH, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
     )
     return ParallelismConfig(sp_backend="deepspeed", sp_size=torch.distributed.get_world_size(), sp_handler=handler)
 
@@ -58,9 +75,11 @@ def trainer(kind: str, stage: int) -> Any:
         changes: dict[str, Any] = {"max_steps": STEPS}
         if kind == "tp":
             config = split(config)
+            del config["train_batch_size"]
         elif kind == "sp":
             changes["parallelism_config"] = ulysses()
-        made = trainer_of(arguments(folder, config, **changes), llama())
+        made = trainer_of(arguments(folder, config, **changes), llama(), WithContiguousInputs)
+        made.train_dataset = Positioned(ROWS)
         made.train()
         made.save_model(str(folder / "saved"))
         saved = load_file(folder / "saved" / "model.safetensors") if made.is_world_process_zero() else {}
@@ -80,10 +99,12 @@ def accelerate(kind: str, stage: int) -> Any:
         accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=ulysses() if kind == "sp" else None)
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, eps=1e-4)
-        model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(Sequences(ROWS), batch_size=BATCH))
+        model, optimizer, batches = accelerator.prepare(
+            model, optimizer, DataLoader(Positioned(ROWS), batch_size=BATCH)
+        )
         losses: list[float] = []
         model.train()
-        for batch in batches:
+        for batch in map(contiguous, batches):
             if kind == "sp":
                 loss = deepspeed_sp_compute_loss(accelerator, model, batch, False, accelerator.parallelism_config)
             else:
@@ -97,9 +118,10 @@ def accelerate(kind: str, stage: int) -> Any:
         state = accelerator.get_state_dict(model) or {}
         groups = deepspeed.utils.groups
         degrees = {
-            "tp": groups.get_tensor_model_parallel_world_size(),
+            # DeepSpeed makes this group only where a model is split.
+            "tp": groups.get_tensor_model_parallel_world_size() if kind == "tp" else 1,
             "sp": groups._get_sequence_parallel_world_size(),
-            "dp": groups.get_data_parallel_world_size(),
+            "dp": accelerator.deepspeed_engine_wrapped.engine.dp_world_size,
         }
         return {"curves": {"loss": losses}, "degrees": degrees, **described(state)}
 

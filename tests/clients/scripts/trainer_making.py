@@ -107,10 +107,8 @@ class Recording(Trainer):
         }
 
 
-def trainer_of(args: TrainingArguments, model: Any, **kwargs: Any) -> Recording:
-    return Recording(
-        model=model, args=args, train_dataset=Sequences(ROWS), eval_dataset=Sequences(10, seed=3), **kwargs
-    )
+def trainer_of(args: TrainingArguments, model: Any, kind: type[Recording] = Recording, **kwargs: Any) -> Recording:
+    return kind(model=model, args=args, train_dataset=Sequences(ROWS), eval_dataset=Sequences(10, seed=3), **kwargs)
 
 
 def weights(trainer: Trainer) -> dict[str, Any]:

@@ -1,0 +1,266 @@
+"""How the tensor-parallel ranks' parts of a parameter make the whole, by what DeepSpeed's model files say of it.
+
+    entry of ``universal_checkpoint_info``      the whole
+    affine_map (AutoTP, 0.19)                   blocks of it, each with its place in a rank's part
+    tp_replicated_parameter_patterns            rank 0's
+    parameter_to_average_patterns               the mean
+    parameter_with_2_sub_params_cat_dim_0       halves of the parts along dim 0: the first halves, then the second
+    parameter_with_sub_params                   the same with any sizes, along the dim that is named
+    parameter_with_row_parallelism_patterns     the parts, joined along dim 1
+    no pattern that fits                        the parts, joined along dim 0
+
+and of a vocabulary (``vocabulary_parameter_patterns``) the first ``original_vocab_size`` rows. The optimizer's state is
+joined as its parameter is. Megatron-DeepSpeed writes patterns, AutoTP a pattern for each name and, since 0.19, the map.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_files import PickledRecord, not_built
+from shoal.checkpoint.formats.deepspeed_state import damaged
+from shoal.errors import CheckpointError
+
+_AFFINE_VERSION = 1
+# A pattern of a file is run only if it cannot take long: text, and numbers between it.
+_PATTERN = re.compile(r"\^?(?:\\d\+|\\\W|[\w.\-/ ])*\$?")
+_MAX_NUMBERS = 4
+
+
+@dataclass(frozen=True)
+class PartBlock:
+    """Elements of one rank's part and where they lie in the whole, as the arguments of ``torch.as_strided``."""
+
+    rank: int
+    shape: tuple[int, ...]
+    in_whole: tuple[int, tuple[int, ...]]  # offset, strides
+    in_part: tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class PartJoin:
+    """How the parts of one parameter make the whole.
+
+    Args:
+        shape: of the whole, padding included.
+        rows: how many of its rows are no padding; None: all.
+        is_mean: the whole is the mean of the parts, and ``blocks`` is empty.
+    """
+
+    shape: tuple[int, ...]
+    num_parts: int
+    blocks: tuple[PartBlock, ...] = ()
+    rows: int | None = None
+    is_mean: bool = False
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    def join(self, read: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The whole.
+
+        Args:
+            read: a rank's part.
+
+        Memory: the whole and one part.
+        """
+        if self.is_mean:
+            total = read(0)
+            for rank in range(1, self.num_parts):
+                total += read(rank)
+            return total / self.num_parts
+        whole: torch.Tensor | None = None
+        for rank in sorted({block.rank for block in self.blocks}):
+            part = read(rank).contiguous().view(-1)
+            whole = torch.zeros(math.prod(self.shape), dtype=part.dtype) if whole is None else whole
+            for block in self.blocks:
+                if block.rank == rank:
+                    (to, to_strides), (start, strides) = block.in_whole, block.in_part
+                    source = part.as_strided(block.shape, strides, part.storage_offset() + start)
+                    whole.as_strided(block.shape, to_strides, to).copy_(source)
+        assert whole is not None
+        whole = whole.view(self.shape)
+        return whole if self.rows is None else whole[: self.rows].clone()
+
+
+class TensorParallelLayout:
+    """What a model file says of how its tensors were split.
+
+    Args:
+        information: its entry ``universal_checkpoint_info``.
+        file: its name, for errors.
+
+    Raises: CheckpointError: there is no such entry.
+    """
+
+    def __init__(self, information: Any, num_parts: int, file: str) -> None:
+        if not isinstance(information, Mapping):
+            raise CheckpointError(
+                f"{num_parts} tensor-parallel ranks saved it, and it does not say how tensors were split"
+                " (no 'universal_checkpoint_info').",
+                where=file,
+                do="save it again with a model that has this attribute (AutoTP and Megatron-DeepSpeed set it), or"
+                " convert it with DeepSpeed's ds_to_universal.",
+                code="checkpoint-split",
+            )
+        self._information, self._num_parts, self._file = information, num_parts, file
+        affine = information.get("affine_map") or {}
+        if affine and int(affine.get("version", 1)) > _AFFINE_VERSION:
+            raise not_built(f"an affine map of version {affine['version']}", file)
+        self._maps: Mapping[str, Any] = affine.get("params") or {}
+        self._patterns: dict[str, re.Pattern[str]] = {}
+
+    def join_of(self, name: str, shapes: Sequence[tuple[int, ...]]) -> PartJoin:
+        """How ``name`` is joined.
+
+        Args:
+            shapes: of each rank's part.
+
+        Raises:
+            CheckpointError: the parts do not make a whole.
+            NotBuiltError: DeepSpeed itself cannot join them.
+        """
+        mapped = self._maps.get(f"^{re.escape(name)}$")
+        if mapped is not None:
+            return self._by_map(name, mapped, shapes)
+        unsupported = self._information.get("autotp_unsupported_parameter_patterns") or {}
+        if self._fits(unsupported, name):
+            raise not_built(f"tensor parallelism of {name}, whose layout DeepSpeed does not write down", self._file)
+        if not shapes[0] or self._has(name, "tp_replicated_parameter_patterns"):
+            return self.replicated(name, shapes)
+        if self._has(name, "parameter_to_average_patterns"):
+            return replace(self.replicated(name, shapes), blocks=(), is_mean=True)
+        sub = self._sub_sizes(name, shapes)
+        dim, widths = sub or (int(self._has(name, "parameter_with_row_parallelism_patterns")), None)
+        join = self._along(name, dim, shapes, widths)
+        rows = self._information.get("original_vocab_size")
+        if self._has(name, "vocabulary_parameter_patterns") and isinstance(rows, int) and 0 < rows < join.shape[0]:
+            return replace(join, rows=rows)
+        return join
+
+    def replicated(self, name: str, shapes: Sequence[tuple[int, ...]]) -> PartJoin:
+        """All ranks have it whole. Raises: CheckpointError: they do not."""
+        if len(set(shapes)) > 1:
+            raise damaged(f"{name} should be whole on every rank, and is {_listed(shapes)}", self._file)
+        shape = shapes[0]
+        return PartJoin(shape, self._num_parts, (PartBlock(0, shape, (0, _strides(shape)), (0, _strides(shape))),))
+
+    def _along(
+        self, name: str, dim: int, shapes: Sequence[tuple[int, ...]], widths: Sequence[Sequence[int]] | None
+    ) -> PartJoin:
+        """The parts joined along ``dim``; of parts that hold several parameters, one after the other.
+
+        Args:
+            widths: of each such parameter, the size on each rank.
+        """
+        rest = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len(rest) > 1 or dim >= len(shapes[0]):
+            raise damaged(f"the parts of {name} cannot be joined along dim {dim}: {_listed(shapes)}", self._file)
+        widths = widths or [[shape[dim] for shape in shapes]]
+        if [sum(of_rank) for of_rank in zip(*widths, strict=True)] != [shape[dim] for shape in shapes]:
+            raise damaged(f"{name} holds parameters of sizes {widths}, and its parts are {_listed(shapes)}", self._file)
+        whole = (*shapes[0][:dim], sum(map(sum, widths)), *shapes[0][dim + 1 :])
+        blocks, to, starts = [], 0, [0] * self._num_parts
+        for of_ranks in widths:
+            for rank, (width, shape) in enumerate(zip(of_ranks, shapes, strict=True)):
+                block = (*shape[:dim], width, *shape[dim + 1 :])
+                places = ((to, whole), (starts[rank], shape))
+                in_whole, in_part = ((at * _strides(of)[dim], _strides(of)) for at, of in places)
+                blocks.append(PartBlock(rank, block, in_whole, in_part))
+                to, starts[rank] = to + width, starts[rank] + width
+        return PartJoin(whole, self._num_parts, tuple(blocks))
+
+    def _sub_sizes(self, name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[list[int]]] | None:
+        """Of a weight that holds several parameters, the dim, and the size of each parameter on each rank."""
+        if self._has(name, "parameter_with_2_sub_params_cat_dim_0"):
+            return 0, [[shape[0] - shape[0] // 2 for shape in shapes], [shape[0] // 2 for shape in shapes]]
+        for entry in self._information.get("parameter_with_sub_params") or ():
+            values = entry.values if isinstance(entry, PickledRecord) else entry
+            pattern = self._fits(values.get("patterns") or (), name)
+            if pattern is None:
+                continue
+            dim, shape = int(values["partition_dim"]), values["shape"]
+            if len(shape) != len(shapes[0]) or dim >= len(shape):
+                raise not_built(
+                    f"tensor parallelism of {name}, which is split as a tensor of {list(shape)}", self._file
+                )
+            widths = (self._information.get("sub_param_shard_widths") or {}).get(pattern)
+            if widths is not None:
+                return dim, [[int(width) for width in of_ranks] for of_ranks in widths]
+            sizes, total = shape[dim], sum(part[dim] for part in shapes)
+            if isinstance(sizes, int):
+                sizes = [total // max(1, sizes)] * sizes
+            if any(size % self._num_parts for size in sizes):
+                raise damaged(f"{name} holds parameters of sizes {list(sizes)}, without their parts", self._file)
+            return dim, [[size // self._num_parts] * self._num_parts for size in sizes]
+        return None
+
+    def _by_map(self, name: str, mapped: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> PartJoin:
+        shape = tuple(int(size) for size in mapped["logical_shape"])
+        blocks = []
+        for rank, part in enumerate(shapes):
+            of_rank = mapped["ranks"].get(rank, mapped["ranks"].get(str(rank), {}))
+            if math.prod(of_rank.get("shard_shape", ())) != math.prod(part):
+                raise damaged(f"{name} is {list(part)} on rank {rank}, not {of_rank.get('shard_shape')}", self._file)
+            own = []
+            for piece in of_rank["pieces"]:
+                if float(piece.get("scale", 1.0)) != 1.0:
+                    raise not_built(f"tensor parallelism of {name}, of which a rank holds a multiple", self._file)
+                if rank == min(piece["locations"]):
+                    places = ((int(offset), tuple(strides)) for offset, strides in (piece["source"], piece["dest"]))
+                    own.append(PartBlock(rank, tuple(piece["shape"]), *places))
+            is_inside = all(_lies_inside(block, math.prod(part), math.prod(shape)) for block in own)
+            if not is_inside or sum(math.prod(block.shape) for block in own) > math.prod(part):
+                raise damaged(f"the blocks of {name} on rank {rank} lie outside of its part", self._file)
+            blocks += own
+        found = sum(math.prod(block.shape) for block in blocks)
+        if found != math.prod(shape):
+            raise damaged(f"{found} of the {math.prod(shape)} elements of {name} are in the files", self._file)
+        return PartJoin(shape, self._num_parts, tuple(blocks))
+
+    def _has(self, name: str, key: str) -> bool:
+        return self._fits(self._information.get(key) or (), name) is not None
+
+    def _fits(self, patterns: Iterable[str], name: str) -> str | None:
+        """The first pattern that fits the beginning of ``name``."""
+        exact = f"^{re.escape(name)}$"
+        return next((each for each in patterns if each == exact or self._compiled(each).match(name)), None)
+
+    def _compiled(self, pattern: str) -> re.Pattern[str]:
+        """Raises: CheckpointError: the pattern could run for long."""
+        if pattern not in self._patterns:
+            if not _PATTERN.fullmatch(pattern) or pattern.count("+") > _MAX_NUMBERS:
+                raise damaged(f"{pattern[:200]!r} is no pattern of parameter names that is run", self._file)
+            self._patterns[pattern] = re.compile(pattern)
+        return self._patterns[pattern]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a contiguous tensor.
+
+    >>> _strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(accumulate(reversed(shape[1:]), lambda one, other: one * other, initial=1))[::-1] if shape else ()
+
+
+def _lies_inside(block: PartBlock, part_numel: int, whole_numel: int) -> bool:
+    """Does it lie in a part and in a whole of so many elements?"""
+    is_empty = 0 in block.shape
+    for (offset, strides), numel in ((block.in_part, part_numel), (block.in_whole, whole_numel)):
+        last = offset + sum((size - 1) * stride for size, stride in zip(block.shape, strides, strict=True))
+        if min((offset, *strides, *block.shape)) < 0 or (not is_empty and last >= numel):
+            return False
+    return True
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes[:8])

@@ -150,7 +150,7 @@ class OneLlamaLayer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([LlamaLayer()])
+        self.layers = nn.ModuleList([LlamaLayer(4)])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layers[0](hidden)

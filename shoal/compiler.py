@@ -37,6 +37,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if not disabled:
             disabled.append(torch.compiler.disable(function))
+            torch._dynamo.decorators.skip(call)  # else these lines are compiled, for each signature and up to a limit
         return disabled[0](*args, **kwargs)
 
     # What torch.compiler.disable sets, so that a traced caller calls this and does not look inside.

@@ -114,6 +114,7 @@ AXES: dict[str, Values] = {
         "late": _zero(stage3_prefetch_bucket_size=0, stage3_max_live_parameters=100),
         "kept": _zero(stage3_max_reuse_distance=1_000_000_000),
     },
+    "compile": _switch(**_run(compiled="blocks")),  # each block; the whole model: tests/ranks/test_zero_compiled.py
     "backward": {"engine": {}, "loss": _run(style="loss"), "no_sync": _run(style="no_sync")},
     "between": {
         "nothing": {},
@@ -148,7 +149,7 @@ REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
 )
-MOST_RANKS = 8  # of one combination
+MOST_RANKS = 8  # of one combination; 4 that compile
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,7 @@ class Run:
         ranks: data-parallel ones.
         is_ragged: some targets do not count, another number on each rank.
         bound: largest difference of a parameter, relative to its largest value.
+        compiled: "no", "blocks", each, or "model".
         is_early: build the model under ``zero.Init``.
     """
 
@@ -175,6 +177,7 @@ class Run:
     autocast: bool = False
     is_host_separate: bool | None = None
     is_client: bool = False
+    compiled: str = "no"
     style: str = "engine"
     between: str = "nothing"
     is_early: bool = False
@@ -225,9 +228,14 @@ def num_ranks(combination: Mapping[str, str]) -> int:
     return size
 
 
+def _cost(combination: Mapping[str, str]) -> int:
+    """In ranks; one that compiles takes the time of two."""
+    return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
+
+
 def is_allowed(combination: Mapping[str, str]) -> bool:
-    """Nothing in a combination, which may lack axes, is refused, and it has no more than MOST_RANKS."""
-    return num_ranks(combination) <= MOST_RANKS and refusal(combination) is None
+    """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
+    return _cost(combination) <= MOST_RANKS and refusal(combination) is None
 
 
 def refused() -> Iterator[tuple[Combination, str]]:
@@ -259,7 +267,7 @@ def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) ->
     while missing:
         first = dict(next(iter(missing)))
         rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(8)]
-        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + num_ranks(row)))
+        row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + _cost(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
         for values in covered:
@@ -287,7 +295,7 @@ def _complete(
             for value in allowed:
                 values = tuple(sorted((*rest, (name, value)), key=lambda pair: order[pair[0]]))
                 gain[value] += values in missing
-        row[name] = max(allowed, key=lambda value: (gain[value], -num_ranks({**row, name: value})))
+        row[name] = max(allowed, key=lambda value: (gain[value], -_cost({**row, name: value})))
     return {name: row[name] for name in axes}
 
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable as _torchs
 
-from shoal.comm.protocol import Communicator
+from shoal.comm.protocol import Communicator, Work
+from shoal.compiler import untraced
 from shoal.errors import UsageError
 
 
@@ -80,6 +81,8 @@ def all_to_all_uneven(
     return _apply(_AllToAllUneven, tensor, comm, list(out_splits), list(source_splits), label)
 
 
+# A compiler calls it as it is: it would trace the waiting for other ranks.
+@untraced
 def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     result: torch.Tensor = function.apply(*args)
     return result
@@ -215,9 +218,29 @@ def _sum_part(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) ->
 
 
 def _gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> torch.Tensor:
+    return begin_gather(tensor, comm, dim, label).wait()
+
+
+class Gathering:
+    """An all-gather under way; see :func:`begin_gather`."""
+
+    def __init__(self, full: torch.Tensor, dim: int, work: Work) -> None:
+        self._full, self._dim, self._work = full, dim, work
+        self._whole: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The ranks' tensors, concatenated. Idempotent."""
+        if self._whole is None:
+            self._work.drain()
+            self._whole = _concatenated(self._full, self._dim)
+            del self._full
+        return self._whole
+
+
+def begin_gather(tensor: torch.Tensor, comm: Communicator, dim: int, label: str) -> Gathering:
+    """Start to gather the ranks' tensors along ``dim``, outside autograd."""
     full = torch.empty((comm.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    comm.all_gather(full.view(-1), tensor.contiguous().view(-1), label=label).drain()
-    return _concatenated(full, dim)
+    return Gathering(full, dim, comm.all_gather(full.view(-1), tensor.contiguous().view(-1), label=label))
 
 
 def _exchange_parts(

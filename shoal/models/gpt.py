@@ -153,7 +153,7 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))  # [B, L, 3, H, E]
         query, key = rotate(qkv[:, :, :2], cos, sin).permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, L, E] each
-        value = qkv[:, :, 2].transpose(1, 2)
+        value = qkv[:, :, 2].transpose(1, 2).contiguous()  # a view would keep all of qkv until backward
         mixed = self.attention(query, key, value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out

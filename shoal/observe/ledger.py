@@ -225,7 +225,9 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
 
 def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
-    found = [sharded.axes.world, *(group.buffer.comm for group in sharded.groups)]
+    axes = sharded.axes
+    found = [comm for comm in (axes.world, axes.tp, axes.sp, axes.cp) if comm is not None]
+    found += [group.buffer.comm for group in sharded.groups]
     found += [
         axis
         for group in sharded.trained_groups

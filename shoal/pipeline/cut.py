@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ModelError, UsageError
+from shoal.parallel.running_layers import running_from
 from shoal.pipeline.balance import balance, uniform
 from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, is_list, joined, split_at
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
@@ -219,7 +220,7 @@ class CutModel(StageModule):
         ]
         forward = OneForward(self.cut_blocks, modules, begin, end, received, device)
         try:
-            with self._replaced(stage, forward, container) as model:
+            with running_from(container, begin), self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):
                     output = model(**inputs)
                 else:

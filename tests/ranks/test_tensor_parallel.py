@@ -87,14 +87,15 @@ def test_a_layer_issues_two_all_reduces_forward_and_two_backward() -> None:
         assert exchange.nbytes == 2 * BATCH * LENGTH * 4  # two numbers per target, from one other rank
 
 
-def test_sequence_parallelism_issues_the_halves_of_these_all_reduces() -> None:
+def test_sequence_parallelism_issues_the_halves_of_these_all_reduces_and_gathers_two_inputs_again() -> None:
+    """Korthikanti et al., section 4.2.2: the inputs of qkv and of up are kept in parts, and gathered in backward."""
     for calls in compare(gpt(num_layers=3), loss_alone, 4, loss_parallel=True, sequence_parallel=True):
         in_layers = [call for call in calls if call.label.startswith("blocks.")]
         counts = Counter((call.op, call.label.endswith("backward")) for call in in_layers)
         assert counts == {
             ("all_gather", False): 2 * 3,
             ("reduce_scatter", False): 2 * 3,
-            ("all_gather", True): 2 * 3,
+            ("all_gather", True): (2 + 2) * 3,
             ("reduce_scatter", True): 2 * 3,
         }
         assert {call.nbytes for call in in_layers} == {BATCH * LENGTH * HIDDEN * 4 * 3 // 4}

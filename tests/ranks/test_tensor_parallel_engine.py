@@ -114,6 +114,14 @@ def test_a_gpt_trains_as_in_one_process(
         assert_equal(values, expected)
 
 
+@pytest.mark.parametrize(("stage", "accumulation", "more"), [(1, 2, {}), (3, 1, HOST)])
+def test_a_gpt_on_a_3_d_grid_trains_as_in_one_process(
+    stage: int, accumulation: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROWS", 4)  # samples are split over q x q ranks
+    test_a_gpt_trains_as_in_one_process(8, 8, stage, accumulation, {"parallel": {"tp_grid": "3d"}, **more})
+
+
 def test_hpz_gathers_for_backward_among_the_ranks_that_shard_a_part() -> None:
     """8 ranks, of 2 tensor-parallel ones: 4 shard a part, 2 of them hold it for backward."""
 

@@ -1,35 +1,19 @@
-"""Blocks under `torch.compile`, at every stage."""
+"""Blocks under `torch.compile`, at every stage, and a whole model, over every axis."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from shoal.comm.threads import run_ranks
+from tests.composition import AXES, settings_of
+from tests.composition_runs import check_run
 from tests.ranks import models
+from tests.ranks.compiling import CountsGraphs, compiling
 from tests.ranks.training import config, finish, largest_difference, run_steps, start, train_alone
-
-pytestmark = pytest.mark.skipif(
-    torch.torch_version.TorchVersion(torch.__version__) < (2, 13),
-    reason="older torch crashes where several threads compile at once, as ranks that are threads do",
-)
-
-
-class CountsGraphs:
-    """A backend that counts what it is asked to compile."""
-
-    def __init__(self, inner: str) -> None:
-        self.num_graphs = 0
-        self._inner = inner
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        from torch._dynamo.backends.registry import lookup_backend
-
-        self.num_graphs += 1
-        return lookup_backend(self._inner)(graph, inputs)
 
 
 def compiled_blocks(backend: CountsGraphs, how: str) -> nn.Module:
@@ -43,7 +27,6 @@ def compiled_blocks(backend: CountsGraphs, how: str) -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile reads .grad of tensors that have none
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 @pytest.mark.parametrize(
     ("backend", "world", "stage"),
@@ -62,12 +45,16 @@ def test_compiled_blocks_train_alike_and_are_not_compiled_again_after_the_second
         run_steps(engine, 3, first=2)
         return finish(engine, []).parameters, after_two_steps, counting.num_graphs
 
-    torch._dynamo.reset()
-    try:
+    with compiling():
         results = run_ranks(world, job)
-    finally:
-        torch._dynamo.reset()
     for parameters, after_two_steps, in_the_end in results:
         assert 1 <= after_two_steps == in_the_end <= 3
         plain_names = {name.replace("_orig_mod.", ""): value for name, value in parameters.items()}
         assert largest_difference(plain_names, alone.parameters) <= 1e-5
+
+
+@pytest.mark.parametrize("axis", [{"tp": "2"}, {"tp": "2 split"}, {"sp": "2"}, {"cp": "2"}], ids=str)
+def test_a_compiled_model_over_ranks_ends_where_one_process_ends(axis: dict[str, str]) -> None:
+    plain = {name: next(iter(values)) for name, values in AXES.items()}
+    settings, run = settings_of({**plain, "stage": "3", **axis})
+    check_run(settings, replace(run, compiled="model", steps=3))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, chunks_of, cuts, num_positions
 from shoal.parallel.sequence.documents import Documents
@@ -157,6 +158,7 @@ class SequenceContext:
         """
         return Documents.from_ids(self.unshard(ids))
 
+    @untraced
     def documents_of(self, positions: Tensor | None, padding: Tensor | None) -> Documents | None:
         """The documents of the whole rows, as models of transformers describe them; None: one document a row.
 
@@ -204,6 +206,7 @@ class SequenceContext:
             )
 
 
+@untraced
 def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim: int) -> Tensor:
     if comm.size == 1:
         return tensor

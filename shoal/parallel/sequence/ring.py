@@ -143,7 +143,9 @@ class _MergedOutput:
             if out.shape == self._shape and tile.num_blocks == 1 and not tile.is_reversed:
                 self.out, self.lse = accumulated(out), lse
                 return
-            self.out = out.new_zeros(self._shape, dtype=sum_dtype(out))
+            rows, heads, length, size = self._shape
+            # As kernels order it in memory, so that the heads of a position are one view for the output projection.
+            self.out = out.new_zeros((rows, length, heads, size), dtype=sum_dtype(out)).transpose(1, 2)
             self.lse = lse.new_full(self._shape[:3], float("-inf"))
         out, lse = _restored(out, tile), _restored(lse, tile)
         rows, queries, _ = _indices(tile)

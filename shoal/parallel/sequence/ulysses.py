@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import cuts
 from shoal.parallel.sequence.kernels import HeadGroups
@@ -112,6 +113,7 @@ class HeadExchange:
     head_dim: int = 1
     sequence_dim: int = 2
 
+    @untraced
     def to_heads(self, tensors: Sequence[Tensor], heads: Sequence[tuple[range, ...]], label: str) -> tuple[Tensor, ...]:
         """This rank's heads of ``tensors`` at all positions.
 
@@ -123,6 +125,7 @@ class HeadExchange:
         moved: tuple[Tensor, ...] = _ToHeads.apply(self, tuple(heads), label, *tensors)
         return moved
 
+    @untraced
     def to_positions(self, tensor: Tensor, heads: tuple[range, ...], label: str) -> Tensor:
         """All heads of ``tensor``, which has this rank's of all positions, at this rank's positions.
 

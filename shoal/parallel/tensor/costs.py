@@ -2,7 +2,7 @@
 
     cost of a layer with T tokens, width h, p ranks    received in a step            activations kept
     1d                                                 8 (p - 1) / p T h             (4 + 12 / p) T h
-    1d, sequence parallel                              8 (p - 1) / p T h             (2 + 14 / p) T h
+    1d, sequence parallel                              10 (p - 1) / p T h            16 / p T h
     grid of q x q x d (2-D: d = 1, 3-D: d = q)         3 X + 3 W + 2 Y               16 / p T h
         X = (q - 1) / q   7 T h / (q d),  W = (q - 1) / q  12 h^2 / (q d),  Y = (d - 1) / d   9 T h / q^2
 
@@ -76,9 +76,10 @@ def _on_a_line(size: int, shape: LayerShape, *, splits_sequence: bool) -> LayerC
     stream = shape.tokens * shape.hidden * shape.itemsize
     weights = sum(a * b for a, b in shape.linears) / size + 2 * shape.hidden
     inside = shape.tokens * (4 * shape.hidden + 2 * shape.feed_forward) * shape.itemsize / size
-    outside = 2 * stream + 2 * stream / size if splits_sequence else 4 * stream
+    outside = 4 * stream / (size if splits_sequence else 1)
     gathered = stream if splits_sequence else 0
-    return LayerCost(8 * (size - 1) / size * stream, weights * shape.itemsize, inside + outside, gathered)
+    moves = 10 if splits_sequence else 8  # the inputs of qkv and up are gathered again in backward
+    return LayerCost(moves * (size - 1) / size * stream, weights * shape.itemsize, inside + outside, gathered)
 
 
 def _on_a_grid(kind: GridKind, grid: GridShape, shape: LayerShape) -> LayerCost:

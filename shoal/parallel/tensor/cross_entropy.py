@@ -8,10 +8,12 @@ import torch
 from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.parallel.cross_entropy import IGNORED, CrossEntropy, Reduction, token_losses
 from shoal.parallel.tensor.parts import even_range
 
 
+@untraced
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.parallel.tensor.grid import ActivationLayout, GridProduct
 from shoal.parallel.tensor.shared_heads import SharedRows
 
@@ -193,6 +194,7 @@ class GridParallelLinear(nn.Module):
     grid_split: GridSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, bias = self.grid_split, getattr(self, "bias", None)
         assert split.product is not None
@@ -208,6 +210,7 @@ class GridParallelNorm(nn.Module):
 
     grid_split: GridSplit
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.grid_split
         weight, bias = getattr(self, "weight", None), getattr(self, "bias", None)

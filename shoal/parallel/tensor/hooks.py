@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.compiler import untraced
 from shoal.device import in_backward
 from shoal.errors import UsageError
+from shoal.parallel.running_layers import first_running
 from shoal.parallel.tensor.overlap import InputColumns
 from shoal.parallel.tensor.region import TensorRegion
 
@@ -39,9 +40,9 @@ class InputHook:
 
     def register(self, module: nn.Module) -> None:
         """Register the hooks on ``module``."""
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_pre_hook(untraced(self._enter), with_kwargs=True)
         if self._forks or self._columns is not None:
-            module.register_forward_hook(self._end, always_call=True)
+            module.register_forward_hook(untraced(self._end), always_call=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         columns = self._columns
@@ -94,14 +95,25 @@ class Stack:
         """Register the hooks on the layers, and on the module around them."""
         first, last = self._layers[0], self._layers[-1]
         for layer in {id(layer): layer for layer in self._layers}.values():
-            layer.register_forward_pre_hook(partial(self._begin, is_first=layer is first), with_kwargs=True)
-            layer.register_forward_hook(partial(self._end, is_last=layer is last), always_call=True)
-        parent.register_forward_pre_hook(self._enter_parent)
-        parent.register_forward_hook(self._leave_parent, always_call=True)
+            self._register_on(layer, is_first=layer is first, is_last=layer is last)
+        parent.register_forward_pre_hook(untraced(self._enter_parent))
+        parent.register_forward_hook(untraced(self._leave_parent), always_call=True)
+
+    def _register_on(self, layer: nn.Module, *, is_first: bool, is_last: bool) -> None:
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._begin(module, args, kwargs, is_first=is_first)
+
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._end(module, args, output, is_last=is_last)
+
+        layer.register_forward_pre_hook(untraced(begin), with_kwargs=True)
+        layer.register_forward_hook(untraced(end), always_call=True)
 
     def _enter_parent(self, module: nn.Module, args: Any) -> None:
-        self._region.is_split = self._is_single = False
-        self._is_in_parent, self._num_spans, self._num_single = True, 0, 0
+        # A later pipeline stage receives a sequence that the first one has split.
+        is_inside = self._region.splits_sequence and first_running(self._layers) > 0
+        self._region.is_split, self._is_single = is_inside, False
+        self._is_in_parent, self._num_spans, self._num_single = True, int(is_inside), 0
 
     def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:
         is_open, self._region.is_split, self._is_in_parent = self._region.is_split, False, False

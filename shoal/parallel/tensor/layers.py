@@ -24,8 +24,10 @@ from torch.nn import functional as F
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.parallel.tensor.overlap import InputColumns, column_linears, row_linear
 from shoal.parallel.tensor.parts import Range
+from shoal.parallel.tensor.products import add_bias
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.parallel.tensor.shared_heads import SharedRows
 from shoal.sharding.parts import take
@@ -70,6 +72,7 @@ class ColumnParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, region = self.tensor_split, self.tensor_split.region
         weight: torch.Tensor = self.weight
@@ -83,9 +86,9 @@ class ColumnParallelLinear(nn.Module):
         elif split.columns is not None:
             output = split.columns.take(split.name, input)
         if output is None:
-            output = F.linear(region.enter(input, label) if split.communicates else input, weight, bias)
-        elif bias is not None:
-            output = output + bias
+            output = region.linear(region.enter(input, label) if split.communicates else input, weight, bias)
+        else:
+            output = add_bias(output, bias)
         if split.shared is not None:
             output = split.shared.complete(output, region.comm, split.name)
         return output if split.widths is None else gather_last(output, region.comm, split.widths, split.name)
@@ -97,6 +100,7 @@ class RowParallelLinear(nn.Module):
     tensor_split: LayerSplit
     weight: nn.Parameter
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split, region, label = self.tensor_split, self.tensor_split.region, f"{self.tensor_split.name} out"
         own = input
@@ -109,8 +113,7 @@ class RowParallelLinear(nn.Module):
             output = row_linear(own, weight, region.comm, splits_sequence=region.splits_sequence, label=label)
         else:
             output = region.leave(F.linear(own, weight), label)
-        bias: torch.Tensor | None = getattr(self, "bias", None)
-        return output if bias is None else output + bias
+        return add_bias(output, getattr(self, "bias", None))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -118,6 +121,7 @@ class VocabParallelEmbedding(nn.Module):
 
     tensor_split: LayerSplit
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         split = self.tensor_split
         start, stop = split.own_tokens

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shoal.comm.protocol import Communicator
+from shoal.parallel.tensor.products import cast_for_autocast, weight_gradient
 from shoal.parallel.tensor.region import TensorRegion
 from shoal.sharding.parameter_buffer import is_placeholder
 
@@ -39,7 +40,7 @@ def row_linear(
     Communicates: as one all_reduce (reduce_scatter), in up to NUM_CHUNKS calls.
     """
     apply: Callable[..., torch.Tensor] = (_ScatteredRow if splits_sequence else _SummedRow).apply
-    return apply(*_cast(x, weight), comm, label)
+    return apply(*cast_for_autocast(x, weight), comm, label)
 
 
 def column_linears(
@@ -55,7 +56,7 @@ def column_linears(
         else backward one all_reduce.
     """
     apply: Callable[..., tuple[torch.Tensor, ...]] = _Columns.apply
-    x, *weights = _cast(x, *weights)
+    x, *weights = cast_for_autocast(x, *weights)
     whole, *outputs = apply(x, comm, splits_sequence, label, *weights)
     return whole, outputs
 
@@ -136,7 +137,7 @@ class _SummedRow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        return gradient @ weight, _weight_gradient(ctx, gradient, x), None, None
+        return gradient @ weight, _of_weight(ctx, gradient, x), None, None
 
 
 class _ScatteredRow(torch.autograd.Function):
@@ -175,7 +176,7 @@ class _ScatteredRow(torch.autograd.Function):
             work.wait()
             target.copy_(whole @ weight)
             if of_weight is not None:
-                of_weight += _product(whole, chunk)
+                of_weight += weight_gradient(whole, chunk)
         for work in works:
             work.drain()
         return of_input.transpose(0, 1).reshape(x.shape), of_weight, None, None
@@ -204,7 +205,7 @@ class _Columns(torch.autograd.Function):
             start = _start_scatter if ctx.splits_sequence else _start_sum
             finish = start(ctx.comm, ctx.label, whole, of_whole, pairs)
         of_weights = [
-            None if own is None or not ctx.needs_input_grad[4 + index] else _product(own, whole)
+            None if own is None or not ctx.needs_input_grad[4 + index] else weight_gradient(own, whole)
             for index, own in enumerate(gradients)
         ]
         return finish(), None, None, None, *of_weights
@@ -286,14 +287,10 @@ def _sum_products(target: torch.Tensor, of_whole: torch.Tensor | None, pairs: Pa
         target += own @ weight
 
 
-def _weight_gradient(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+def _of_weight(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
     if not ctx.needs_input_grad[1]:  # a frozen weight
         return None
-    return _product(gradient, x)
-
-
-def _product(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return weight_gradient(gradient, x)
 
 
 def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -303,11 +300,3 @@ def _by_rank(x: torch.Tensor, size: int) -> torch.Tensor:
 
 def _num_chunks(tensor: torch.Tensor, dim: int) -> int:
     return min(NUM_CHUNKS, tensor.shape[dim])
-
-
-def _cast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """All in autocast's dtype where it is on: autograd functions are not cast."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]

@@ -5,6 +5,7 @@
 
 Under sequence parallelism the activations between the regions (norms, residuals, dropout) are split along the sequence,
 from the first layer's input to the last layer's output. The sequence is the second to last dim: [B, L, D] or [L, D].
+A column linear keeps its rank's part of the input that entered, and gathers it again in backward (``gathered_input``).
 
 Dropout must draw equal elements on activations that all ranks have, and different ones on split activations. The
 default generators are in the same state on all ranks; ``RngFork`` seeds them differently while a split region is
@@ -17,15 +18,19 @@ Source: Megatron-LM, section 3 (arXiv:1909.08053); sequence parallelism: Korthik
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.device import in_backward
 from shoal.errors import UsageError
 from shoal.parallel.rng_tracker import current_state, set_current_state, state_of_seed
+from shoal.parallel.tensor.gathered_input import GatheredInput, InputGather, column_linear_of
 
 _SEED_OFFSET = 2718
 
@@ -65,6 +70,8 @@ class TensorRegion:
         self._splits_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
+        # By the tensors that entered whole, as long as somebody has them.
+        self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
         self.is_split = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorRegion:
@@ -105,9 +112,17 @@ class TensorRegion:
     def enter(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         """The input of split layers, whole. Raises: UsageError: as ``check_split``."""
         self.check_split(label)
-        if self.splits_sequence:
-            return autograd.all_gather(tensor, self.comm, dim=_sequence_dim(tensor), label=label)
-        return self.copy(tensor, label)
+        if not self.splits_sequence:
+            return self.copy(tensor, label)
+        dim = _sequence_dim(tensor)
+        whole = autograd.all_gather(tensor, self.comm, dim=dim, label=label)
+        self._gathered[whole] = GatheredInput(tensor, InputGather(self.comm, dim, label))
+        return whole
+
+    def linear(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``F.linear``; of an input that was gathered on entry, this rank's part is kept for backward."""
+        gathered = self._gathered.get(input)
+        return F.linear(input, weight, bias) if gathered is None else column_linear_of(gathered, input, weight, bias)
 
     def check_split(self, label: str) -> None:
         """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
+from shoal.engine.over_stages import from_stages
+from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
 from shoal.pipeline.cut import Partition, cut
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
+from shoal.sharding.partition import names_a_unit
 from shoal.zero.build import ModelParts
 
 
@@ -73,6 +77,22 @@ def _partition(name: str) -> Partition:
             code="pipeline-partition",
         )
     return known[name.casefold()]
+
+
+def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:
+    """The plan without names of units that other pipeline stages have. Communicates: the names that a stage has."""
+    rules = plan.zero.rules
+    each = [replace(rules, classes=(name,), names=()) for name in rules.classes]
+    each += [replace(rules, classes=(), names=(name,)) for name in rules.names]
+    here = [names_a_unit(model, rule) for rule in each]
+    anywhere = [any(stages) for stages in zip(*from_stages(pp, here, "units"), strict=True)]
+    kept = [rule for rule, is_here, is_known in zip(each, here, anywhere, strict=True) if is_here or not is_known]
+    own = replace(
+        rules,
+        classes=tuple(name for rule in kept for name in rule.classes),
+        names=tuple(name for rule in kept for name in rule.names),
+    )
+    return replace(plan, zero=replace(plan.zero, rules=own))
 
 
 def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:

@@ -326,8 +326,7 @@ class PipelineRun:
 
             self._compute.backward(inputs, stage)
         elif is_split:
-            visit.weight_groups = (ends, gradients)  # the first stage: all is done in W
-            return
+            visit.weight_groups = (ends, gradients)  # no input has a gradient: all is done in W
         else:
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
         self._end_backward(stage, micro, visit)
@@ -345,7 +344,6 @@ class PipelineRun:
         if isinstance(groups, tuple):
             ends, gradients = groups
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
-            self._end_backward(stage, micro, visit)
         elif groups is not None:
 
             def weights() -> None:

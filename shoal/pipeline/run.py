@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -157,9 +157,11 @@ class PipelineRun:
         return self._run(actions, batches, is_training=False)
 
     def _run(self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool) -> Failure | None:
-        self._reset(batches)
-        if self._is_dynamic:
+        if self._is_dynamic:  # each message has a structure of its own
             self._channel.forget()
+            batches = [replace(batch, signature=micro) for micro, batch in enumerate(batches)]
+        self._reset(batches)
+        self._is_split = is_training and self.splits_backward and any(action.kind == "I" for action in actions)
         begin = time.perf_counter()
         try:
             for action in actions:
@@ -219,7 +221,14 @@ class PipelineRun:
             self._arriving[stage, "B", micro] = self._channel.recv(known.gradients, peer, label=label)
         elif kind == "SEND_F":
             form, tensors = self._to_send_forward(stage, micro, forward, signature)
-            self._channel.agree(forward, signature, form, peer, label=label)
+            try:
+                self._channel.agree(forward, signature, form, peer, label=label)
+            except UsageError as error:  # the receiver waits for what it knows
+                known = self._channel.known(forward, signature)
+                if known is None or not self._goes_on:
+                    raise
+                self._failure = self._failure or Failure(f"{stage}SEND_F{micro}", error)
+                form, tensors = known, self._zeros(known)
             self._send(form, tensors, peer, label)
         else:
             known = self._channel.known(forward, signature)
@@ -239,6 +248,7 @@ class PipelineRun:
         return known, self._zeros(known)  # after an error: the next stage waits for it
 
     def _to_send_backward(self, stage: int, micro: int, known: Form) -> list[torch.Tensor]:
+        """The gradients of what was received; zeros for one that did not need it."""
         visit = self._visits.get((stage, micro))
         if visit is None or self._failure is not None:
             return self._zeros(known.gradients)
@@ -292,17 +302,23 @@ class PipelineRun:
         output = self._compute.forward(stage, received, batch)
         if stage == self._num_stages - 1:
             if is_training:
-                visit.outputs = [self._compute.loss(output, batch)]
+                visit.outputs = [self._of_own_graph(self._compute.loss(output, batch))]
                 self.losses.append(visit.outputs[0].detach())
             else:
                 self.outputs.append(output)
         else:
-            visit.output_form, visit.outputs = flatten(output, f"stage {stage}")
+            visit.output_form, outputs = flatten(output, f"stage {stage}")
+            visit.outputs = [self._of_own_graph(tensor) for tensor in outputs]
             if stage + 1 in self._stages:
                 handed: list[torch.Tensor | None] = [tensor.detach() for tensor in visit.outputs]
                 self._handed[stage + 1, "F", micro] = visit.output_form, handed
         if is_training or stage + 1 not in self._stages:
             self._visits[stage, micro] = visit
+
+    def _of_own_graph(self, output: torch.Tensor) -> torch.Tensor:
+        """The output. ``stage_backward_input`` detaches outputs in place, which a view and an input do not allow."""
+        is_copied = self._is_split and output.requires_grad and (output.is_leaf or output._is_view())
+        return output.clone() if is_copied else output
 
     def _output_gradients(self, stage: int, micro: int, visit: _Visit) -> tuple[list[Any], list[Any]]:
         """The tensors from which a stage's backward starts, and their gradients."""

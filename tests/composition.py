@@ -59,6 +59,13 @@ AXES: dict[str, Values] = {
     "tp": {"1": {}, "2": _tp(), "2 split": _tp(tp_sequence_parallel=True, tp_loss_parallel=True)},
     "sp": {"1": {}, "2": {"parallel": {"sp": 2}, **_run(sp=2)}},
     "cp": {"1": {}, "2": {"parallel": {"cp": 2}, **_run(cp=2)}},
+    "pp": {"1": {}, "2": {"parallel": {"pp": 2}, **_run(pp=2)}},
+    "schedule": {
+        "1f1b": {},
+        "gpipe": {"pipeline": {"schedule": "gpipe"}},
+        "zb_h1": {"pipeline": {"schedule": "zb_h1"}},
+        "zbv": {"pipeline": {"schedule": "zbv", "virtual_stages": 2}, **_run(blocks=4)},
+    },
     "hybrid": {
         "no": {},
         "mics": _zero(mics_shard_size=2),
@@ -174,6 +181,8 @@ class Run:
     tp: int = 1
     sp: int = 1
     cp: int = 1
+    pp: int = 1
+    blocks: int = 3
     is_ragged: bool = False
     steps: int = 3
     bound: float = 0.0
@@ -194,7 +203,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.ranks * self.tp * self.sp * self.cp
+        return self.ranks * self.tp * self.sp * self.cp * self.pp
 
 
 def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
@@ -228,7 +237,7 @@ def refusal(combination: Mapping[str, str]) -> Refusal | None:
 def num_ranks(combination: Mapping[str, str]) -> int:
     """The ranks of a combination, which may lack axes."""
     size = 1
-    for axis in ("ranks", "tp", "sp", "cp"):
+    for axis in ("ranks", "tp", "sp", "cp", "pp"):
         size *= int(combination.get(axis, "1")[0])
     return size
 

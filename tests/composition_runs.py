@@ -23,7 +23,6 @@ from tests.ranks.test_offload import make_apart
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
 SEQUENCE = 8
 ROWS = 2
-NUM_BLOCKS = 3
 
 Values = dict[str, torch.Tensor]
 
@@ -69,7 +68,7 @@ class Model(nn.Module):
         self.loss_function = cross_entropy
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.positions = nn.Embedding(SEQUENCE, hidden)
-        self.blocks = nn.ModuleList(Block(run) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(run) for _ in range(run.blocks))
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         if run.is_tied:
             self.head.weight = self.embedding.weight
@@ -132,7 +131,11 @@ class _Trainer:
         for step in range(self.run.steps):
             accumulation = self.engine.gradient_accumulation_steps()
             micro = range(step * accumulation, (step + 1) * accumulation)
-            losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
+            if self.is_pipeline:
+                loss = self.engine.train_batch(self.batch(index) for index in micro)
+                losses.append(torch.stack([loss.double(), torch.ones_like(loss)]))
+            else:
+                losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
             if step == 1:
                 getattr(self, self.run.between)()
         parameters = dict(self.engine.module.named_parameters())
@@ -140,6 +143,11 @@ class _Trainer:
         values = {name: access.full_parameter(p).clone().float() for name, p in parameters.items() if access.knows(p)}
         self.engine.destroy()
         return torch.stack(losses), values
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Is a step one call of ``train_batch``? The other styles are refused."""
+        return self.run.pp > 1 and self.run.style == "engine"
 
     def micro_step(self, index: int, is_last: bool) -> torch.Tensor:
         """The sum of the losses of this rank's targets, and their number. Shape: [2]."""
@@ -165,6 +173,9 @@ class _Trainer:
         return
 
     def evaluate(self) -> None:
+        if self.is_pipeline:
+            self.engine.eval_batch(iter([self.batch(99)]), num_micro_batches=1)
+            return
         with torch.no_grad():
             self.engine(*self.batch(99))
 
@@ -246,10 +257,12 @@ def check(combination: Combination) -> None:
     settings, run = settings_of(combination)
     results = train(settings, run)
     losses, parameters = train_alone(settings, run)
-    for rank, (_, values) in enumerate(results[1:], 1):
-        different = [name for name, value in values.items() if not torch.equal(value, results[0][1][name])]
-        assert not different, f"rank {rank} differs from rank 0 in {different}"
-    far, name = relative_difference(results[0][1], parameters)
+    everywhere: Values = {}
+    for rank, (_, values) in enumerate(results):  # of a pipeline each rank has some
+        different = [name for name, value in values.items() if not torch.equal(value, everywhere.get(name, value))]
+        assert not different, f"rank {rank} differs from ranks before it in {different}"
+        everywhere |= values
+    far, name = relative_difference(everywhere, parameters)
     assert far <= run.bound, f"{name} is {far:.3g} away, of {run.bound:g}; {settings}"
     sums = torch.stack([each[0] for each in results]).sum(0)
     assert (sums[:, 0] / sums[:, 1]).tolist() == pytest.approx(losses, rel=run.bound * 10), settings

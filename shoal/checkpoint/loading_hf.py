@@ -21,9 +21,8 @@ from torch import nn
 
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.errors import CheckpointError, UsageError
-from shoal.parallel.tensor.parts import Part
 from shoal.sharding.layout import ParameterSpec
-from shoal.sharding.parts import cut
+from shoal.sharding.parts import read_part
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.init import Init, suspended
 from shoal.zero.parameter_owner import OWNERS
@@ -46,7 +45,7 @@ def load_hf(
     *,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-    parts: Mapping[str, Part] | None = None,
+    parts: Mapping[str, ParameterSpec] | None = None,
 ) -> nn.Module:
     """Fill a model with the weights in a folder of safetensors (or one such file, or an fsspec URL).
 
@@ -59,8 +58,8 @@ def load_hf(
             ``shoal.zero.Init``.
         dtype: cast the model's parameters of floating point to it first; None: leave them as they are.
         strict: a name that is in only one of model and folder is an error. A shape that differs always is.
-        parts: of a model that ``shoal.parallel.tensor.parallelize`` has split, the ``parts`` that it returned. Those
-            of a live engine's model are known.
+        parts: of a model that ``shoal.parallel.tensor`` has split: the ``parts`` of what ``parallelize`` returned, or
+            what ``parallelize_grid`` returned. Those of a live engine's model are known.
 
     Returns: the model.
     Raises: CheckpointError: the folder cannot be read, or differs from the model: every difference is listed, and the
@@ -74,7 +73,7 @@ def load_hf(
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
         _refuse(parameters, dtype)
-        known: dict[str, Part | _CutPart] = {**_parts_of_engines(parameters), **(parts or {})}
+        known = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
         with torch.no_grad():
             for home in parameters:
@@ -88,32 +87,11 @@ def load_hf(
     return model
 
 
-@dataclass(frozen=True)
-class _CutPart:
-    """A part that is split in several dims: it is cut out of the whole."""
-
-    spec: ParameterSpec
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        return self.spec.global_shape
-
-    def read(self, read_range: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        return cut(read_range(0, self.spec.global_numel).view(self.spec.global_shape), self.spec).contiguous()
-
-
-def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, Part | _CutPart]:
+def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, ParameterSpec]:
     """By the first name, the parts of parameters that engines have split over tensor-parallel ranks."""
-    found = {}
-    for home in homes:
-        owner = OWNERS.get(home.tensor)
-        spec = owner.spec_of(home.tensor) if isinstance(owner, EngineParameters) else None
-        if spec is not None and spec.is_part:
-            dims = [dim for dim, size in enumerate(spec.shape) if size != spec.global_shape[dim]]
-            is_block = len(dims) > 1
-            part = _CutPart(spec) if is_block else Part(spec.global_shape, dims[0], spec.local[dims[0]])
-            found[home.names[0]] = part
-    return found
+    owners = ((home, OWNERS.get(home.tensor)) for home in homes)
+    specs = {home.names[0]: owner.spec_of(home.tensor) for home, owner in owners if isinstance(owner, EngineParameters)}
+    return {name: spec for name, spec in specs.items() if spec.is_part}
 
 
 def _homes(model: nn.Module) -> tuple[list[_Home], list[_Home]]:
@@ -168,7 +146,11 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 
 
 def _matched(
-    model: nn.Module, homes: Sequence[_Home], weights: SafetensorsWeights, strict: bool, parts: Mapping[str, Any]
+    model: nn.Module,
+    homes: Sequence[_Home],
+    weights: SafetensorsWeights,
+    strict: bool,
+    parts: Mapping[str, ParameterSpec],
 ) -> dict[tuple[str, ...], str]:
     """The name in the folder of each tensor of the model.
 
@@ -239,12 +221,12 @@ def _fill(
     weights: SafetensorsWeights,
     name: str,
     dtype: torch.dtype | None,
-    part: Part | _CutPart | None,
+    part: ParameterSpec | None,
 ) -> None:
     owner = OWNERS.get(parameter)
 
     def read() -> torch.Tensor:
-        return weights.read(name) if part is None else part.read(partial(weights.read_range, name))
+        return weights.read(name) if part is None else read_part(part, partial(weights.read_range, name))
 
     def read_range(begin: int, end: int) -> torch.Tensor:
         return weights.read_range(name, begin, end) if part is None else read().view(-1)[begin:end]

@@ -44,6 +44,8 @@ from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
+from shoal.pipeline.draw import svg
+from shoal.pipeline.simulate import simulate
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -382,10 +384,14 @@ class _Run:
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
             placement=str(self.engine.sharded.table),
+            pipeline=self._drawn_schedule(),
             prompt=prompt,
             sample=sample,
             messages=self.messages,
         )
+
+    def _drawn_schedule(self) -> str:
+        return svg(simulate(self.engine.schedule())) if isinstance(self.engine, PipelineEngine) else ""
 
     def _facts(self) -> list[tuple[str, str]]:
         steps = self.engine.global_steps

@@ -10,9 +10,10 @@ It is always on. The last calls are kept in a ring; ``with recorder.recording() 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +21,8 @@ from shoal.comm.encoded import all_gather_encoded, reduce_scatter_encoded
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Backend, Work
 from shoal.comm.wire import WireFormat
+
+Result = TypeVar("Result")
 
 RING = 1024  # calls: the last few steps of a large model
 
@@ -108,7 +111,24 @@ class RecordedCommunicator:
         self.size = backend.size
         self.recorder = recorder
         self.backend = backend
-        self._add = recorder.add
+
+    def issue(
+        self,
+        op: str,
+        label: str,
+        nbytes: int,
+        tensor: torch.Tensor | None,
+        call: Callable[[], Result],
+        kind: Literal["data", "control"] = "data",
+    ) -> Result:
+        """Record one call of the backend, and issue it.
+
+        Args:
+            nbytes: that this rank receives.
+            tensor: what is sent; of all_gather, and of reduce_scatter, all ranks' shards.
+        """
+        self.recorder.add(self.axis, op, label, nbytes, None if tensor is None else tensor.dtype, kind)
+        return call()
 
     @property
     def scratch_nbytes(self) -> int:
@@ -124,8 +144,8 @@ class RecordedCommunicator:
             return FinishedWork(full)
         if wire is not None and self.size > 1:
             return all_gather_encoded(self, full, shard, wire, label=label)
-        self._add(self.axis, "all_gather", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self.backend.all_gather(full, shard, label=label)
+        call = partial(self.backend.all_gather, full, shard, label=label)
+        return self.issue("all_gather", label, full.nbytes * (self.size - 1) // self.size, full, call)
 
     def reduce_scatter(
         self,
@@ -141,14 +161,14 @@ class RecordedCommunicator:
             return FinishedWork(out)
         if wire is not None and self.size > 1:
             return reduce_scatter_encoded(self, full, out, wire, scale=scale, accumulate=accumulate, label=label)
-        self._add(self.axis, "reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self.backend.reduce_scatter(full, out, scale=scale, accumulate=accumulate, label=label)
+        call = partial(self.backend.reduce_scatter, full, out, scale=scale, accumulate=accumulate, label=label)
+        return self.issue("reduce_scatter", label, full.nbytes * (self.size - 1) // self.size, full, call)
 
     def all_reduce(self, full: torch.Tensor, *, scale: float = 1.0, label: str) -> Work:
         if full.is_meta:
             return FinishedWork(full)
-        self._add(self.axis, "all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full.dtype, "data")
-        return self.backend.all_reduce(full, scale=scale, label=label)
+        call = partial(self.backend.all_reduce, full, scale=scale, label=label)
+        return self.issue("all_reduce", label, 2 * full.nbytes * (self.size - 1) // self.size, full, call)
 
     def all_to_all(
         self,
@@ -162,33 +182,31 @@ class RecordedCommunicator:
         if out.is_meta:
             return FinishedWork(out)
         own = out.numel() // self.size if out_splits is None else out_splits[self.rank]
-        self._add(self.axis, "all_to_all", label, (out.numel() - own) * out.itemsize, out.dtype, "data")
-        return self.backend.all_to_all(out, source, out_splits=out_splits, source_splits=source_splits, label=label)
+        splits = {"out_splits": out_splits, "source_splits": source_splits}
+        call = partial(self.backend.all_to_all, out, source, **splits, label=label)
+        return self.issue("all_to_all", label, (out.numel() - own) * out.itemsize, source, call)
 
     def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        self._add(self.axis, "send", label, 0, tensor.dtype, "data")
-        return self.backend.send(tensor, peer, label=label)
+        return self.issue("send", label, 0, tensor, lambda: self.backend.send(tensor, peer, label=label))
 
     def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        self._add(self.axis, "recv", label, tensor.nbytes, tensor.dtype, "data")
-        return self.backend.recv(tensor, peer, label=label)
+        return self.issue("recv", label, tensor.nbytes, tensor, lambda: self.backend.recv(tensor, peer, label=label))
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         nbytes = 0 if source == self.rank else tensor.nbytes
-        self._add(self.axis, "broadcast", label, nbytes, tensor.dtype, "control")
-        return self.backend.broadcast(tensor, source, label=label)
+        call = partial(self.backend.broadcast, tensor, source, label=label)
+        return self.issue("broadcast", label, nbytes, tensor, call, "control")
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
-        self._add(self.axis, "exchange", label, vector.nbytes * (self.size - 1), vector.dtype, "control")
-        return self.backend.exchange(vector, label=label)
+        call = partial(self.backend.exchange, vector, label=label)
+        return self.issue("exchange", label, vector.nbytes * (self.size - 1), vector, call, "control")
 
     def gather_objects(self, value: Any, *, label: str) -> Sequence[Any]:
-        self._add(self.axis, "gather_objects", label, 0, None, "control")
-        return self.backend.gather_objects(value, label=label)
+        call = partial(self.backend.gather_objects, value, label=label)
+        return self.issue("gather_objects", label, 0, None, call, "control")
 
     def barrier(self, *, label: str) -> None:
-        self._add(self.axis, "barrier", label, 0, None, "control")
-        self.backend.barrier(label=label)
+        self.issue("barrier", label, 0, None, lambda: self.backend.barrier(label=label), "control")
 
     def drain(self) -> None:
         self.backend.drain()

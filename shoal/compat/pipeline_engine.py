@@ -13,6 +13,36 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
 
     pipeline_parallelism = True
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step."""
+        return self.gradient_accumulation_steps()
+
+    @property
+    def num_stages(self) -> int:
+        """Ranks along the pipeline."""
+        return self._num_pipeline_ranks
+
+    @property
+    def stage_id(self) -> int:
+        """This rank's coordinate along ``pp``."""
+        return self._pipeline_rank
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        """Are there several pipeline stages?"""
+        return self._num_pipeline_ranks > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Do several ranks see other samples?"""
+        return self.axes.batch.size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        """Is each layer split over ranks?"""
+        return self.axes.tp is not None
+
     def reset_activation_shape(self) -> None:
         """Shapes of activations are sent anew with the next batch."""
         self._runner.forget()

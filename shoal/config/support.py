@@ -94,6 +94,9 @@ SUPPORT: dict[str, Support] = {
     "activation_checkpointing.number_checkpoints": no_effect("nothing is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": no_effect("saved activations are left to the allocator"),
     "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the device's own order suffices"),
+    "pipeline.pipe_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
+    "pipeline.grad_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
+    "pipeline.use_reentrant": no_effect("recomputation is never reentrant"),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
 }

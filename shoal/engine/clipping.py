@@ -1,11 +1,12 @@
-"""``torch.nn.utils.clip_grad_norm_`` on parameters of an engine is an error, where it would clip nothing.
+"""``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` on parameters of an engine are an error.
 
 An engine moves the gradient of a parameter to its buffer as soon as it is complete, so on several ranks torch's
-function finds none: it would change nothing and return a norm of 0, as under DeepSpeed. Where the gradients are on the
-parameters (one rank) it clips them.
+functions find none: they would change nothing (and return a norm of 0), as under DeepSpeed. Where the gradients are on
+the parameters (one rank) they clip them.
 
-While an engine lives, the function of torch that scales the gradients is replaced by one that checks first. All ways to
-import ``clip_grad_norm_`` reach it. ``destroy()`` of the last engine restores torch's own.
+While an engine lives, the functions of torch that change the gradients are replaced by one that checks first, inside
+torch's own ``no_grad`` wrapper around them: so all ways to import them reach it. ``destroy()`` of the last engine
+restores torch's own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from functools import partial
+from types import CellType
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad
@@ -23,12 +26,38 @@ from shoal.engine.accumulation import Accumulation
 from shoal.errors import UsageError
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner
 
-_WHAT = "clip_grad_norm_() has no effect on parameters of an engine: the engine holds their gradients."
-_DO = "call engine.clip_grad_norm_(max_norm), or set gradient_clipping in the config; step() clips."
+
+class _Replaced(NamedTuple):
+    """A function of torch that changes gradients."""
+
+    wrapper: Any  # torch's no_grad wrapper, whose ``__wrapped__`` is the function
+    name: str  # which scripts call
+    do: str
+    stacklevel: int  # of a warning, from the check to the script
+
+    @property
+    def cell(self) -> CellType:
+        """The wrapper's variable that holds the function."""
+        cells: tuple[CellType, ...] = self.wrapper.__closure__ or ()
+        named: dict[str, CellType] = dict(zip(self.wrapper.__code__.co_freevars, cells, strict=True))
+        return named.get("func", CellType())  # a torch that wraps in another way is not checked
+
+
+_NORM = "engine.clip_grad_norm_(max_norm), or set gradient_clipping in the config; step() clips."
+_REPLACED = (
+    _Replaced(clip_grad._clip_grads_with_norm_, "clip_grad_norm_", f"call {_NORM}", 5),
+    _Replaced(
+        clip_grad.clip_grad_value_,
+        "clip_grad_value_",
+        "before step(), safe_set_full_grad(p, safe_get_full_grad(p).clamp(-value, value)) for each parameter that the"
+        f" loss depends on; or clip the norm: {_NORM}",
+        3,
+    ),
+)
 
 
 class ClippingCheck:
-    """Engines that live, and the replacement of torch's function while there are any.
+    """Engines that live, and the replacement of torch's functions while there are any.
 
     ``is_error``: False: a warning, as scripts written for DeepSpeed run with a call that does nothing.
     """
@@ -36,33 +65,34 @@ class ClippingCheck:
     def __init__(self) -> None:
         self.is_error = True
         self._steps: weakref.WeakKeyDictionary[ParameterOwner, Accumulation] = weakref.WeakKeyDictionary()
-        self._torchs: Callable[..., None] | None = None  # None: not replaced
         self._lock = threading.Lock()
 
     def add(self, owner: ParameterOwner, accumulation: Accumulation) -> None:
         """An engine lives from now on, until ``remove``."""
         with self._lock:
             self._steps[owner] = accumulation
-            if self._torchs is None:
-                self._torchs = clip_grad._clip_grads_with_norm_
-                clip_grad._clip_grads_with_norm_ = self._checked
+            for replaced in _REPLACED:
+                replaced.cell.cell_contents = partial(self._checked, replaced)
 
     def remove(self, owner: ParameterOwner) -> None:
         """The engine was destroyed. Idempotent."""
         with self._lock:
             self._steps.pop(owner, None)
-            if not self._steps and clip_grad._clip_grads_with_norm_ == self._checked:
-                assert self._torchs is not None
-                clip_grad._clip_grads_with_norm_, self._torchs = self._torchs, None
+            if not self._steps:
+                for replaced in _REPLACED:
+                    replaced.cell.cell_contents = replaced.wrapper.__wrapped__
 
-    def _checked(self, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    def _checked(
+        self, torchs: _Replaced, parameters: torch.Tensor | Iterable[torch.Tensor], *args: Any, **kwargs: Any
+    ) -> None:
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if all(parameter.grad is None for parameter in given) and any(map(self._has_gradient, given)):
+            what = f"{torchs.name}() has no effect on parameters of an engine: the engine holds their gradients."
             if self.is_error:
-                raise UsageError(_WHAT, do=_DO, code="clip-engine")
-            warnings.warn(f"{_WHAT} To clip, {_DO}", stacklevel=4)
-        assert self._torchs is not None
-        self._torchs(given, *args, **kwargs)
+                raise UsageError(what, do=torchs.do, code="clip-engine")
+            warnings.warn(f"{what} To clip, {torchs.do}", stacklevel=torchs.stacklevel)
+        else:
+            torchs.wrapper.__wrapped__(given, *args, **kwargs)
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
         owner = OWNERS.get(parameter)

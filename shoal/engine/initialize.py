@@ -36,7 +36,7 @@ from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
-from shoal.engine.pipeline_parts import of_own_units, of_stages, stages_of
+from shoal.engine.pipeline_parts import of_own_units, of_stages, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -154,7 +154,7 @@ def initialize(
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            activations = SavedActivations(model, settings, world, axes.pp)
+            activations = SavedActivations(model, settings, world, axes.pp, recomputed_blocks(model, settings))
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled

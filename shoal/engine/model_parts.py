@@ -11,7 +11,7 @@ from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.errors import ConfigError, ModelError, NotBuiltError
 from shoal.mesh import Mesh
-from shoal.parallel.tensor.apply import Part, parallelize
+from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.plan import plan_for
@@ -67,13 +67,7 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         strict=partition.strict_mode,
         overlap=config.tensor_parallel.tp_overlap_comm,
     )
-    local = {name: _spec(name, part) for name, part in found.parts.items()}
-    return ModelParts(local, found.partial)
-
-
-def _spec(name: str, part: Part) -> ParameterSpec:
-    local = (part.ranges if dim == part.dim else ((0, size),) for dim, size in enumerate(part.global_shape))
-    return ParameterSpec.part(name, part.global_shape, tuple(local))
+    return ModelParts(found.parts, found.partial)
 
 
 def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
@@ -115,9 +109,7 @@ def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Com
     block = sum(shape[dim] for shape in shapes) // stride
     begin, size = sum(shape[dim] for shape in shapes[: comm.rank]) // stride, own[dim] // stride
     ranges = tuple((index * block + begin, index * block + begin + size) for index in range(stride))
-    whole = tuple(block * stride if index == dim else size for index, size in enumerate(own))
-    local = tuple(ranges if index == dim else ((0, size),) for index, size in enumerate(own))
-    return ParameterSpec.part(name, whole, local)
+    return ParameterSpec.along(name, (*own[:dim], block * stride, *own[dim + 1 :]), dim, ranges)
 
 
 def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device) -> None:

@@ -57,7 +57,9 @@ class PipelineEngine(Engine):
             is_dynamic=module.is_dynamic,
             goes_on=not has_inner_collectives and (self._compute.keeps_gathered or not self.sharded.sharded),
         )
-        self._runner.splits_backward = self._activations.num_recomputed == 0
+        # A backward that is split would recompute twice.
+        interval = getattr(module, "activation_checkpoint_interval", 0)
+        self._runner.splits_backward = self._activations.num_recomputed == 0 and not interval
         self._iterator: Iterator[Any] | None = None
         self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None

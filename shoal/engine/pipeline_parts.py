@@ -12,11 +12,13 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
+from shoal.config.pipeline import Pipeline
 from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
-from shoal.pipeline.cut import Partition, cut
+from shoal.pipeline.cut import CutModel, Partition, cut
+from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.sharding.partition import names_a_unit
@@ -39,6 +41,14 @@ def stages_of(
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     whole: list[tuple[str, nn.Module]] = []
+    if isinstance(model, PipelineModule):
+        _follow_config(model, section)
+    elif section.seed_layers:
+        raise NotBuiltError(
+            f"pipeline.seed_layers = true of a {type(model).__name__}, whose modules exist already.",
+            do="leave it out, or build a PipelineModule of LayerSpecs with seed_layers=True.",
+            code="pipeline-seeds",
+        )
     if not isinstance(model, StageModule):
         whole = list(model.named_modules())[1:]
         model = cut(
@@ -65,6 +75,41 @@ def stages_of(
             if name in names:
                 tied[name] = comm
     return model, replace(parts, tied=tied, whole=whole)
+
+
+def _follow_config(model: PipelineModule, section: Pipeline) -> None:
+    """Let a module whose arguments leave it open recompute as the config says.
+
+    Raises: ConfigError: the config asks for seeds of layers that were built without.
+    """
+    if section.seed_layers and not model.seed_layers:
+        raise ConfigError(
+            "pipeline.seed_layers = true, but the layers were built without seeds of their own.",
+            do="pass seed_layers=True to PipelineModule, or leave the key out.",
+            code="pipeline-seeds",
+        )
+    if not model.activation_checkpoint_interval:
+        model.activation_checkpoint_interval = int(section.activation_checkpoint_interval)
+
+
+def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
+    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed.
+
+    Raises: NotBuiltError: runs of several blocks.
+    """
+    interval = int(config.pipeline.activation_checkpoint_interval)
+    if not interval or not isinstance(model, CutModel):
+        return []
+    if interval > 1:
+        raise NotBuiltError(
+            f"pipeline.activation_checkpoint_interval = {interval}, several blocks in one recomputation, of a"
+            f" {type(model.whole_model).__name__}.",
+            do="write 1, or build a PipelineModule.",
+            code="pipeline-recompute",
+        )
+    names = (model.blocks.name(block) for block in range(len(model.blocks.names)))
+    own = dict(model.named_modules())
+    return [name for name in names if name in own]
 
 
 def _partition(name: str) -> Partition:

@@ -29,9 +29,20 @@ class SavedActivations:
     """Recomputation and offload of one engine's activations.
 
     ``shoal.checkpointing.configure()`` of the script takes precedence over a config that leaves the section out.
+
+    Args:
+        pp: the ranks that hold other layers.
+        more: modules to recompute beside those of the section.
     """
 
-    def __init__(self, model: nn.Module, config: Config, world: World, pp: Communicator | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        world: World,
+        pp: Communicator | None = None,
+        more: Sequence[str] = (),
+    ) -> None:
         section = config.activation_checkpointing
         settings = RecomputeSettings.of(section)
         self._world = world
@@ -42,8 +53,9 @@ class SavedActivations:
             install(self.recompute, world)
             self.notes = self.recompute.notes()
         self.blocks: RecomputedBlocks | None = None
-        if section.modules:
-            wanted = section.modules if pp is None else _of_this_stage(model, section.modules, pp)
+        asked = [*(section.modules or ()), *more]
+        if asked:
+            wanted = asked if pp is None else _of_this_stage(model, asked, pp)
             if wanted or pp is None:
                 self.blocks = recompute_blocks(model, wanted, recompute=self.recompute)
         self.offloaded: HostActivations | None = None

@@ -35,6 +35,7 @@ class RunRecord:
         model, config, environment: plain data, shown as tables of keys and values.
         ledger: a row per kind of state: kind, tier, bytes, bytes per parameter.
         placement: the placement table as text.
+        pipeline: the schedule of a pipeline, drawn. SVG.
         prompt, sample: what the model was given, and how it went on.
         messages: what a reader must know: overruled settings, skipped steps, an early end.
     """
@@ -47,6 +48,7 @@ class RunRecord:
     ledger: Sequence[Sequence[str]] = ()
     allocator: str = ""
     placement: str = ""
+    pipeline: str = ""
     prompt: str = ""
     sample: str = ""
     messages: Sequence[str] = ()
@@ -89,6 +91,7 @@ def render(record: RunRecord, series: Series) -> str:
         _facts(record.facts),
         _messages(record.messages),
         *(_chart(chart) for chart in _charts(series)),
+        _drawing("Pipeline", record.pipeline),
         _sample(record.prompt, record.sample),
         _ledger(record.ledger, record.allocator),
         _preformatted("Placement", "where each unit's state is stored", record.placement),
@@ -106,6 +109,12 @@ def render(record: RunRecord, series: Series) -> str:
         f'<header><p class="mark-word">shoal</p><h1>{title}</h1></header>\n{body}\n</main>\n'
         f"<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
+
+
+def _drawing(title: str, svg: str) -> str:
+    if not svg:
+        return ""
+    return f'<section class="card wide"><div class="head"><h2>{html.escape(title)}</h2></div>{svg}</section>'
 
 
 def _charts(series: Series) -> list[Chart]:

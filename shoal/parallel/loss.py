@@ -11,13 +11,13 @@ computed twice: three matrix products a chunk, as without chunks. What cannot be
 backward pass, from the hidden states: gradients of ``reduction="none"``, and those of a second backward pass through
 the same graph.
 
-Source: Liger (arXiv:2410.10989), section 3.2; vocabulary-parallel: Megatron-LM (arXiv:1909.08053), section 3.
+Source: Liger (arXiv:2410.10989), section 3.2; vocabulary-parallel: ``shoal.parallel.cross_entropy``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,8 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.compiler import untraced
 from shoal.errors import UsageError
+from shoal.parallel.cross_entropy import IGNORED, CrossEntropy, Reduction, token_losses
 
-Reduction = Literal["mean", "sum", "none"]
-
-IGNORED = -100
 _CHUNK_NUMEL = {"cpu": 2**25}  # elements of a chunk's logits by type of device
 _CHUNK_NUMEL_ELSEWHERE = 2**27
 _CHUNK_TOKENS_PARALLEL = 1024  # the same on every rank, whatever its part of the vocabulary
@@ -66,11 +64,12 @@ def linear_cross_entropy(
         z_loss: this times the square of each token's logsumexp is added to its loss.
         chunk_tokens: tokens of one chunk; None: as many as 128 MiB of logits have (512 MiB on an accelerator), at least
             256; with ``comm`` 1024. With ``comm`` the same on all ranks.
-        comm: the ranks that have a range of the vocabulary each. All have the same ``hidden``.
+        comm: the ranks that have a range of the vocabulary each, in their order. All have the same ``hidden``.
         vocabulary_start: the first token of this rank's range; None: all ranges are of one size.
 
     Returns: the loss in fp32: [], or the targets' shape for "none".
-    Raises: UsageError: shapes that do not fit, or targets outside of the vocabulary (seen on CPU only).
+    Raises: UsageError: shapes that do not fit, or targets outside of the vocabulary (on CPU, without ``comm``; else
+        torch's own error).
     Communicates: with ``comm``: per chunk an all_gather of 2 numbers a token (4 with label smoothing); in the backward
         pass an all_reduce of the gradient of ``hidden``.
     Memory: one chunk's logits, twice (in fp32); until the backward pass ``hidden`` and the gradients, that of the
@@ -92,9 +91,8 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         most = _CHUNK_NUMEL.get(device, _CHUNK_NUMEL_ELSEWHERE) // weight.shape[0] // 64 * 64
         chunk_tokens = _CHUNK_TOKENS_PARALLEL if comm is not None else max(256, most)
-    formula = _Formula(
-        ignore_index, reduction, label_smoothing, softcap, z_loss, chunk_tokens, comm, first, weight.dtype, label
-    )
+    of_tokens = CrossEntropy(ignore_index, label_smoothing, z_loss, comm, first, label)
+    formula = _Formula(of_tokens, reduction, softcap, chunk_tokens, weight.dtype)
     losses: Tensor = _apply(flat, weight, bias, targets.reshape(-1), formula, torch.is_grad_enabled())
     return losses.view(targets.shape) if reduction == "none" else losses
 
@@ -151,10 +149,9 @@ def sequence_parallel_cross_entropy(
 
     Returns: [L, ...], fp32; each rank back-propagates through its own part only.
     Communicates: an all_gather of one number a token; nothing in the backward pass.
+    Memory: as ``token_losses``.
     """
-    losses = F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="none"
-    )
+    losses = token_losses(logits.flatten(0, -2), targets.flatten(), CrossEntropy(ignore_index))
     return autograd.gather(losses.view(targets.shape), comm, label=label)
 
 
@@ -197,16 +194,11 @@ def _check(
 
 @dataclass(frozen=True)
 class _Formula:
-    ignore_index: int
+    of_tokens: CrossEntropy
     reduction: Reduction
-    label_smoothing: float
     softcap: float | None
-    z_loss: float
     chunk_tokens: int
-    comm: Communicator | None
-    first: int  # token of this rank's range of the vocabulary
     dtype: torch.dtype  # of hidden and weight
-    label: str
 
 
 @dataclass
@@ -263,7 +255,6 @@ def _run(
 ) -> Tensor:
     """The losses, [T]; 0 for ignored tokens. Adds to ``gradients``, with each token's factor, [T]."""
     losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-    is_counted = targets != formula.ignore_index
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, targets.numel(), formula.chunk_tokens):
             chunk = slice(start, start + formula.chunk_tokens)
@@ -273,7 +264,7 @@ def _run(
             if gradients is not None and found[1] is not None:
                 gradients.add(chunk, found[1], hidden[chunk], weight, factor[chunk, None])
             del logits, found  # before the next chunk's are allocated
-    return losses.mul_(is_counted)
+    return losses
 
 
 def _one_chunk(
@@ -284,58 +275,16 @@ def _one_chunk(
     Args:
         logits: [chunk, V]; overwritten.
     """
-    smoothing, z_loss = formula.label_smoothing, formula.z_loss
     derivative = None  # of the capped logits
     if formula.softcap is not None:
         logits = logits.float().div_(formula.softcap).tanh_()
         derivative = logits.square().neg_().add_(1) if has_gradient else None
         logits = logits.mul_(formula.softcap)
-    # The logarithm of this rank's probabilities; those of the whole vocabulary once its logsumexp is known.
-    result = torch.log_softmax(logits, -1, dtype=torch.float32)  # [chunk, V]
-    width = torch.tensor(float(logits.shape[-1]), device=logits.device)
-    local = targets - formula.first
-    is_here = (local >= 0) & (local < logits.shape[-1])
-    index = torch.where(is_here, local, 0)[:, None]
-    log_sum: Tensor | None = None  # [chunk]
-    if formula.comm is not None or z_loss:
-        log_sum = logits.amax(-1).float() - result.amax(-1)
-    del logits
-    at_target = result.gather(1, index)[:, 0]
-    total = result.sum(-1) if smoothing else None
-    if formula.comm is not None:
-        assert log_sum is not None
-        mine = [log_sum, torch.where(is_here, at_target + log_sum, 0.0)]
-        mine += [total + width * log_sum, width.expand_as(log_sum)] if total is not None else []
-        parts = _exchange(torch.stack(mine), formula.comm, formula.label)  # [ranks, numbers, chunk]
-        own, log_sum = log_sum, parts[:, 0].logsumexp(0)
-        result += (own - log_sum)[:, None]
-        at_target = parts[:, 1].sum(0) - log_sum
-        if total is not None:
-            width = parts[:, 3].sum(0)
-            total = parts[:, 2].sum(0) - width * log_sum
-    losses = -at_target
-    if total is not None:
-        losses = (1 - smoothing) * losses - smoothing * total / width
-    if z_loss and log_sum is not None:
-        losses = losses + z_loss * log_sum.square()
+    found = formula.of_tokens.losses(logits, targets, at_once=has_gradient)
     if not has_gradient:
-        return losses, None
-    gradient = result.exp_()
-    if z_loss and log_sum is not None:
-        gradient *= (1 + 2 * z_loss * log_sum)[:, None]
-    if total is not None:
-        gradient -= (smoothing / width).view(-1, 1)
-    gradient.scatter_add_(1, index, ((smoothing - 1) * is_here)[:, None])
-    if derivative is not None:
-        gradient *= derivative
-    return losses, gradient
-
-
-def _exchange(numbers: Tensor, comm: Communicator, label: str) -> Tensor:
-    """Every rank's ``numbers``. Shape: [ranks, *numbers.shape]."""
-    everywhere = torch.empty((comm.size, *numbers.shape), dtype=numbers.dtype, device=numbers.device)
-    comm.all_gather(everywhere.view(-1), numbers.contiguous().view(-1), label=label).drain()
-    return everywhere
+        return found.values, None
+    gradient = formula.of_tokens.gradient(found.log_p, found.log_sum, found.vocab_size, targets)
+    return found.values, gradient if derivative is None else gradient.mul_(derivative)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -349,7 +298,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         formula: _Formula,
         has_backward: bool,
     ) -> Tensor:
-        is_counted = targets != formula.ignore_index
+        is_counted = targets != formula.of_tokens.ignore_index
         is_eager = has_backward and formula.reduction != "none" and any(ctx.needs_input_grad)
         ctx.gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad) if is_eager else None
         losses = _run(hidden, weight, bias, targets, formula, is_counted, ctx.gradients)
@@ -370,7 +319,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if gradients is None:  # "none", or a second pass through this graph
             hidden, weight, bias, targets = ctx.saved_tensors
             gradients = _LossGradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
-            factor = scale.expand(targets.shape) * (targets != ctx.formula.ignore_index)
+            factor = scale.expand(targets.shape) * (targets != ctx.formula.of_tokens.ignore_index)
             _run(hidden, weight, bias, targets, ctx.formula, factor, gradients)
             scale = scale.new_ones(())
         return (*gradients.scaled(scale, ctx.formula.dtype), None, None, None)

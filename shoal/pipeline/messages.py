@@ -44,7 +44,7 @@ class TensorForm:
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """The structure of a message.
 
     Args:
@@ -59,18 +59,18 @@ class Form:
         return json.dumps([self.tree, tensors]).encode()
 
     @classmethod
-    def from_json(cls, text: bytes) -> Form:
+    def from_json(cls, text: bytes) -> MessageForm:
         tree, tensors = json.loads(text)
         return cls(tree, tuple(TensorForm(_DTYPES[d], tuple(shape), bool(g)) for d, shape, g in tensors))
 
     @property
-    def gradients(self) -> Form:
+    def gradients(self) -> MessageForm:
         """The message that goes back: the gradients of the tensors that have one."""
         tensors = tuple(TensorForm(t.dtype, t.shape, False) for t in self.tensors if t.has_gradient)
-        return Form(["tuple", [["tensor", index] for index in range(len(tensors))]], tensors)
+        return MessageForm(["tuple", [["tensor", index] for index in range(len(tensors))]], tensors)
 
 
-def flatten(value: Any, where: str) -> tuple[Form, list[torch.Tensor]]:
+def flatten(value: Any, where: str) -> tuple[MessageForm, list[torch.Tensor]]:
     """The structure and the tensors of what a stage returns.
 
     Args:
@@ -100,10 +100,10 @@ def flatten(value: Any, where: str) -> tuple[Form, list[torch.Tensor]]:
         TensorForm(t.dtype, tuple(t.shape), t.requires_grad and (t.is_floating_point() or t.is_complex()))
         for t in tensors
     )
-    return Form(tree, tuple(forms)), tensors
+    return MessageForm(tree, tuple(forms)), tensors
 
 
-def unflatten(form: Form, tensors: Sequence[torch.Tensor | None]) -> Any:
+def unflatten(form: MessageForm, tensors: Sequence[torch.Tensor | None]) -> Any:
     """The value of which ``flatten`` gave the structure."""
 
     def visit(node: Any) -> Any:
@@ -133,7 +133,7 @@ def _unsendable(where: str, path: str, what: str) -> UsageError:
 class Incoming:
     """A message that is being received."""
 
-    form: Form
+    form: MessageForm
     _buffer: torch.Tensor | None
     _work: Work | None
 
@@ -152,7 +152,7 @@ class Incoming:
         ]
 
 
-def _offsets(form: Form) -> tuple[list[int], int]:
+def _offsets(form: MessageForm) -> tuple[list[int], int]:
     offsets, end = [], 0
     for tensor in form.tensors:
         offsets.append(end)
@@ -170,9 +170,9 @@ class Channel:
     def __init__(self, comm: Communicator, device: torch.device) -> None:
         self._comm = comm
         self._device = device
-        self._known: dict[tuple[str, int], Form] = {}  # by boundary and signature
+        self._known: dict[tuple[str, int], MessageForm] = {}  # by boundary and signature
 
-    def known(self, boundary: str, signature: int) -> Form | None:
+    def known(self, boundary: str, signature: int) -> MessageForm | None:
         """The structure of messages over a boundary, once it is known."""
         return self._known.get((boundary, signature))
 
@@ -180,7 +180,7 @@ class Channel:
         """Negotiate every structure anew. All stages call it alike."""
         self._known.clear()
 
-    def agree(self, boundary: str, signature: int, form: Form, peer: int, *, label: str) -> None:
+    def agree(self, boundary: str, signature: int, form: MessageForm, peer: int, *, label: str) -> None:
         """The sender's side: check the structure, or tell it to the receiver the first time.
 
         Raises: UsageError: an earlier micro-batch of this signature had another one.
@@ -201,7 +201,7 @@ class Channel:
                 code="pipeline-shape",
             )
 
-    def learn(self, boundary: str, signature: int, peer: int, *, label: str) -> Form:
+    def learn(self, boundary: str, signature: int, peer: int, *, label: str) -> MessageForm:
         """The receiver's side of ``agree``. Order: blocks the host the first time."""
         known = self._known.get((boundary, signature))
         if known is None:
@@ -209,11 +209,11 @@ class Channel:
             self._comm.recv(size, peer, label=f"{label} structure").wait()
             text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._device)
             self._comm.recv(text, peer, label=f"{label} structure").wait()
-            known = Form.from_json(text.cpu().numpy().tobytes())
+            known = MessageForm.from_json(text.cpu().numpy().tobytes())
             self._known[boundary, signature] = known
         return known
 
-    def send(self, form: Form, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
+    def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
         """Send tensors in one message. ``drain()`` the result before they are overwritten."""
         if not form.tensors or not sum(t.nbytes for t in form.tensors):
             return None
@@ -225,7 +225,7 @@ class Channel:
             flat[start : start + t.nbytes].view(t.dtype).copy_(tensor.detach().reshape(-1))
         return self._comm.send(flat, peer, label=label)
 
-    def recv(self, form: Form, peer: int, *, label: str) -> Incoming:
+    def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
         """Begin to receive a message."""
         if not form.tensors or not sum(t.nbytes for t in form.tensors):
             return Incoming(form, None, None)
@@ -237,7 +237,7 @@ class Channel:
         return Incoming(form, buffer, self._comm.recv(buffer, peer, label=label))
 
 
-def _text(form: Form) -> str:
+def _text(form: MessageForm) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in form.tensors) or "no tensor"
 
 

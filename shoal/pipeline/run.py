@@ -19,11 +19,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import CommError, UsageError
-from shoal.pipeline.messages import Channel, Form, Incoming, flatten, unflatten
+from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten
 from shoal.pipeline.schedule import Action
 from shoal.pipeline.timeline import TimedAction
 
@@ -60,7 +59,7 @@ class StageCompute(Protocol):
         ...
 
 
-_FAILED = Form(["failed", None], ())  # sent in place of a structure that no stage will know
+_FAILED = MessageForm(["failed", None], ())  # sent in place of a structure that no stage will know
 
 
 @dataclass
@@ -80,9 +79,9 @@ class _Visit:
     """One micro-batch in one stage, from its forward to its backward."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)  # leaves that require a gradient, in order
-    input_form: Form | None = None
+    input_form: MessageForm | None = None
     outputs: list[torch.Tensor] = field(default_factory=list)
-    output_form: Form | None = None
+    output_form: MessageForm | None = None
     weight_groups: Any = None  # between I and W
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
@@ -136,7 +135,9 @@ class PipelineRun:
         self._batches = batches
         self._visits: dict[tuple[int, int], _Visit] = {}
         self._arriving: dict[tuple[int, str, int], Incoming] = {}
-        self._handed: dict[tuple[int, str, int], tuple[Form, list[torch.Tensor | None]]] = {}  # between own stages
+        self._handed: dict[
+            tuple[int, str, int], tuple[MessageForm, list[torch.Tensor | None]]
+        ] = {}  # between own stages
         self._sent: deque[Work] = deque()
         self._failure: Failure | None = None
         self.losses: list[torch.Tensor] = []
@@ -238,7 +239,7 @@ class PipelineRun:
 
     def _to_send_forward(
         self, stage: int, micro: int, boundary: str, signature: int
-    ) -> tuple[Form, list[torch.Tensor]]:
+    ) -> tuple[MessageForm, list[torch.Tensor]]:
         visit = self._visits.get((stage, micro))
         if visit is not None and visit.output_form is not None:
             if not torch.is_grad_enabled():
@@ -247,7 +248,7 @@ class PipelineRun:
         known = self._channel.known(boundary, signature) or _FAILED
         return known, self._zeros(known)  # after an error: the next stage waits for it
 
-    def _to_send_backward(self, stage: int, micro: int, known: Form) -> list[torch.Tensor]:
+    def _to_send_backward(self, stage: int, micro: int, known: MessageForm) -> list[torch.Tensor]:
         """The gradients of what was received; zeros for one that did not need it."""
         visit = self._visits.get((stage, micro))
         if visit is None or self._failure is not None:
@@ -258,10 +259,10 @@ class PipelineRun:
             for form, gradient in zip(known.gradients.tensors, found, strict=True)
         ]
 
-    def _zeros(self, form: Form) -> list[torch.Tensor]:
+    def _zeros(self, form: MessageForm) -> list[torch.Tensor]:
         return [torch.zeros(t.shape, dtype=t.dtype, device=self._device) for t in form.tensors]
 
-    def _send(self, form: Form, tensors: Sequence[torch.Tensor], peer: int, label: str) -> None:
+    def _send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, label: str) -> None:
         work = self._channel.send(form, tensors, peer, label=label)
         if work is not None:
             self._sent.append(work)
@@ -281,7 +282,7 @@ class PipelineRun:
         else:
             raise UsageError(f"a pipeline schedule has no action {kind!r}.", code="pipeline-schedule")
 
-    def _received(self, stage: int, direction: str, micro: int) -> tuple[Form, list[torch.Tensor | None]]:
+    def _received(self, stage: int, direction: str, micro: int) -> tuple[MessageForm, list[torch.Tensor | None]]:
         handed = self._handed.pop((stage, direction, micro), None)
         if handed is not None:
             return handed
@@ -333,6 +334,8 @@ class PipelineRun:
         visit = self._visits[stage, micro]
         ends, gradients = self._output_gradients(stage, micro, visit)
         if is_split and visit.inputs:
+            from torch.distributed.pipelining._backward import stage_backward_input  # loads torch's compiler
+
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
             def inputs() -> None:
@@ -361,6 +364,7 @@ class PipelineRun:
             ends, gradients = groups
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
         elif groups is not None:
+            from torch.distributed.pipelining._backward import stage_backward_weight
 
             def weights() -> None:
                 stage_backward_weight(iter(self._compute.weights(stage)), groups)

@@ -55,6 +55,12 @@ class ParameterSpec:
         shape = tuple(sum(stop - start for start, stop in own) for own in local)
         return cls(name, shape, math.prod(shape), 0, -1, global_shape, local)
 
+    @classmethod
+    def along(cls, name: str, global_shape: tuple[int, ...], dim: int, ranges: Ranges) -> ParameterSpec:
+        """A part that is split in one dim."""
+        whole: list[Ranges] = [((0, size),) for size in global_shape]
+        return cls.part(name, global_shape, (*whole[:dim], ranges, *whole[dim + 1 :]))
+
     def __post_init__(self) -> None:
         if not self.global_shape:
             object.__setattr__(self, "global_shape", self.shape)

@@ -1,13 +1,16 @@
-"""A part of a larger tensor (``ParameterSpec.local``): cut out of the whole, and put together with the others."""
+"""A part of a larger tensor (``ParameterSpec.local``): cut out of the whole, read, and put together with the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
 from shoal.comm.protocol import Communicator
 from shoal.sharding.layout import ParameterSpec
+
+_READ_NUMEL = 4 << 20
 
 
 def take(tensor: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -21,6 +24,28 @@ def cut(whole: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     for dim, ranges in enumerate(spec.local):
         whole = take(whole, dim, ranges)
     return whole
+
+
+def read_part(spec: ParameterSpec, read_range: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
+    """The part that ``spec`` names of a tensor that is read by ranges of its flattened elements, as from a file.
+
+    Args:
+        read_range: elements [begin, end) of the whole tensor, 1-D.
+
+    Memory: this part, twice while it is put together; with it, at most 4 Mi elements or one row of the whole tensor: of
+        its first dim, or of all dims before the first one that is split.
+    """
+    num_outer = max(1, next((dim for dim, own in enumerate(spec.local) if own != ((0, spec.global_shape[dim]),)), 0))
+    num_rows, inner = math.prod(spec.global_shape[:num_outer]), math.prod(spec.global_shape[num_outer:])
+    step = max(1, _READ_NUMEL // max(1, inner))
+    pieces = []
+    for start, stop in spec.local[0] if num_outer == 1 else ((0, num_rows),):
+        for row in range(start, stop, step) or (start,):
+            piece = read_range(row * inner, min(row + step, stop) * inner).view(-1, *spec.global_shape[num_outer:])
+            for dim, ranges in enumerate(spec.local[num_outer:], 1):
+                piece = take(piece, dim, ranges)
+            pieces.append(piece.clone())
+    return torch.cat(pieces).view(spec.shape)
 
 
 def paste(part: torch.Tensor, spec: ParameterSpec, whole: torch.Tensor) -> None:

@@ -136,7 +136,7 @@ class _GroupPlan:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BuildPlan:
     """What each unit consists of, on which ranks, in which dtypes."""
 
     parameters: Mapping[str, nn.Parameter]
@@ -250,7 +250,7 @@ def build(
     specs = partition(model, settings.rules, numel, of_root=parts.tied)
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-    plan = _Plan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
+    plan = _BuildPlan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
     planned = [plan.groups_of(spec) for spec in specs]
     sizes = [
         UnitMemory.of(spec.name, [one.memory(precision) for one in own])
@@ -312,7 +312,7 @@ def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Calla
 class _Builder:
     """Gives parameter groups their memory, and fills it."""
 
-    plan: _Plan
+    plan: _BuildPlan
     device: torch.device
     staging: StagingBuffers
     materializer: Materializer
@@ -399,9 +399,11 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator 
     """Move the parameters' values into the buffer.
 
     Args:
-        tp: the tensor-parallel ranks, where all of them hold these parameters.
+        tp: the tensor-parallel ranks, where all of them hold these parameters. They have the same values, except of
+            parameters that came from the meta device, which each rank has initialized.
 
-    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards.
+    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards. Over
+        ``tp``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
@@ -417,8 +419,8 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator 
     buffer.attach_views()  # frees the model's own copy
     if not are_alike:
         materializer.transfer.broadcast(values, buffer.label)
-        if tp is not None:
-            tp.broadcast(values, 0, label=buffer.label).drain()
+    if tp is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
+        tp.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

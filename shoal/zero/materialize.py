@@ -62,6 +62,7 @@ class Materializer:
             for _, module in self._modules
             if id(module) in self._own and callable(initialise := getattr(module, "_init_weights", None))
         }
+        self.came_as_meta = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
         self.sharded_at_init: set[int] = set()  # ids of parameters that came from zero.Init or the meta device
         self._position: dict[str, int] = {}
         seen: set[int] = set()
@@ -122,7 +123,6 @@ class Materializer:
             broadcast of each parameter that an initialiser accesses.
         Memory: the whole model; at stage 3, the shards and the parameters of one module, or of one initialiser.
         """
-        came_as_meta = {id(parameter) for parameter in self._model.parameters() if parameter.is_meta}
         unfilled: dict[int, tuple[str, nn.Module, str, int]] = {}  # by id of the tensor
 
         def check(parameter: nn.Parameter) -> None:
@@ -150,7 +150,7 @@ class Materializer:
             initialise = self._initialisers.get(id(module), initialise)
             for child in module.children():
                 visit(child, initialise)
-            below = [id(parameter) in came_as_meta for parameter in module.parameters()]
+            below = [id(parameter) in self.came_as_meta for parameter in module.parameters()]
             if initialise is None or not (id(module) in is_made or (below and all(below))):
                 return
             if at_init is None:

@@ -15,6 +15,7 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.mesh import Mesh
 from shoal.parallel.tensor import TensorParallelModel, parallelize
+from shoal.sharding.parts import cut
 
 Outputs = dict[str, torch.Tensor]
 Forward = Callable[[nn.Module], Outputs]
@@ -80,7 +81,7 @@ def check_gradients(whole: nn.Module, mine: nn.Module, split: TensorParallelMode
         if name in split.partial:
             comm.all_reduce(gradient.view(-1), label="partial").drain()
         if name in split.parts:
-            want = split.parts[name].of(want)
+            want = cut(want, split.parts[name])
         assert gradient.shape == want.shape == parameter.shape, name
         assert difference(gradient, want, floor) < 1e-5, name
 

@@ -8,18 +8,35 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad, clip_grad_norm_
+from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.engine.clipping import CLIPPING
+from shoal.engine.clipping import _REPLACED, CLIPPING
 from shoal.errors import ShoalError, UsageError
+from shoal.zero import safe_get_full_grad, safe_set_full_grad
 from tests.ranks.models import Plain
-from tests.ranks.training import STAGES, are_bit_equal, batch, config, finish, make, start, train_alone, train_ranks
+from tests.ranks.training import (
+    STAGES,
+    are_bit_equal,
+    batch,
+    config,
+    finish,
+    make,
+    sgd,
+    start,
+    train_alone,
+    train_ranks,
+)
 
-TORCHS = clip_grad._clip_grads_with_norm_
-CLIP = 0.5
+CLIP, VALUE = 0.5, 0.01
+
+
+def is_replaced() -> bool:
+    """Whether torch's functions are; both are, or none."""
+    (is_replaced,) = {replaced.cell.cell_contents is not replaced.wrapper.__wrapped__ for replaced in _REPLACED}
+    return is_replaced
 
 
 @pytest.fixture(autouse=True)
@@ -119,11 +136,53 @@ def test_torchs_function_on_several_ranks_is_an_error_that_names_the_method(stag
             with pytest.raises(UsageError, match=r"engine\.clip_grad_norm_\(max_norm\)") as caught:
                 clip(engine.module.parameters(), CLIP)
             assert caught.value.code == "clip-engine"
+        for clip in (clip_grad_value_, torch.nn.utils.clip_grad_value_):
+            with pytest.raises(UsageError, match=r"clip_grad_value_\(\) has no effect") as caught:
+                clip(engine.module.parameters(), VALUE)
+            assert caught.value.code == "clip-engine"
         engine.step()
         engine.destroy()
 
     run_ranks(2, job)
-    assert clip_grad._clip_grads_with_norm_ is TORCHS
+    assert not is_replaced()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_by_value_as_the_error_says_and_on_one_rank_by_torchs_function(stage: int, world: int) -> None:
+    def alone() -> dict[str, torch.Tensor]:
+        model = make(Plain)
+        optimizer = sgd(model.parameters())
+        for step in range(2):
+            model(*batch(step, 0, 1) if world == 1 else whole(step)).backward()
+            clip_grad_value_(model.parameters(), VALUE)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def whole(step: int) -> Any:
+        return tuple(map(torch.cat, zip(*(batch(step, rank, world) for rank in range(world)), strict=True)))
+
+    def job() -> dict[str, torch.Tensor]:
+        engine = start(Plain, config(stage))
+        for step in range(2):
+            backward(engine, step)
+            if world == 1:
+                clip_grad_value_(engine.module.parameters(), VALUE)
+            else:
+                for name, parameter in engine.module.named_parameters():
+                    if name.startswith("unused."):
+                        continue
+                    gradient = safe_get_full_grad(parameter)
+                    assert gradient is not None
+                    safe_set_full_grad(parameter, gradient.clamp(-VALUE, VALUE))
+            engine.step()
+        return finish(engine, []).parameters
+
+    expected = alone()
+    for parameters in run_ranks(world, job):
+        for name, value in expected.items():
+            torch.testing.assert_close(parameters[name], value, rtol=1e-6, atol=1e-6)
 
 
 def test_torchs_function_on_one_rank_clips_the_engines_gradients() -> None:
@@ -148,6 +207,8 @@ def test_other_parameters_are_clipped_by_torch_while_an_engine_lives() -> None:
         other(torch.ones(1, 4)).sum().backward()
         assert clip_grad_norm_(iter(other.parameters()), 1.0) > 1
         torch.testing.assert_close(clip_grad_norm_(other.weight, 9.0), other.weight.grad.norm())
+        clip_grad_value_(other.parameters(), clip_value=0.1)
+        assert other.weight.grad.abs().max() == 0.1
         engine.destroy()
 
     run_ranks(2, job)
@@ -156,18 +217,18 @@ def test_other_parameters_are_clipped_by_torch_while_an_engine_lives() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_torchs_function_is_restored_by_destroy_of_the_last_engine(order: tuple[int, int]) -> None:
     engines = [run_ranks(1, start, Plain, config(stage))[0] for stage in (1, 3)]
-    assert clip_grad._clip_grads_with_norm_ is not TORCHS
+    assert is_replaced()
     engines[order[0]].destroy()
-    assert clip_grad._clip_grads_with_norm_ is not TORCHS
+    assert is_replaced()
     engines[order[1]].destroy()
     engines[order[1]].destroy()
-    assert clip_grad._clip_grads_with_norm_ is TORCHS
+    assert not is_replaced()
 
 
 def test_it_is_not_replaced_where_initialize_fails() -> None:
     with pytest.raises(ShoalError):
         run_ranks(1, start, Plain, config(3, units={"names": ["missing"]}))
-    assert clip_grad._clip_grads_with_norm_ is TORCHS
+    assert not is_replaced()
 
 
 def test_another_replacement_made_while_an_engine_lives_stays_and_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +249,4 @@ def test_another_replacement_made_while_an_engine_lives_stays_and_works(monkeypa
     assert len(calls) == 1
     torch.testing.assert_close(clip_grad_norm_(other.parameters(), 9.0), torch.tensor(1.0))
     monkeypatch.undo()
-    run_ranks(1, start, Plain, config(1))[0].destroy()
-    assert clip_grad._clip_grads_with_norm_ is TORCHS
+    assert not is_replaced()

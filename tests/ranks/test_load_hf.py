@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,13 @@ from shoal.checkpoint.loading_hf import load_hf
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.storage import _LocalReader
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.errors import CheckpointError, UsageError
+from shoal.mesh import Mesh
 from shoal.models.gpt import GPT, GPTConfig
-from shoal.parallel.tensor import parallelize, parts
+from shoal.parallel.tensor import Grid, parallelize, parallelize_grid
+from shoal.sharding import parts
+from shoal.sharding.layout import ParameterSpec
 from tests.ranks.models import HIDDEN, Adapted, FrozenIntegers, OddParameters, Plain, SeveralDtypes, WithBuffers
 from tests.ranks.tensor_cases import tp_communicator
 from tests.ranks.training import STAGES, are_bit_equal, config, make, run_steps, start
@@ -110,33 +115,51 @@ def test_each_rank_reads_its_range_of_every_parameter_and_nothing_else(tmp_path:
         assert abs(read[f"rank-{rank}"] - total / world) < 150
 
 
-def test_a_split_model_gets_its_parts_and_reads_no_others_of_what_is_split_by_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["1d", "2d"])
+def test_a_split_model_gets_its_parts_and_reads_only_the_rows_that_they_are_of(tmp_path: Path, kind: str) -> None:
     saved = GPT(GPTConfig(67, 8, num_layers=1, hidden_size=48, num_heads=6))
     folder = write(tmp_path / "weights", weights_of(saved))
 
     def on_a_rank() -> int:
         torch.manual_seed(9)
         model = GPT(saved.config)
-        split = parallelize(model, tp_communicator())
-        load_hf(model, folder, parts=split.parts)
+        if kind == "1d":
+            split = parallelize(model, tp_communicator()).parts
+        else:
+            split = parallelize_grid(model, Grid.open(current_world(), Mesh.of(4, tp=4), "2d"))
+        load_hf(model, folder, parts=split)
+        num_bytes = 0
         for name, parameter in saved.named_parameters():
-            part = split.parts.get(name)
-            expected = parameter if part is None else part.of(parameter)
-            assert torch.equal(model.get_parameter(name), expected), name
-        wrong = {**split.parts, "embedding.weight": replace(split.parts["embedding.weight"], global_shape=(66, 48))}
-        with pytest.raises(CheckpointError, match=r"embedding.weight is \[67, 48\] in the folder and \[66, 48\]"):
+            part = split.get(name, ParameterSpec.whole(name, tuple(parameter.shape)))
+            assert torch.equal(model.get_parameter(name), parts.cut(parameter, part)), name
+            num_bytes += parameter.nbytes * part.shape[0] // part.global_shape[0]
+        out = "blocks.0.attention.out.weight"
+        wrong = {**split, out: replace(split[out], global_shape=(49, 48))}
+        with pytest.raises(CheckpointError, match=rf"{out} is \[48, 48\] in the folder and \[49, 48\]"):
             load_hf(model, folder, parts=wrong)
-        by_columns = [name for name, part in split.parts.items() if part.dim == 1]
-        assert by_columns == ["blocks.0.attention.out.weight", "blocks.0.feed_forward.down.weight"]
-        whole = sum(saved.get_parameter(name).nbytes for name in by_columns)
-        return whole + sum(p.nbytes for name, p in model.named_parameters() if name not in by_columns)
+        return num_bytes
 
     with counting_bytes() as read:
         expected = run_ranks(4, on_a_rank)
     assert sorted(read.values()) == sorted(expected)
 
 
-def test_a_part_by_columns_is_read_in_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+FEW, COLUMNS = ((1, 3), (6, 7)), ((0, 2),)
+
+
+@pytest.mark.parametrize(
+    ("local", "expected"),
+    [
+        ((((0, 7),), FEW, COLUMNS), [(16 * row, 16 * row + 16) for row in range(7)]),
+        ((((2, 5),), FEW, COLUMNS), [(32, 48), (48, 64), (64, 80)]),
+        ((FEW[:1], ((0, 8),), COLUMNS), [(16, 32), (32, 48)]),
+        ((((0, 7),), ((0, 8),), ((1, 2),)), [(20 * row, min(20 * row + 20, 112)) for row in range(6)]),
+        ((((3, 3),), ((0, 8),), COLUMNS), [(48, 48)]),
+    ],
+)
+def test_a_part_is_read_in_blocks_of_its_rows(
+    monkeypatch: pytest.MonkeyPatch, local: Any, expected: list[tuple[int, int]]
+) -> None:
     monkeypatch.setattr(parts, "_READ_NUMEL", 20)
     whole = torch.arange(7 * 8 * 2).view(7, 8, 2)
     asked: list[tuple[int, int]] = []
@@ -145,9 +168,9 @@ def test_a_part_by_columns_is_read_in_blocks_of_rows(monkeypatch: pytest.MonkeyP
         asked.append((begin, end))
         return whole.view(-1)[begin:end]
 
-    part = parts.Part((7, 8, 2), 1, ((1, 3), (6, 7)))
-    assert torch.equal(part.read(read_range), part.of(whole))
-    assert asked == [(16 * row, 16 * (row + 1)) for row in range(7)]
+    part = ParameterSpec.part("weight", (7, 8, 2), local)
+    assert torch.equal(parts.read_part(part, read_range), parts.cut(whole, part))
+    assert asked == expected
 
 
 @pytest.mark.parametrize("stage", STAGES)

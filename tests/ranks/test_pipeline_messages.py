@@ -154,10 +154,10 @@ def test_shapes_that_depend_on_values_need_dynamic_shape(layout: tuple[Any, ...]
 
 def test_shapes_that_depend_on_values_are_refused_without_dynamic_shape() -> None:
     def job() -> None:
-        engine = engine_of_layers(chosen, 2, 1, loss_fn=mean_of_rows)
+        engine = engine_of_layers(chosen, 2, 1, num_micro=16, loss_fn=mean_of_rows)
+        batches_of_four_steps = (batch for step in range(4) for batch in many(0, step, 4))
         with pytest.raises(UsageError, match="dynamic_shape=True"):
-            for step in range(4):
-                engine.train_batch(many(0, step, 4))
+            engine.train_batch(batches_of_four_steps)
 
     run_ranks(2, job)
 

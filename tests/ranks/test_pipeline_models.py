@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.errors import NotBuiltError
 from tests.ranks.test_tensor_parallel_engine import ROWS, assert_equal, config, gpt, tokens
 from tests.ranks.training import make, sgd
 
@@ -78,3 +79,36 @@ def test_a_gpt_trains_as_in_one_process(
     for found, values in run_ranks(size, job):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
         assert_equal(values, expected)
+
+
+def test_an_interval_recomputes_each_block() -> None:
+    expected, _ = alone(1, tied=True)
+
+    def job() -> Any:
+        model = make(gpt)
+        settings = config(1, 1, MICRO) | {
+            "parallel": {"pp": 2},
+            "pipeline": {"schedule": "zb_h1", "activation_checkpoint_interval": 1},
+        }
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+        assert engine._activations.num_recomputed == 1
+        for step in range(STEPS):
+            batches = (tokens(10 * step + micro, 1) for micro in range(MICRO))
+            engine.train_batch((batch[:, :-1], batch[:, 1:]) for batch in batches)
+        return engine.module_state_dict()
+
+    for values in run_ranks(2, job):
+        assert_equal(values, expected)
+
+
+def test_settings_that_the_model_cannot_follow_are_refused() -> None:
+    def job() -> None:
+        for key, value, match in (
+            ("seed_layers", True, "pipeline-seeds"),
+            ("activation_checkpoint_interval", 2, "recomp"),
+        ):
+            model, settings = make(gpt), config(1, 1, MICRO) | {"parallel": {"pp": 2}, "pipeline": {key: value}}
+            with pytest.raises(NotBuiltError, match=match):
+                shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)
+
+    run_ranks(2, job)

@@ -149,6 +149,38 @@ def test_a_model_on_the_meta_device_gets_the_values_of_one_process(stage: int) -
     assert held < 0.6 * sum(value.numel() for value in set(expected.values()))
 
 
+class DrawsNorms(GPT):
+    """Initializes as Hugging Face's models do; of a split model each rank draws numbers of its own."""
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            torch.nn.init.normal_(parameter)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_start_up_sends_whole_parameters_over_the_axis_once(stage: int) -> None:
+    norms = [name for name, _ in gpt().named_parameters() if "norm" in name]
+
+    def job(device: str) -> tuple[list[tuple[str, int]], dict[str, Any]]:
+        with torch.device(device):
+            model = DrawsNorms(gpt().config)
+        with current_world().recorder.recording() as entries:
+            engine = initialize(model, config(stage, 2))
+        sent = [(entry.label, entry.nbytes) for entry in entries if (entry.axis, entry.op) == ("tp", "broadcast")]
+        values = engine.module_state_dict()
+        return sent, {name: values[name] for name in norms}
+
+    sizes = {name: p.nbytes for name, p in gpt().named_parameters()}
+    results = run_ranks(4, job, "cpu")
+    assert [sent for sent, _ in results][1::2] == [list(sizes.items())] * 2
+    results += run_ranks(4, job, "meta")
+    assert [sent for sent, _ in results][5::2] == [[("root#1", 1536)]] * 2  # five norms, aligned and padded
+    for _, values in results[:4]:
+        assert_equal(values, results[0][1])
+    for _, values in results[4:]:
+        assert_equal(values, results[4][1])
+
+
 def test_a_checkpoint_and_weights_change_their_layout(tmp_path: Path) -> None:
     def first() -> dict[str, Any]:
         engine = initialize(make(gpt), config(3, 2))

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import RankFailedError
+from shoal.parallel.loss import linear_cross_entropy, sequence_parallel_cross_entropy
 from shoal.parallel.tensor import vocab_parallel_cross_entropy
 from shoal.parallel.tensor.parts import even_range
+from tests.ranks.live_storages import LiveStorages
 from tests.ranks.tensor_cases import tp_communicator
 
 ROWS = (3, 5)
@@ -33,7 +35,9 @@ def on_ranks(size: int, vocab_size: int, logits: torch.Tensor, targets: torch.Te
         with current_world().recorder.recording() as calls:
             loss = vocab_parallel_cross_entropy(mine, targets, comm, vocab_size, **options)
             (loss * weights).sum().backward()
-        assert [(call.op, call.nbytes) for call in calls] == [("all_gather", (size - 1) * 4 * targets.numel() * 4)]
+        num_numbers = 4 if options.get("label_smoothing") else 2
+        received = (size - 1) * num_numbers * targets.numel() * 4
+        assert [(call.op, call.nbytes) for call in calls] == [("all_gather", received)]
         assert mine.grad is not None
         assert mine.grad.dtype == logits.dtype
         rtol, atol = (1e-5, 1e-6) if logits.dtype == torch.float32 else (1e-2, 1e-3)
@@ -65,12 +69,42 @@ def test_large_logits_overflow_nothing() -> None:
     on_ranks(2, 8, logits, torch.arange(15).view(ROWS) % 8)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1), (torch.bfloat16, 2)])
+@pytest.mark.parametrize("is_split", [True, False])
+def test_it_holds_one_fp32_tensor_of_the_logits_shape_and_another_to_convert(
+    is_split: bool, dtype: torch.dtype, most: int
+) -> None:
+    rows, width = 64, 500
+
+    def on_a_rank() -> int:
+        comm = tp_communicator()
+        logits = torch.randn(rows, width, dtype=dtype, requires_grad=True)
+        targets = torch.randint(0, width, (rows,))
+        with LiveStorages() as storages:
+            if is_split:
+                loss = vocab_parallel_cross_entropy(logits, targets, comm, 2 * width)
+            else:
+                loss = sequence_parallel_cross_entropy(logits, targets, comm).sum()
+            between = storages.now()
+            loss.backward()
+        assert between < 0.05 * 4 * rows * width
+        return storages.peak
+
+    assert max(run_ranks(2, on_a_rank)) < 1.05 * most * 4 * rows * width
+
+
 @pytest.mark.parametrize("target", [67, -1])
-def test_a_target_out_of_the_vocabulary_is_an_error(target: int) -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_target_out_of_the_vocabulary_is_an_error(target: int, is_fused: bool) -> None:
     def on_a_rank() -> None:
         comm = tp_communicator()
         start, stop = even_range(67, comm.size, comm.rank)
-        vocab_parallel_cross_entropy(torch.zeros(2, stop - start), torch.tensor([3, target]), comm, 67)
+        targets = torch.tensor([3, target])
+        if is_fused:
+            hidden, weight = torch.zeros(2, 8), torch.zeros(stop - start, 8)
+            linear_cross_entropy(hidden, weight, targets, comm=comm, vocabulary_start=start)
+        else:
+            vocab_parallel_cross_entropy(torch.zeros(2, stop - start), targets, comm, 67)
 
     with pytest.raises((RuntimeError, RankFailedError), match="index"):
         run_ranks(2, on_a_rank)

@@ -300,7 +300,7 @@ def test_an_engine_is_made_and_known_by_its_stage_and_clipping_is_its_own() -> N
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_torchs_clipping_says_that_it_sees_no_gradients_of_an_engine(stage: int) -> None:
     import deepspeed
-    from torch.nn.utils import clip_grad_norm_
+    from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
     def job() -> None:
         model = torch.nn.Linear(4, 4)
@@ -309,13 +309,14 @@ def test_torchs_clipping_says_that_it_sees_no_gradients_of_an_engine(stage: int)
         engine.backward(engine(torch.ones(1, 4)).sum())
         for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
             assert clip(model.parameters(), 1.0) == 0
+        clip_grad_value_(model.parameters(), 1.0)
         engine.step()
         assert engine.get_global_grad_norm() > 1
         engine.destroy()
 
     with pytest.warns(UserWarning, match="has no effect on parameters of an engine(.|\n)*gradient_clipping") as found:
         run_ranks(2, job)
-    assert [warning.filename for warning in found] == [__file__] * 4
+    assert [warning.filename for warning in found] == [__file__] * 6
 
 
 def test_the_cpu_has_as_many_devices_as_local_size_says(monkeypatch: pytest.MonkeyPatch) -> None:

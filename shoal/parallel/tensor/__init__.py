@@ -4,12 +4,10 @@ from shoal.parallel.tensor.apply import TensorParallelModel, parallelize
 from shoal.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
-from shoal.parallel.tensor.parts import Part
 from shoal.parallel.tensor.plan import Plan, plan_for
 
 __all__ = [
     "Grid",
-    "Part",
     "Plan",
     "TensorParallelModel",
     "parallelize",

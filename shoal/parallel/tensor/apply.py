@@ -1,7 +1,7 @@
 """Split a model over the ranks of the tensor parallel axis, in place.
 
     split = parallelize(model, world.communicator("tp", mesh))      # the plan of the model's family
-    split.parts["model.layers.0.self_attn.q_proj.weight"]          # which elements this rank holds
+    split.parts["model.layers.0.self_attn.q_proj.weight"].local    # which elements this rank holds, by dim
 
 Everything is checked before anything is changed. Each rank takes its parts of its own values: the ranks must have the
 same, or the model must be on the meta device. Afterwards the ranks' inputs must be the same too.
@@ -10,7 +10,7 @@ same, or the model must be on the meta device. Afterwards the ranks' inputs must
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -27,11 +27,11 @@ from shoal.parallel.tensor.layers import (
     VocabParallelEmbedding,
     split_class,
 )
-from shoal.parallel.tensor.parts import Part, Range, even_range, even_ranges, length
+from shoal.parallel.tensor.parts import Range, even_range, even_ranges, length
 from shoal.parallel.tensor.plan import ParallelStyle, Plan, is_linear, join, match, parse_style, plan_for
 from shoal.parallel.tensor.region import TensorRegion
-
-__all__ = ["Part", "TensorParallelModel", "parallelize"]
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import cut
 
 _COLUMNS = ("column", "column_gather_output", "vocab_head")
 _ROWS = ("row", "row_split_input")
@@ -48,7 +48,7 @@ class TensorParallelModel:
         styles: by module name, the style that was applied.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ParameterSpec]
     partial: frozenset[str]
     styles: Mapping[str, str] = field(default_factory=dict)
 
@@ -117,7 +117,7 @@ class _Splitter:
         self.stacks = self._find_stacks() if sequence else []
         self.heads: list[AttentionSplit] = []
         self.layers: dict[str, _Layer] = {}
-        self.parts: dict[int, Part] = {}  # by id of the parameter
+        self.parts: dict[int, ParameterSpec] = {}  # by id of the parameter; without names
 
     def prepare(self, *, gathers_logits: bool, overlaps: bool) -> None:
         """Decide the ranges of every layer; raise what is wrong with them."""
@@ -138,9 +138,9 @@ class _Splitter:
             part = self.parts.get(id(parameter))
             if part is not None:
                 gradient, parameter.grad = parameter.grad, None
-                parameter.data = part.of(parameter.data).clone(memory_format=torch.contiguous_format)
+                parameter.data = cut(parameter.data, part).clone(memory_format=torch.contiguous_format)
                 if gradient is not None:
-                    parameter.grad = part.of(gradient).clone(memory_format=torch.contiguous_format)
+                    parameter.grad = cut(gradient, part).clone(memory_format=torch.contiguous_format)
         behaviours: dict[str, type[nn.Module]] = {
             **dict.fromkeys(_COLUMNS, ColumnParallelLinear),
             **dict.fromkeys(_ROWS, RowParallelLinear),
@@ -160,8 +160,8 @@ class _Splitter:
             split.apply()
         for stack in self.stacks:
             stack.register()
-        names = list(self.model.named_parameters(remove_duplicate=False))
-        parts = {name: self.parts[id(parameter)] for name, parameter in names if id(parameter) in self.parts}
+        named = self.model.named_parameters(remove_duplicate=False)
+        parts = {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
         return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan)
 
     def region_of(self, name: str) -> TensorRegion:
@@ -242,7 +242,7 @@ class _Splitter:
 
     def _hold(self, module: str, name: str, parameter: object, dim: int, ranges: tuple[Range, ...]) -> None:
         assert isinstance(parameter, nn.Parameter)
-        part = Part(tuple(parameter.shape), dim, ranges)
+        part = ParameterSpec.along("", tuple(parameter.shape), dim, ranges)
         if self.parts.setdefault(id(parameter), part) != part:
             raise _tied(join(module, name), "in two ways")
 

@@ -157,12 +157,15 @@ REFUSALS = (
     Refusal({"tp": _SPLIT, "hybrid": ("hpz",)}, "mesh"),
     Refusal({"sp": ("2",), "hybrid": ("hpz",)}, "mesh"),
     Refusal({"cp": ("2",), "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"pp": ("2",), "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"pp": ("2",), "built": ("zero.Init",)}, "pipeline-init"),
+    Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
     Refusal({"tp": _SPLIT, "built": ("zero.Init",)}, "tensor-parallel-init"),
     Refusal({"tp": ("2 split",), "sharing": ("module",)}, "tensor-parallel"),
 )
-# Neither refused nor run. A block that is called again behind the last one begins another part that is split along the
-# sequence, without an end.
-NOT_RUN = ({"tp": "2 split", "sharing": "twice"},)
+# Neither refused at start-up nor run. A block that is called again behind the last one begins another part that is
+# split along the sequence, without an end; in a pipeline it is out of order, which its stage refuses in the forward.
+NOT_RUN = ({"tp": "2 split", "sharing": "twice"}, {"pp": "2", "sharing": "twice"})
 MOST_RANKS = 8  # of one combination
 
 

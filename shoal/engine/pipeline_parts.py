@@ -23,6 +23,7 @@ from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.sharding.partition import names_a_unit
 from shoal.zero.build import ModelParts
+from shoal.zero.parameter_owner import OWNERS
 
 
 def stages_of(
@@ -33,6 +34,20 @@ def stages_of(
     Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
     Communicates: control messages, where weights are tied over stages.
     """
+    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    if sharded and mesh.pp > 1:
+        raise NotBuiltError(
+            f"pipeline stages of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
+            do="build it on the meta device, or whole on the CPU: each rank keeps its stages only.",
+            code="pipeline-init",
+        )
+    added = [name for name in ("curriculum_learning", "progressive_layer_drop") if getattr(config, name).enabled]
+    if added:
+        raise NotBuiltError(
+            f"{added[0]} of a model in pipeline stages, whose layers take no further arguments.",
+            do="change the micro-batches by engine.set_batch_fn(fn), or in the loader; shapes may change at any time.",
+            code="pipeline-curriculum",
+        )
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     virtual_stages = int(section.virtual_stages)

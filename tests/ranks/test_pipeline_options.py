@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.comm.threads import run_ranks
+from shoal.compat.deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
+from shoal.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.ranks.pipeline_cases import alone, assert_as_alone, engine_of_layers, trained_parameters
 from tests.ranks.pipeline_layers import STEPS, WIDTH, batches
 from tests.ranks.training import make, sgd
@@ -111,3 +114,43 @@ def test_the_weights_of_all_stages_are_written_to_one_file(stage: int, filename:
         load_model(model, tmp_path / filename)
     for name, value in model.named_parameters():
         assert torch.equal(value.detach(), values[name])
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tools_read_a_checkpoint_of_stages_and_one_rank_goes_on_from_the_universal_one(
+    is_async: bool, tmp_path: Any
+) -> None:
+    def job(pp: int, *, loads: bool, steps: range) -> Any:
+        section = {"async_save": is_async, "load_universal": loads}
+        engine = engine_of_layers(layers, pp, 1, optimizer=torch.optim.AdamW, checkpoint=section)
+        if loads:
+            engine.load_checkpoint(tmp_path)
+        for step in steps:
+            engine.train_batch(batches(0, step, 4))
+        values = engine.module_state_dict()
+        if not loads:
+            engine.save_checkpoint(tmp_path, tag="one")
+            for step in range(steps.stop, steps.stop + 2):
+                engine.train_batch(batches(0, step, 4))
+        after = engine.module_state_dict()
+        engine.destroy()
+        return values, after
+
+    values, after = run_ranks(2, lambda: job(2, loads=False, steps=range(2)))[0]
+    for name, value in get_fp32_state_dict_from_zero_checkpoint(tmp_path).items():
+        assert torch.equal(value, values[name])
+    ds_to_universal(
+        argparse.Namespace(
+            input_folder=str(tmp_path / "one"),
+            output_folder=str(tmp_path / "one_universal"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=False,
+        )
+    )
+    for pp in (1, 2):
+        _, found = run_ranks(pp, lambda pp=pp: job(pp, loads=True, steps=range(2, 4)))[0]
+        for name, value in after.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-6, msg=name)

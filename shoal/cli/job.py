@@ -152,6 +152,8 @@ def effective_config(
         overrule("--pipeline-schedule", job.pipeline_schedule, "pipeline", "schedule")
     if job.virtual_stages is not None:
         overrule("--virtual-stages", job.virtual_stages, "pipeline", "virtual_stages")
+    if any(config.get("parallel", {}).get(axis, 1) != 1 for axis in ("sp", "cp")):
+        config.setdefault("loss_reduction", "token")  # a sequence that does not divide makes unequal parts
     _fill_batch(job, config, notes, overrule)
     _fill_precision(job, config, notes, has_accelerator)
     if job.clip is not None:

@@ -122,6 +122,12 @@ class _Run:
         self.budget = Budget(job.steps, job.seconds, job.schedule or "cosine")
         self.engine, self.batches = self._make_engine()
         stack.callback(self.engine.destroy)
+        self.counts_tokens = self.config.get("loss_reduction") == "token"
+        self.context = self.engine.sequence_context
+        if self.context is not None:
+            if self.counts_tokens:  # then ranks may have unequal parts
+                self.context = self.context.of_length(self.shape.sequence_length)
+            stack.enter_context(shoal.sequence_parallel(self.context))
         self.device = Device(self.engine.device)
         self.comm = self.engine.axes.world
         self.monitor = stack.enter_context(self._open_monitor())
@@ -271,23 +277,27 @@ class _Run:
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
         count = self.engine.gradient_accumulation_steps()
         for _ in range(count):
-            loss = self._loss(*next(self.batches))
-            self.engine.backward(loss)
+            loss, num_tokens, share = self._loss(*next(self.batches))
+            self.engine.backward(loss, num_tokens=num_tokens if self.counts_tokens else None)
             self.engine.step()
-            total += loss.detach()
+            total += loss.detach() * share
         return total / count
 
-    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of this rank's positions of a batch. Shape: []."""
+    def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int, float]:
+        """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers.
+
+        Of a pipeline, which only validates here, the mean loss of all ranks.
+        """
+        inputs = self._inputs(tokens, targets)
+        num_tokens = inputs[1].numel()
         if isinstance(self.engine, PipelineEngine):
-            mean: torch.Tensor = self.engine.eval_batch(iter([self._inputs(tokens, targets)]), num_micro_batches=1)
-            return mean
-        loss: torch.Tensor = self.engine(*self._inputs(tokens, targets))
-        return loss
+            return self.engine.eval_batch(iter([inputs]), num_micro_batches=1), num_tokens, 1.0
+        share = 1.0 if self.context is None else inputs[1].shape[1] * self.context.size / tokens.shape[1]
+        return self.engine(*inputs), num_tokens, share
 
     def _inputs(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The model's arguments: this rank's positions of a batch."""
-        device, context = self.engine.device, self.engine.sequence_context
+        device, context = self.engine.device, self.context
         tokens, targets = tokens.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         if context is None:
             return tokens, targets
@@ -323,7 +333,8 @@ class _Run:
             for start in range(0, len(own), batch):
                 samples = [self.validation[index] for index in own[start : start + batch]]
                 tokens, targets = (torch.stack(part) for part in zip(*samples, strict=True))
-                total += self._loss(tokens, targets).double() * len(samples)
+                loss, _, share = self._loss(tokens, targets)
+                total += loss.double() * len(samples) * share
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
         self.last_validation, _ = self._agree(total / len(own), 0.0)

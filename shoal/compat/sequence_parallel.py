@@ -196,7 +196,8 @@ class UlyssesSPAttentionHF:
 
         Args:
             model_name_or_path: a model, or what ``AutoConfig.from_pretrained`` takes.
-            core_attn_implementation: ``sdpa``, where packed rows work too, or another name that transformers knows.
+            core_attn_implementation: ``sdpa`` or ``flex_attention``: ``shoal.attention`` computes, with packed rows,
+                sliding windows and soft caps; or another name that transformers knows.
             seq_length, max_length: of whole sequences, checked where ``seq_length_is_variable`` is False.
             disable_in_eval: modules in eval mode compute on one rank.
 
@@ -223,7 +224,8 @@ class UlyssesSPAttentionHF:
         length = seq_length or max_length
         if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
             raise _does_not_divide(length, sequence_parallel_size)
-        core = None if core_attn_implementation == "sdpa" else core_attn_implementation
+        # Transformers' flex attention takes causality from a mask of whole rows, which no rank has.
+        core = None if core_attn_implementation in ("sdpa", "flex_attention") else core_attn_implementation
         register(core_attn_implementation, core=core, only_training=disable_in_eval)
         initialize_sequence_parallel(sequence_parallel_size)
         return current_unit()
@@ -235,7 +237,8 @@ class UlyssesSPDataLoaderAdapter:
     Every rank's loader gives batches of its own. From one of each the ranks make ``sp_world_size`` batches, in turn: of
     rank 0's batch every rank gets its positions, then of rank 1's. ``labels`` become ``shift_labels``: the label of a
     position is that of the next one, which may be on another rank. ``position_ids`` are added where there are none.
-    Attributes are the loader's.
+    Rows that do not divide by the ranks are padded: by labels of -100, zeros, and positions that begin again from 0, so
+    that padding is a document of its own. Attributes are the loader's.
 
     Args:
         sp_group: the ranks that share a sequence.
@@ -261,7 +264,7 @@ class UlyssesSPDataLoaderAdapter:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """
         Communicates: for each batch of the loader its description, and an all-to-all for each tensor of it.
-        Raises: UsageError: batches with different keys, or a length that does not divide; on all ranks.
+        Raises: UsageError: batches with different keys; on all ranks.
         """
         for batch in self.dl:
             yield from self._cut(batch)
@@ -285,13 +288,9 @@ class UlyssesSPDataLoaderAdapter:
         if isinstance(ids, Tensor) and "position_ids" not in own:
             # A model would count each rank's positions from 0.
             own["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[:2])
-        described = self._comm.gather_objects(
-            {
-                key: {"shape": list(value.shape)} if isinstance(value, Tensor) else {"value": value}
-                for key, value in own.items()
-            },
-            label="batches",
-        )
+        length = _length_of(_described(own))
+        own = {key: _padded(key, value, length, -length % self._comm.size) for key, value in own.items()}
+        described = self._comm.gather_objects(_described(own), label="batches")
         if len({tuple(sorted(each)) for each in described}) > 1:
             raise UsageError(
                 f"the ranks of a sequence have batches with different keys: {[sorted(each) for each in described]}",
@@ -299,9 +298,6 @@ class UlyssesSPDataLoaderAdapter:
                 code="sequence-batches",
             )
         lengths = [_length_of(each) for each in described]
-        for length in lengths:
-            if length % self._comm.size:
-                raise _does_not_divide(length, self._comm.size)
         cut: list[dict[str, Any]] = [{} for _ in described]
         for key in sorted(own):
             if isinstance(own[key], Tensor):
@@ -332,6 +328,25 @@ class UlyssesSPDataLoaderAdapter:
 
 def _on(value: Any, device: Any) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: {"shape": list(value.shape)} if isinstance(value, Tensor) else {"value": value}
+        for key, value in batch.items()
+    }
+
+
+def _padded(key: str, value: Any, length: int, missing: int) -> Any:
+    """What has ``length`` positions, with ``missing`` further ones that are nobody's targets."""
+    if not missing or not isinstance(value, Tensor) or not _has_positions(list(value.shape), length):
+        return value
+    shape = value.shape[0], missing, *value.shape[2:]
+    if key == "position_ids":
+        more = torch.arange(missing, dtype=value.dtype, device=value.device).expand(shape)
+    else:
+        more = value.new_full(shape, _IGNORED_LABEL if key.endswith("labels") else 0)
+    return torch.cat([value, more], 1)
 
 
 def _length_of(described: Mapping[str, Any]) -> int:

@@ -32,7 +32,12 @@ from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemor
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
-from shoal.parallel.sequence.context import SequenceContext, current_sequence_context, set_sequence_context
+from shoal.parallel.sequence.context import (
+    SequenceContext,
+    drop_sequence_context,
+    take_sequence_context,
+    use_sequence_context,
+)
 from shoal.sharding.param_group import ParameterGroup
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
@@ -109,7 +114,10 @@ class Engine(nn.Module):
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
-            set_sequence_context(self.sequence_context)
+        # What the script has set for attention, in register_with_transformers for example, is for one engine.
+        registered = take_sequence_context()
+        self._attention_context = self.sequence_context or registered
+        use_sequence_context(self._attention_context)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
         CLIPPING.add(self.access, accumulation)
@@ -133,6 +141,7 @@ class Engine(nn.Module):
         """
         self._check_alive()
         self.offloaded.require("forward()")
+        use_sequence_context(self._attention_context)
         self.sharding.check.check()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
@@ -194,6 +203,7 @@ class Engine(nn.Module):
         if self.sharded_optimizer is None:
             raise NoOptimizerError("backward() needs an optimizer, and this engine was made without one.")
         check_for_backward(loss)
+        use_sequence_context(self._attention_context)
         with self._failing("backward"), self.timers.phase("backward"):
             scaled = self.accumulation.scaled(loss, "engine", is_averaged=scale_wrt_gas, num_tokens=num_tokens)
             self.sharded.begin_backward(creates_graph=bool(kwargs.get("create_graph")))
@@ -792,8 +802,7 @@ class Engine(nn.Module):
         self._activations.remove()
         self._is_destroyed = True
         CLIPPING.remove(self.access)
-        if self.sequence_context is not None and current_sequence_context() is self.sequence_context:
-            set_sequence_context(None)
+        drop_sequence_context(self._attention_context)
         if self._progress.monitor is not None:
             self._progress.monitor.close()
         self.sharding.detach()

@@ -17,6 +17,7 @@ from torch import nn
 from shoal.engine.engine import Engine
 from shoal.errors import UsageError
 from shoal.parallel.loss import count_tokens
+from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
 from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
@@ -181,28 +182,27 @@ class PipelineEngine(Engine):
         try:
             batches, failure = self._next_batches(data_iter, num_micro)
             if failure is None:
-                failure = self._runner.evaluate(actions, batches)
+                keeps = return_logits or not compute_loss
+                failure = self._runner.evaluate(actions, batches, has_loss=compute_loss, keeps_outputs=keeps)
             else:
                 self._runner.evaluate([action for action in actions if action.micro is None], batches)
             self._share(failure)
-            outputs = self._runner.outputs
-            losses = []
-            if self._is_last_here and compute_loss:
-                with torch.no_grad():
-                    losses = [self.module.loss(o, b.data).float() for o, b in zip(outputs, batches, strict=True)]
         finally:
             self._compute.end()
             self.module.train(was_training)
-        own_outputs = outputs if self._is_last_here else None
+        outputs = self._runner.outputs if self._is_last_here else None
         if not compute_loss:
-            return own_outputs
+            return outputs
+        losses = self._runner.losses
         loss: Any = losses or None
         if reduce_output is not None:
-            total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
-            mine = torch.stack([total.double(), torch.full_like(total, len(losses)).double()])
+            mine = torch.zeros(2, dtype=torch.float64, device=self.device)
+            for value, batch in zip(losses, batches, strict=False):
+                weight = float(count_tokens(labels_of(batch.data))) if self.accumulation.counts_tokens else 1.0
+                mine += torch.stack([value.double().reshape(()) * weight, torch.full_like(mine[0], weight)])
             sums = self.axes.world.exchange(mine, label="evaluation").wait().sum(dim=0)
-            loss = (sums[0] / sums[1]).float()
-        return (loss, own_outputs) if return_logits else loss
+            loss = (sums[0] / sums[1].clamp(min=1.0)).float()
+        return (loss, outputs) if return_logits else loss
 
     def _refuse_without_optimizer(self) -> NoReturn:
         raise UsageError(
@@ -405,12 +405,15 @@ class _EngineCompute:
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         engine = self._engine
         loss = engine.module.loss(output, batch)
+        if not torch.is_grad_enabled():
+            return loss
         num_tokens = count_tokens(labels_of(batch)) if engine.accumulation.counts_tokens else None
         return engine.accumulation.scaled(loss, "engine", num_tokens=num_tokens)
 
     def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
         engine = self._engine
         with engine._failing("backward"), engine.timers.phase("backward"):
+            use_sequence_context(engine._attention_context)
             engine.sharded.begin_backward()
             if is_weight_pass:
                 with engine.sharded.gathered([unit for unit in self._units[stage] if unit.is_sharded]):

@@ -21,6 +21,7 @@ from shoal.pipeline.cut import CutModel, Partition, cut
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
+from shoal.pipeline.topology import topology_of_mesh
 from shoal.sharding.partition import names_a_unit
 from shoal.zero.build import ModelParts
 from shoal.zero.parameter_owner import OWNERS
@@ -51,21 +52,25 @@ def stages_of(
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     virtual_stages = int(section.virtual_stages)
-    if isinstance(model, StageModule):
+    is_cut = isinstance(model, StageModule) and not (isinstance(model, PipelineModule) and model.is_whole)
+    if isinstance(model, StageModule) and is_cut:
         virtual_stages = max(model.num_stages // mesh.pp, 1)
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     whole: list[tuple[str, nn.Module]] = []
+    if not is_cut:
+        whole = list(model.named_modules())[1:]
     if isinstance(model, PipelineModule):
         _follow_config(model, section)
+        if model.is_whole:
+            model.keep_stages(topology_of_mesh(mesh), schedule.stage_ranks, section.partition)
     elif section.seed_layers:
         raise NotBuiltError(
             f"pipeline.seed_layers = true of a {type(model).__name__}, whose modules exist already.",
             do="leave it out, or build a PipelineModule of LayerSpecs with seed_layers=True.",
             code="pipeline-seeds",
         )
-    if not isinstance(model, StageModule):
-        whole = list(model.named_modules())[1:]
+    elif not isinstance(model, StageModule):
         model = cut(
             model,
             schedule.num_stages,

@@ -44,7 +44,8 @@ class PipelineModule(StageModule):
     Args:
         layers: modules, LayerSpecs, TiedLayerSpecs, or functions of one argument; or an ``nn.Sequential``. A tuple that
             one layer returns is the one argument of the next.
-        num_stages: ranks along the pipeline; None: as in ``topology``.
+        num_stages: ranks along the pipeline; None: as in ``topology``. Without both, this rank keeps all layers until
+            ``initialize`` cuts the model as the config says: ``pipeline.stages``, ``virtual_stages``, ``partition``.
         topology: a ProcessTopology whose order of ranks is the mesh's: pipe, data, sequence, model.
         loss_fn: called with the output and the labels; None: the last layer returns the loss.
         seed_layers: seed before layer ``i`` is built, with ``base_seed + i``, and before each run of it, with
@@ -88,65 +89,110 @@ class PipelineModule(StageModule):
         pipeline_rank: int | None = None,
     ) -> None:
         super().__init__()
-        self._topo = _topology(num_stages, topology, pipeline_rank)
-        num_ranks = max(self._topo.get_dim("pipe"), 1)
-        self._grid = PipelineParallelGrid(
-            self._topo,
-            rank=None if pipeline_rank is None else self._topo.filter_match(pipe=pipeline_rank)[0],
-        )
-        self.stage_id = self._grid.stage_id
-        self.num_stages = num_ranks * virtual_stages
-        ranks = stages_to_ranks(stage_to_rank, num_ranks, virtual_stages)
-        self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == self.stage_id)
+        is_whole = num_stages is None and topology is None
+        topology = _topology(1 if is_whole else num_stages, topology, pipeline_rank)
+        num_ranks = max(topology.get_dim("pipe"), 1)
+        ranks = stages_to_ranks(stage_to_rank, num_ranks, 1 if is_whole else virtual_stages)
         self.loss_fn, self.is_dynamic = loss_fn, dynamic_shape
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn or set_random_seed, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = checkpointable_layers
+        self._method, self._sample = "uniform" if is_whole else partition_method, sample
         given = list(layers)
         _check_layers(given)
-        if len(given) < self.num_stages:
-            raise _too_few_layers(len(given), num_ranks, virtual_stages)
         outlines = outline(given)
+        self._assign(topology, ranks, pipeline_rank, given, outlines)
+        seed = (lambda index: self.seed_fn(self.base_seed + index)) if seed_layers else None
+        for index, module in build(given, outlines, self._own_layers(), seed):
+            self._keep(index, given[index], outlines[index], module)
+        self._method, self._sample = partition_method, sample if is_whole else None
+        self._whole = (given, outlines) if is_whole else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Has this rank all layers, until ``keep_stages``?"""
+        return self._whole is not None
+
+    def keep_stages(
+        self, topology: ProcessTopology, ranks: Sequence[int], partition_method: str = "best", rank: int | None = None
+    ) -> None:
+        """Cut a module that was made without ``num_stages`` and ``topology``; parameters stay the same objects.
+
+        Args:
+            ranks: of each pipeline stage, along the pipeline.
+            partition_method: ``best``: the constructor's.
+            rank: along the pipeline; None: this one.
+        """
+        assert self._whole is not None, "the layers of other ranks are gone"
+        given, outlines = self._whole
+        modules = {layer.index: self._module(layer) for layer in self._layers[0]}
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for index, module in modules.items():
+            if module is not None:  # whose parameters may have been replaced (tensor parallelism)
+                own = tuple(names[id(parameter)] for parameter in module.parameters())
+                outlines[index] = replace(outlines[index], names=own)
+        self._modules.clear()
+        if partition_method.casefold() != "best":
+            self._method = partition_method
+        self._assign(topology, ranks, rank, given, outlines)
+        for index in self._own_layers():
+            self._keep(index, given[index], outlines[index], modules[index])
+        self._whole = self._sample = None
+
+    def _assign(
+        self,
+        topology: ProcessTopology,
+        ranks: Sequence[int],
+        pipeline_rank: int | None,
+        layers: Sequence[Any],
+        outlines: Sequence[LayerOutline],
+    ) -> None:
+        """Decide which layers this rank has."""
+        self._topo = topology
+        place = None if pipeline_rank is None else topology.filter_match(pipe=pipeline_rank)[0]
+        self._grid = PipelineParallelGrid(topology, rank=place)
+        self.stage_id, self.num_stages = self._grid.stage_id, len(ranks)
+        self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == self.stage_id)
+        num_ranks = max(topology.get_dim("pipe"), 1)
+        if len(layers) < self.num_stages:
+            raise _too_few_layers(len(layers), num_ranks, self.num_stages // num_ranks)
         world = current_world()
         self.parts = stage_bounds(
-            partition_method,
-            given,
+            self._method,
+            layers,
             outlines,
             self.num_stages,
-            sample=sample,
+            sample=self._sample,
             device=world.device,
-            virtual_stages=virtual_stages,
-            checkpoint_interval=activation_checkpoint_interval,
+            virtual_stages=self.num_stages // num_ranks,
+            checkpoint_interval=self.activation_checkpoint_interval,
         )
-        if partition_method == "time" and pipeline_rank is None:
+        if self._method == "time" and pipeline_rank is None:
             comm = world.communicator("world", Mesh.of(world.size))
             self.parts = comm.gather_objects(self.parts, label="pipeline stages")[0]
-        self.tied = _tied(outlines, [self.stage_owner(index) for index in range(len(given))])
+        self.tied = _tied(outlines, [self.stage_owner(index) for index in range(len(layers))])
         self.tied_modules = nn.ModuleDict()
         self._layers: dict[int, list[_StageLayer]] = {stage: [] for stage in self.stages}
         self._num_runs = dict.fromkeys(self.stages, 0)
-        self._build(given, outlines)
 
-    def _build(self, layers: Sequence[Any], outlines: Sequence[LayerOutline]) -> None:
-        mine = [i for stage in self.stages for i in range(self.parts[stage], self.parts[stage + 1])]
-        seed = (lambda index: self.seed_fn(self.base_seed + index)) if self.seed_layers else None
-        for index, module in build(layers, outlines, mine, seed):
-            layer, name = layers[index], None
-            function = layer.forward_fn if isinstance(layer, TiedLayerSpec) else layer
-            if module is not None:
-                key = layer.key if isinstance(layer, TiedLayerSpec) and outlines[index].tied_to is None else None
-                name = str(index) if key is None else f"tied_modules.{key}"
-                if key is None or key not in self.tied_modules:
-                    for canonical, (own, parameter) in zip(
-                        outlines[index].names, module.named_parameters(), strict=True
-                    ):
-                        if canonical != f"{name}.{own}":
-                            self._register_shared(canonical, parameter)
-                    (self if key is None else self.tied_modules).add_module(key or name, module)
-                if not isinstance(layer, TiedLayerSpec):
-                    function = None
-            self._layers[self.stage_owner(index)].append(_StageLayer(index, name, function))
+    def _own_layers(self) -> list[int]:
+        return [i for stage in self.stages for i in range(self.parts[stage], self.parts[stage + 1])]
+
+    def _keep(self, index: int, layer: Any, known: LayerOutline, module: nn.Module | None) -> None:
+        """Register a layer of this rank; a shared parameter under its name of the whole model."""
+        name, function = None, layer.forward_fn if isinstance(layer, TiedLayerSpec) else layer
+        if module is not None:
+            key = layer.key if isinstance(layer, TiedLayerSpec) and known.tied_to is None else None
+            name = str(index) if key is None else f"tied_modules.{key}"
+            if key is None or key not in self.tied_modules:
+                for canonical, (own, parameter) in zip(known.names, module.named_parameters(), strict=True):
+                    if canonical != f"{name}.{own}":
+                        self._register_shared(canonical, parameter)
+                (self if key is None else self.tied_modules).add_module(key or name, module)
+            if not isinstance(layer, TiedLayerSpec):
+                function = None
+        self._layers[self.stage_owner(index)].append(_StageLayer(index, name, function))
 
     def _register_shared(self, name: str, parameter: nn.Parameter) -> None:
         """Register a parameter of a layer that is on another rank, so that it has that layer's name here too."""
@@ -299,10 +345,7 @@ def set_random_seed(seed: int) -> None:
 def _topology(num_stages: int | None, topology: ProcessTopology | None, pipeline_rank: int | None) -> ProcessTopology:
     if topology is not None:
         return topology
-    if num_stages is None:
-        raise UsageError(
-            "PipelineModule has neither num_stages nor topology.", do="pass one of them.", code="pipeline-layers"
-        )
+    assert num_stages is not None
     num_ranks = current_world().size if pipeline_rank is None else num_stages
     if num_stages < 1 or num_ranks % num_stages:
         fits = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]

@@ -35,7 +35,7 @@ class StageCompute(Protocol):
         ...
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        """The loss of a micro-batch, scaled for backward."""
+        """The loss of a micro-batch, in training scaled for backward."""
         ...
 
     def backward(self, run: Callable[[], None], stage: int, *, is_weight_pass: bool = False) -> None:
@@ -127,6 +127,7 @@ class PipelineRun:
         self._rank_of = rank_of
         self._is_dynamic = is_dynamic
         self._goes_on = goes_on
+        self._has_loss = self._keeps_outputs = False
         self.splits_backward = True  # False: I does the work of W too
         self.timeline: list[TimedAction] | None = None  # filled where it is a list
         self._reset([])
@@ -153,8 +154,21 @@ class PipelineRun:
         return self._run(actions, batches, is_training=True)
 
     @torch.no_grad()
-    def evaluate(self, actions: Sequence[Action], batches: Sequence[MicroBatch]) -> Failure | None:
-        """Run forward actions alone. ``outputs`` has what the last stage returned, by micro-batch."""
+    def evaluate(
+        self,
+        actions: Sequence[Action],
+        batches: Sequence[MicroBatch],
+        *,
+        has_loss: bool = True,
+        keeps_outputs: bool = False,
+    ) -> Failure | None:
+        """Run forward actions alone.
+
+        Args:
+            has_loss: ``losses`` gets the last stage's, by micro-batch.
+            keeps_outputs: ``outputs`` gets what the last stage returned, by micro-batch.
+        """
+        self._has_loss, self._keeps_outputs = has_loss, keeps_outputs
         return self._run(actions, batches, is_training=False)
 
     def _run(self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool) -> Failure | None:
@@ -162,7 +176,6 @@ class PipelineRun:
             self._channel.forget()
             batches = [replace(batch, signature=micro) for micro, batch in enumerate(batches)]
         self._reset(batches)
-        self._is_split = is_training and self.splits_backward and any(action.kind == "I" for action in actions)
         begin = time.perf_counter()
         try:
             for action in actions:
@@ -303,23 +316,20 @@ class PipelineRun:
         output = self._compute.forward(stage, received, batch)
         if stage == self._num_stages - 1:
             if is_training:
-                visit.outputs = [self._of_own_graph(self._compute.loss(output, batch))]
+                visit.outputs = [self._compute.loss(output, batch)]
                 self.losses.append(visit.outputs[0].detach())
             else:
-                self.outputs.append(output)
+                if self._has_loss:
+                    self.losses.append(self._compute.loss(output, batch))
+                if self._keeps_outputs:
+                    self.outputs.append(output)
         else:
-            visit.output_form, outputs = flatten(output, f"stage {stage}")
-            visit.outputs = [self._of_own_graph(tensor) for tensor in outputs]
+            visit.output_form, visit.outputs = flatten(output, f"stage {stage}")
             if stage + 1 in self._stages:
                 handed: list[torch.Tensor | None] = [tensor.detach() for tensor in visit.outputs]
                 self._handed[stage + 1, "F", micro] = visit.output_form, handed
         if is_training or stage + 1 not in self._stages:
             self._visits[stage, micro] = visit
-
-    def _of_own_graph(self, output: torch.Tensor) -> torch.Tensor:
-        """The output. ``stage_backward_input`` detaches outputs in place, which a view and an input do not allow."""
-        is_copied = self._is_split and output.requires_grad and (output.is_leaf or output._is_view())
-        return output.clone() if is_copied else output
 
     def _output_gradients(self, stage: int, micro: int, visit: _Visit) -> tuple[list[Any], list[Any]]:
         """The tensors from which a stage's backward starts, and their gradients."""
@@ -339,8 +349,10 @@ class PipelineRun:
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
             def inputs() -> None:
+                # They are detached in place, which a view and an input that is passed on cannot be.
+                visit.outputs = [end.clone() if end._is_view() or end.is_leaf else end for end in ends]
                 _, visit.weight_groups = stage_backward_input(
-                    list(ends), starts, visit.inputs, iter(self._compute.weights(stage))
+                    visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
                 )
 
             self._compute.backward(inputs, stage)

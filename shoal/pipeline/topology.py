@@ -193,9 +193,9 @@ class PipelineParallelGrid:
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
         self.dp_group, self.pp_group = self._ranks("dp_shard"), self._ranks("pp")
         self.slice_group = self._ranks("tp")
-        self._model_ranks = self._ranks("model")
-        self.ds_model_world_size = len(self._model_ranks)
-        self.ds_model_rank = self._model_ranks.index(self.global_rank)
+        self.model_group = self._ranks("model")
+        self.ds_model_world_size = len(self.model_group)
+        self.ds_model_rank = self.model_group.index(self.global_rank)
 
     def topology(self) -> ProcessTopology:
         return self._topo

@@ -154,30 +154,119 @@ def test_positions_that_each_rank_counts_from_zero_are_refused() -> None:
     run_ranks(2, run)
 
 
-def test_a_sliding_window_shorter_than_the_sequence_is_refused() -> None:
+def family(name: str, implementation: str, window: int = 5) -> Any:
+    """A small model with a sliding window: every layer's (mistral), or every other layer's with soft caps (gemma2)."""
+    options: dict[str, Any] = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window, "use_cache": False,
+    }  # fmt: skip
+    if name.startswith("gemma"):
+        options |= {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    if name == "gemma2":
+        options |= {"attn_logit_softcapping": 0.3, "query_pre_attn_scalar": 8}
+    if name == "qwen3":
+        options |= {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    kind = {"mistral": "Mistral", "gemma2": "Gemma2", "gemma3_text": "Gemma3Text", "qwen3": "Qwen3"}[name]
+    config = getattr(transformers, f"{kind}Config")(**options)
+    with ONE_AT_A_TIME:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+        for parameter in model.parameters():  # scores that differ, so that a window and a soft cap count
+            parameter.data.normal_(std=0.3)
+        return model
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text", "qwen3"])
+def test_models_with_sliding_windows_and_soft_caps_equal_one_process(name: str, kind: str) -> None:
+    """Against transformers' eager attention. On rows with packed documents and padding, over sp and over cp."""
     register()
-    config = transformers.MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=4,
-    )  # fmt: skip
+    whole = family(name, "eager")
+    batch = batch_of(kind)
+    expected = summed_loss(whole, batch, shifted(batch["labels"]))
+    expected.backward()
+    without = family(name, "eager", window=LENGTH)
+    assert abs(summed_loss(without, batch, shifted(batch["labels"])) - expected) > 1e-3
 
     def run() -> None:
-        context = SequenceContext(sp=current_world().communicator("dp", Mesh.of(2)))
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="shoal")
-        with sequence_parallel(context), pytest.raises(UsageError, match=r"sliding_window=4(.|\n)*16 positions"):
-            model(input_ids=torch.ones(1, 8, dtype=torch.int64), position_ids=context.positions(16)[None])
+        comm = current_world().communicator("dp", Mesh.of(2))
+        for context in (SequenceContext(sp=comm), SequenceContext(cp=comm)):
+            model = family(name, "shoal")
+            mine = {key: context.shard(value) for key, value in batch.items()}
+            with sequence_parallel(context):
+                loss = summed_loss(model, mine, context.shard(shifted(batch["labels"])))
+                loss.backward()
+            sums = [loss.detach().clone().view(1), *(parameter.grad for parameter in model.parameters())]
+            for tensor in sums:
+                comm.all_reduce(tensor.view(-1), label="check").drain()
+            assert sums[0].item() == pytest.approx(expected.item(), rel=1e-6)
+            for (parameter, wanted), found in zip(gradients(whole).items(), sums[1:], strict=True):
+                assert (found - wanted).norm() / wanted.norm() < 5e-6, parameter
 
     run_ranks(2, run)
 
 
-@pytest.mark.parametrize("core", ["sdpa", "eager_like"])
-def test_register_with_transformers_and_the_adapter_give_the_gradients_of_one_process(core: str) -> None:
-    """Each rank loads a batch of its own; both ranks compute both, each its positions of them."""
+def test_a_soft_cap_on_one_rank_is_that_of_eager_attention() -> None:
+    register()
+    batch = {key: value for key, value in batch_of("padded").items() if key != "labels"}
+    at = batch["attention_mask"].bool()
+    with torch.no_grad():
+        wanted, got = (family("gemma2", name).eval()(**batch).logits[at] for name in ("eager", "shoal"))
+    assert torch.allclose(got, wanted, atol=1e-4)
+
+
+def test_in_eval_mode_a_model_with_a_window_computes_alone() -> None:
+    register(only_training=True)
+    batch = {key: value for key, value in batch_of("padded").items() if key != "labels"}
+    at = batch["attention_mask"].bool()
+
+    def run() -> None:
+        with torch.no_grad():
+            wanted = family("gemma2", "eager").eval()(**batch).logits[at]
+            with sequence_parallel(SequenceContext(sp=current_world().communicator("dp", Mesh.of(2)))):
+                assert torch.allclose(family("gemma2", "shoal").eval()(**batch).logits[at], wanted, atol=1e-4)
+
+    run_ranks(2, run)
+
+
+def test_what_attention_over_ranks_does_not_have_is_refused() -> None:
+    """Chunks of Llama 4's kind shorter than the sequence; a window beside a function of transformers without one."""
+    from transformers.masking_utils import create_chunked_causal_mask
+
+    register()
+    sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    transformers.AttentionInterface.register("another", sdpa)
+    register("another", core="another")
+
+    def run() -> None:
+        config = llama("shoal").config
+        context = SequenceContext(sp=current_world().communicator("dp", Mesh.of(2)))
+        given = {"inputs_embeds": torch.zeros(1, 8, 4), "attention_mask": None, "past_key_values": None}
+        with sequence_parallel(context):
+            config.attention_chunk_size = 16
+            assert create_chunked_causal_mask(config, **given) is None
+            config.attention_chunk_size = 8
+            with pytest.raises(UsageError, match=r"functions \(chunked_overlay\) that attention over ranks does not"):
+                create_chunked_causal_mask(config, **given)
+            with pytest.raises(UsageError, match=r"sliding_window=5(.|\n)*16 positions"):
+                family("mistral", "another")(
+                    input_ids=torch.ones(1, 8, dtype=torch.int64), position_ids=context.positions(16)[None]
+                )
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("core", "length"), [("sdpa", LENGTH), ("eager_like", LENGTH), ("sdpa", 13), ("eager_like", 13)]
+)
+def test_register_with_transformers_and_the_adapter_give_the_gradients_of_one_process(core: str, length: int) -> None:
+    """Each rank loads a batch of its own; both ranks compute both, each its positions of them; 13 are padded to 14."""
     if core == "eager_like":
         sdpa = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
         transformers.AttentionInterface.register(core, sdpa)
     register(core, core=None if core == "sdpa" else core, only_training=True)
-    batches = [batch_of("plain"), {key: value.flip(0) for key, value in batch_of("plain").items()}]
+    plain = {key: value[:, :length] for key, value in batch_of("plain").items()}
+    batches = [plain, {key: value.flip(0) for key, value in plain.items()}]
     batches[1]["input_ids"] = batches[1]["labels"] = (batches[1]["input_ids"] + 7) % VOCABULARY
     whole = llama()
     for batch in batches:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+import shoal
 from shoal.comm.of_group import communicator_of
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
@@ -24,7 +25,10 @@ from shoal.compat.sequence_parallel import (
 )
 from shoal.errors import UsageError
 from shoal.mesh import Mesh
+from shoal.models.gpt import GPT, GPTConfig
 from shoal.parallel.sequence.context import current_sequence_context, set_sequence_context
+from shoal.zero.engine_parameters import safe_get_full_grad
+from tests.ranks.training import make
 
 E = 8
 
@@ -178,17 +182,94 @@ def test_the_adapter_cuts_every_ranks_batch_along_the_sequence() -> None:
             assert part["name"] == whole["name"]
 
 
+def test_rows_that_do_not_divide_are_padded_by_positions_without_a_target() -> None:
+    """Padding has positions of its own, so that no token attends to it, and no label."""
+
+    def batch(rank: int) -> dict[str, Any]:
+        ids = torch.arange(1, 6).expand(2, 5) + 10 * rank
+        mask = torch.ones(2, 5, dtype=torch.bool)
+        return {"input_ids": ids, "labels": ids, "attention_mask": mask, "pixels": torch.ones(2, 5, 3)}
+
+    cut = run_ranks(4, adapted, [[batch(rank)] for rank in range(4)])
+    for index in range(4):
+        whole = {key: torch.cat([of[index][key] for of in cut], 1) for key in cut[0][index]}
+        assert whole["input_ids"][0].tolist() == [*(10 * index + torch.arange(1, 6)).tolist(), 0, 0, 0]
+        assert whole["shift_labels"][1].tolist() == [*(10 * index + torch.arange(2, 6)).tolist(), *[-100] * 4]
+        assert whole["position_ids"][1].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+        assert whole["attention_mask"][0].tolist() == [True] * 5 + [False] * 3
+        assert whole["pixels"].shape == (2, 8, 3)
+
+
 def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
-    odd = [[{"input_ids": torch.zeros(1, 8)}], [{"input_ids": torch.zeros(1, 7)}]]
     other = [[{"input_ids": torch.zeros(1, 8)}], [{"input_ids": torch.zeros(1, 8), "extra": 1}]]
-    for batches, message in ((odd, r"7 positions does not divide by 2 ranks(.|\n)*pad it by 1 to 8"),
-                             (other, "batches with different keys")):  # fmt: skip
 
-        def run(batches: list[list[dict[str, Any]]] = batches, message: str = message) -> None:
-            with pytest.raises(UsageError, match=message):
-                adapted(batches)
+    def run() -> None:
+        with pytest.raises(UsageError, match="batches with different keys"):
+            adapted(other)
 
-        run_ranks(2, run)
+    run_ranks(2, run)
+
+
+ROWS = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def losses_of_engines() -> None:
+    """Engines with and without sequence parallelism in one process, in turn; each recomputes its layers."""
+
+    def gpt() -> GPT:
+        model = make(lambda: GPT(GPTConfig(50, 8, 2, 16, 2)))
+        model.attend_by(shoal.attention)
+        return model
+
+    def engine(mpu: Any = None) -> Any:
+        settings = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        settings["activation_checkpointing"] = {"modules": ["Block"]}
+        return shoal.initialize(model=gpt(), config=settings, mpu=mpu)[0]
+
+    def loss(engine: Any) -> torch.Tensor:
+        context = engine.sequence_context or shoal.SequenceContext()
+        parts = [context.shard(tokens) for tokens in (ROWS[:, :-1], ROWS[:, 1:])]
+        found: torch.Tensor = engine(*parts, context.positions(8))
+        return found
+
+    whole = gpt()
+    wanted = whole(ROWS[:, :-1], ROWS[:, 1:])
+    wanted.backward()
+    initialize_sequence_parallel(2)
+    first, second = engine(current_unit()), engine()
+    assert current_sequence_context() is None  # of the engine that was made last
+    for _ in range(2):
+        spread, alone = loss(first), loss(second)
+        assert first.axes.world.exchange(spread.detach().view(1), label="loss").wait().mean() == pytest.approx(
+            wanted.item(), rel=1e-6
+        )
+        assert alone.item() == pytest.approx(wanted.item(), rel=1e-6)
+    for each, of in ((first, spread), (second, alone)):
+        each.backward(of)
+        for parameter, expected in zip(each.module.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(safe_get_full_grad(parameter), expected.grad, rtol=1e-5, atol=1e-7)
+    first.destroy()
+    assert loss(second).item() == pytest.approx(wanted.item(), rel=1e-6)
+    second.destroy()
+    assert current_sequence_context() is None
+    third = engine(current_unit())  # the unit serves again, without another registration
+    assert current_sequence_context() is third.sequence_context is not None
+    with shoal.sequence_parallel(None):  # what a block says comes before an engine's own
+        assert third.eval()(ROWS[:, :-1], ROWS[:, 1:]).item() == pytest.approx(wanted.item(), rel=1e-6)
+    third.destroy()
+    # An engine that is made without the unit computes in the registered context; the next one does not.
+    initialize_sequence_parallel(2)
+    registered = current_sequence_context()
+    fourth = engine()
+    assert current_sequence_context() is registered is not None
+    fifth = engine()
+    assert current_sequence_context() is None
+    fourth.destroy()
+    fifth.destroy()
+
+
+def test_each_engine_of_a_process_computes_in_its_own_sequence_context() -> None:
+    run_ranks(2, losses_of_engines)
 
 
 def test_the_adapter_has_the_loaders_attributes() -> None:

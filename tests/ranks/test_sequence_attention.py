@@ -46,10 +46,11 @@ def tensors(heads: int, key_heads: int, length: int, dtype: torch.dtype = torch.
     ]
 
 
-def allowed(documents: Documents | None, length: int, is_causal: bool) -> torch.Tensor:
+def allowed(documents: Documents | None, length: int, is_causal: bool, window: int | None = None) -> torch.Tensor:
     """[2, 1, L, L]: may a position attend to another?"""
     position = torch.arange(length)
-    causal = position[:, None] >= position if is_causal else torch.ones(length, length, dtype=torch.bool)
+    distance = position[:, None] - position
+    causal = (distance.abs() < (window or length)) & ((distance >= 0) | (not is_causal))
     if documents is None:
         return causal.expand(2, 1, length, length)
     begins = [torch.tensor(row) for row in documents.begins * (2 // len(documents.begins))]
@@ -57,19 +58,18 @@ def allowed(documents: Documents | None, length: int, is_causal: bool) -> torch.
     return (causal & (ids[:, :, None] == ids[:, None, :])).unsqueeze(1)
 
 
-def expected(whole: list[torch.Tensor], documents: Documents | None, is_causal: bool) -> list[torch.Tensor]:
+def expected(whole: list[torch.Tensor], mask: torch.Tensor) -> list[torch.Tensor]:
     """The output and three gradients on one rank, in fp64."""
     query, key, value, gradient = (tensor.double() for tensor in whole)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    mask = allowed(documents, query.shape[2], is_causal)
     out = F.scaled_dot_product_attention(*leaves, attn_mask=mask, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
 
 
 def check(context: SequenceContext, heads: int, key_heads: int, length: int, **options: Any) -> None:
     whole = tensors(heads, key_heads, length)
-    documents = options.get("documents")
-    wanted = expected(whole, documents, options.get("is_causal", False))
+    mask = allowed(options.get("documents"), length, options.get("is_causal", False), options.get("window"))
+    wanted = expected(whole, mask)
     query, key, value, gradient = (context.shard(tensor, 2) for tensor in whole)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     with sequence_parallel(context):
@@ -144,7 +144,7 @@ def plain_check(dtype: torch.dtype, bound: float) -> None:
     context = context_of("both")
     query, key, value, gradient = tensors(4, 2, 16, dtype)
     whole = [query, key, value[..., :3], gradient[..., :3]]
-    wanted = expected(whole, None, True)
+    wanted = expected(whole, allowed(None, 16, True))
     leaves = [context.shard(tensor, 2).requires_grad_() for tensor in whole[:3]]
     out = attention(*leaves, is_causal=True, context=context)
     found = [out.detach(), *torch.autograd.grad(out, leaves, context.shard(whole[3], 2))]
@@ -178,6 +178,7 @@ def over_processes(rank: int, size: int, shared_memory: bool) -> None:
     for context in (SequenceContext(sp=comm, length=21), SequenceContext(cp=comm, length=21)):
         check(context, 7, 7, 21, is_causal=True)
         check(context, 4, 1, 21, is_causal=True, documents=PACKED[21])
+        check(context, 7, 7, 21, is_causal=True, window=4)
     world.close()
 
 

@@ -103,6 +103,7 @@ THERE = {
     "deepspeed.elasticity.elasticity": "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "deepspeed.runtime.pipe": "PipelineModule LayerSpec TiedLayerSpec ProcessTopology",
+    "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": """
         initialize_sequence_parallel get_sequence_parallel_group get_sequence_parallel_world_size
@@ -143,7 +144,7 @@ THERE = {
 # What is importable, and raises NotBuiltError by name when it is used.
 NOT_THERE = {
     "deepspeed": """
-        init_inference default_inference_config InferenceEngine PipelineEngine
+        init_inference default_inference_config InferenceEngine
         DeepSpeedHybridEngine DeepSpeedTransformerLayer DeepSpeedTransformerConfig replace_transformer_layer
         revert_transformer_layer""",
     "deepspeed.autotuning": "Autotuner",
@@ -161,7 +162,6 @@ NOT_THERE = {
     "deepspeed.runtime.fp16.onebit.lamb": "OnebitLamb",
     "deepspeed.runtime.fp16.onebit.zoadam": "ZeroOneAdam",
     "deepspeed.runtime.hybrid_engine": "DeepSpeedHybridEngine",
-    "deepspeed.runtime.pipe.engine": "PipelineEngine",
     "deepspeed.sequence.auto_sp": "auto_wrap_model_for_sp",
     "deepspeed.sequence.cross_entropy": "vocab_parallel_cross_entropy",
     "deepspeed.sequence.fpdt_layer": "FPDT_Attention",

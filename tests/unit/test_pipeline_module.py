@@ -15,6 +15,7 @@ from shoal.errors import ModelError, UsageError
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
 from shoal.pipeline.module import PipelineModule, stages_to_ranks
+from shoal.pipeline.topology import PipeDataParallelTopology
 
 
 class Block(nn.Module):
@@ -280,8 +281,6 @@ def test_layers_that_cannot_fill_the_stages_are_an_error_that_says_what_fits() -
         UsageError, match=r"(?s)5 layers .* 6 .*\(2 ranks with 3 each\).*virtual_stages=2 or num_stages=1"
     ):
         parts_of(untied, 2, virtual_stages=3)
-    with pytest.raises(UsageError, match="neither num_stages nor topology"):
-        PipelineModule(untied())
     with pytest.raises(UsageError, match=r"(?s)num_stages=3 does not divide the 1 ranks.*use one of 1"):
         PipelineModule(untied(), 3)
     for layer in (nn.Linear, None, parts_of(untied, 1)[0]):
@@ -339,3 +338,22 @@ def test_orders_of_virtual_stages() -> None:
 def test_a_layer_file_has_the_name_that_deepspeed_gives_it() -> None:
     parts = parts_of(gpt, 2)
     assert parts[1].ckpt_layer_path("dir", 1) == "dir/layer_04-model_states.pt"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_module_without_stages_is_cut_later_into_the_same_parts(model: str) -> None:
+    ranks = stages_to_ranks("v", 2, 2)
+    topology = PipeDataParallelTopology(2, 1)
+    for rank, expected in enumerate(parts_of(MODELS[model], 2, virtual_stages=2, stage_to_rank="v")):
+        torch.manual_seed(3)
+        module = PipelineModule(MODELS[model](), loss_fn=loss_fn)
+        assert module.is_whole
+        assert (module.num_stages, module.stages, module.degrees) == (1, (0,), {})
+        whole = dict(module.named_parameters())
+        module.keep_stages(topology, ranks, rank=rank)
+        assert not module.is_whole
+        assert (module.stages, module.parts, module.tied) == (expected.stages, expected.parts, expected.tied)
+        held = dict(module.named_parameters())
+        assert list(held) == [name for name, _ in expected.named_parameters()]
+        assert all(parameter is whole[name] for name, parameter in held.items())
+        assert all(torch.equal(held[name], parameter) for name, parameter in expected.named_parameters())

@@ -6,14 +6,24 @@ import doctest
 import importlib
 import itertools
 import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.errors import UsageError
-from shoal.parallel.sequence.chunks import Chunks, chunks_of, tiles_of
+from shoal.parallel.sequence.chunks import Chunks, Tile, chunks_of, keys_of, of_packed_keys, tiles_of
 from shoal.parallel.sequence.documents import Documents
-from shoal.parallel.sequence.kernels import AttentionKernel, CpuKernel, PlainKernel, kernel_for
+from shoal.parallel.sequence.kernels import (
+    AttentionKernel,
+    CpuKernel,
+    EfficientKernel,
+    PlainKernel,
+    UnevenGroups,
+    kernel_for,
+)
 
 
 @pytest.mark.parametrize("module", ["chunks", "documents", "ulysses"])
@@ -26,28 +36,54 @@ def positions(chunks: Chunks) -> list[int]:
     return [position for chunk in chunks for position in chunk]
 
 
+def scores_of(tile: Tile) -> Iterator[tuple[int, int]]:
+    """The queries and keys of a tile that attend."""
+    queries, keys = ((stop - start) // tile.num_blocks for start, stop in ((tile.q0, tile.q1), (tile.k0, tile.k1)))
+    assert (queries == keys) or not tile.is_causal
+    for block, q, k in itertools.product(range(tile.num_blocks), range(queries), range(keys)):
+        if not tile.is_causal or (k >= q if tile.is_reversed else k <= q):
+            yield tile.q0 + block * queries + q, tile.k0 + block * keys + k
+
+
 def test_tiles_cover_every_allowed_score_once() -> None:
     draw = random.Random(0)
-    for length, ranks, order, is_causal in itertools.product(
-        (5, 12, 17), (1, 2, 3, 4), ("balanced", "contiguous"), (0, 1)
+    for length, ranks, order, is_causal, window in itertools.product(
+        (5, 12, 17), (1, 2, 3, 4), ("balanced", "contiguous"), (0, 1), (None, 1, 2, 3, 5, 11, 30)
     ):
         begins = tuple(sorted({0, length, *draw.sample(range(1, length), draw.randrange(4))}))
         document = {position: sum(begin <= position for begin in begins) for position in range(length)}
         chunks = chunks_of(length, ranks, order)
         assert sorted(position for each in chunks for position in positions(each)) == list(range(length))
         for documents in (None, (begins,)):
-            covered: dict[tuple[int, int], int] = {}
+            covered: Counter[tuple[int, int]] = Counter()
+            packed: Counter[tuple[int, int]] = Counter()
             for queries, keys in itertools.product(chunks, repeat=2):
                 at, to = positions(queries), positions(keys)
-                for tile in tiles_of(queries, keys, bool(is_causal), documents):
-                    for q, k in itertools.product(range(tile.q0, tile.q1), range(tile.k0, tile.k1)):
-                        if not tile.is_causal or k - tile.k0 <= q - tile.q0:
-                            covered[at[q], to[k]] = covered.get((at[q], to[k]), 0) + 1
+                tiles = tiles_of(queries, keys, bool(is_causal), documents, window)
+                covered.update((at[q], to[k]) for tile in tiles for q, k in scores_of(tile))
+                needed = [to[place] for some in keys_of(tiles) for place in some]
+                packed.update((at[q], needed[k]) for tile in of_packed_keys(tiles) for q, k in scores_of(tile))
+            assert packed == covered
             assert covered == {
                 (q, k): 1
                 for q, k in itertools.product(range(length), repeat=2)
-                if (not is_causal or k <= q) and (documents is None or document[q] == document[k])
+                if (not is_causal or k <= q)
+                and (documents is None or document[q] == document[k])
+                and (window is None or abs(q - k) < window)
             }
+
+
+def test_a_window_makes_few_tiles_whatever_the_length() -> None:
+    (chunks,) = chunks_of(100_000, 1, "contiguous")
+    tiles = tiles_of(chunks, chunks, True, None, 64)
+    assert [str(tile) for tile in tiles] == [
+        "[q 0:63, k 0:63, causal]",
+        "[q 63:99981, k 63:99981, causal, 1586 blocks]",
+        "[q 63:99981, k 0:99918, reversed, 1586 blocks]",
+        "[q 99981:100000, k 99981:100000, causal]",
+        "[q 99981:100000, k 99918:99937, reversed]",
+        "[q 99981:100000, k 99937:99981]",
+    ]
 
 
 def test_balanced_chunks_give_every_rank_the_same_number_of_causal_scores() -> None:
@@ -84,15 +120,35 @@ def test_documents_from_every_form() -> None:
         Documents.of_lengths([[4, 5], [5]])
 
 
-@pytest.mark.parametrize("kernel", [CpuKernel(), PlainKernel()])
-def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(kernel: AttentionKernel) -> None:
-    query, key, value, gradient = (torch.randn(2, 3, 6, 8, dtype=torch.float64) for _ in range(4))
+UNEVEN = ((range(4), range(1)), (range(4, 6), range(1, 2)))
+KERNELS: list[tuple[AttentionKernel, int, float | None]] = [
+    (CpuKernel(), 6, None),
+    (CpuKernel(), 2, None),
+    (PlainKernel(), 6, None),
+    (PlainKernel(), 2, None),
+    (PlainKernel(0.5), 1, 0.5),
+    (UnevenGroups(CpuKernel(), UNEVEN), 2, None),
+    (UnevenGroups(PlainKernel(0.5), UNEVEN), 2, 0.5),
+]
+
+
+@pytest.mark.parametrize(("kernel", "key_heads", "softcap"), KERNELS)
+def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(
+    kernel: AttentionKernel, key_heads: int, softcap: float | None
+) -> None:
+    """Heads of queries share those of keys evenly, or four the first and two the second."""
+    query, key, value, gradient = (
+        torch.randn(2, heads, 6, 8, dtype=torch.float64) for heads in (6, key_heads, key_heads, 6)
+    )
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    of_query = [0, 0, 0, 0, 1, 1] if isinstance(kernel, UnevenGroups) else [head * key_heads // 6 for head in range(6)]
     for is_causal in (False, True):
-        scores = query @ key.mT * 0.3
+        scores = query @ key[:, of_query].mT * 0.3
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if is_causal:
             scores = scores.masked_fill(torch.ones(6, 6).triu(1).bool(), float("-inf"))
-        wanted = scores.softmax(-1) @ value
+        wanted = scores.softmax(-1) @ value[:, of_query]
         with torch.no_grad():
             out, lse = kernel.forward(query, key, value, is_causal, 0.3)
             shares = kernel.backward(gradient, query, key, value, out, lse, is_causal, 0.3)
@@ -100,6 +156,66 @@ def test_a_kernel_gives_log_sum_exp_and_the_gradients_of_one_tile(kernel: Attent
         assert torch.allclose(lse, scores.logsumexp(-1))
         for share, expected in zip(shares, torch.autograd.grad(wanted, leaves, gradient), strict=True):
             assert torch.allclose(share, expected)
+
+
+def test_the_efficient_kernel_is_called_with_as_many_heads_of_keys_as_of_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch has it on CUDA: here the CPU's computes in its place, with the efficient one's padded log-sum-exp."""
+
+    class Efficient:
+        def _scaled_dot_product_efficient_attention(
+            self,
+            query: Any,
+            key: Any,
+            value: Any,
+            bias: None,
+            has_lse: bool,
+            dropout: float,
+            is_causal: bool,
+            scale: float,
+        ) -> Any:
+            assert query.shape[1] == key.shape[1]
+            out, lse = CpuKernel().forward(query, key, value, is_causal, scale)
+            return out, torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32)), None, None
+
+        def _scaled_dot_product_efficient_attention_backward(
+            self,
+            gradient: Any,
+            query: Any,
+            key: Any,
+            value: Any,
+            bias: None,
+            out: Any,
+            lse: Any,
+            *rest: Any,
+            scale: float,
+        ) -> Any:
+            assert query.shape[1] == key.shape[1]
+            assert lse.shape[2] == 32
+            exact = lse[..., : query.shape[2]].contiguous()
+            return CpuKernel().backward(gradient, query, key, value, out, exact, rest[-1], scale)
+
+    for key_heads in (6, 2, 1):
+        query, key, value, gradient = (torch.randn(2, heads, 5, 8) for heads in (6, key_heads, key_heads, 6))
+        wanted = CpuKernel().forward(query, key, value, True, 0.3)
+        shares = CpuKernel().backward(gradient, query, key, value, *wanted, True, 0.3)
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.parallel.sequence.kernels._aten", _Both(Efficient()))
+            found = EfficientKernel().forward(query, key, value, True, 0.3)
+            mine = EfficientKernel().backward(gradient, query, key, value, *found, True, 0.3)
+        for one, other in zip((*found, *mine), (*wanted, *shares), strict=True):
+            assert torch.allclose(one, other, atol=1e-5)
+
+
+class _Both:
+    """torch's operators, and the given ones."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given, name, None) or getattr(torch.ops.aten, name)
 
 
 def test_the_plain_kernel_computes_some_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,26 +14,40 @@ the last rank most of the work. ``balanced`` cuts the sequence into two chunks f
 A tile is a rectangle of scores that a kernel computes without a mask, or a square with a causal one:
 
     >>> first, second = chunks_of(8, 2, "balanced")
-    >>> tiles_of(first, first, True, None)  # its own keys: causal, since its chunks are in the order of the sequence
-    (Tile(row=None, q0=0, q1=4, k0=0, k1=4, is_causal=True),)
-    >>> tiles_of(first, second, True, None)  # of the other rank's keys only the tail's queries need some, all of them
-    (Tile(row=None, q0=2, q1=4, k0=0, k1=4, is_causal=False),)
-    >>> tiles_of(second, first, True, None)
-    (Tile(row=None, q0=0, q1=4, k0=0, k1=2, is_causal=False),)
+    >>> print(*tiles_of(first, first, True, None))  # its own keys: causal, as its chunks are in the sequence's order
+    [q 0:4, k 0:4, causal]
+    >>> print(*tiles_of(first, second, True, None))  # of the other rank's keys only the tail's queries need some: all
+    [q 2:4, k 0:4]
+    >>> print(*tiles_of(second, first, True, None))
+    [q 0:4, k 0:2]
 
 Documents cut tiles: position 5 begins a document here.
 
-    >>> tiles_of(first, second, True, ((0, 5, 8),))
-    (Tile(row=None, q0=2, q1=4, k0=3, k1=4, is_causal=False),)
+    >>> print(*tiles_of(first, second, True, ((0, 5, 8),)))
+    [q 2:4, k 3:4]
+
+A sliding window makes a band of scores. Along its upper edge lie causal squares (c), along its lower edge squares that
+are causal when queries and keys are both read backward (r). Squares of one size are one tile, and no score outside the
+band is computed. A window of 3, a position and 2 before it, for 7 positions:
+
+    k    0 1 2 3 4 5 6
+    q 0  c                  >>> (whole,) = chunks_of(7, 1, "contiguous")
+      1  c c                >>> print(*tiles_of(whole, whole, True, None, 3), sep=" ")
+      2  r r c              [q 0:2, k 0:2, causal] [q 2:6, k 2:6, causal, 2 blocks]
+      3    r c c            [q 2:6, k 0:4, reversed, 2 blocks] [q 6:7, k 6:7, causal]
+      4      r r c          [q 6:7, k 4:5, reversed] [q 6:7, k 5:6]
+      5        r c c
+      6          r . c
 
 Source: head-tail chunks: Llama 3 (arXiv:2407.21783), section 3.3.2; zig-zag ring attention.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
 ChunkOrder = Literal["balanced", "contiguous"]
@@ -41,14 +55,29 @@ Chunks = tuple[range, ...]  # the positions of one rank, in the order in which i
 
 
 class Tile(NamedTuple):
-    """Queries ``q0`` to ``q1`` against keys ``k0`` to ``k1``, counted in what the two ranks hold."""
+    """Queries ``q0`` to ``q1`` against keys ``k0`` to ``k1``, counted in what the two ranks hold.
 
-    row: int | None  # of the batch; None: all rows
+    Args:
+        row: of the batch; None: all rows.
+        is_causal: a query attends to the keys up to its own place.
+        is_reversed: of a causal tile: both are read backward, so that a query attends to the keys from its place on.
+        num_blocks: equal parts of the queries and of the keys; part i of the queries attends to part i of the keys.
+    """
+
+    row: int | None
     q0: int
     q1: int
     k0: int
     k1: int
-    is_causal: bool
+    is_causal: bool = False
+    is_reversed: bool = False
+    num_blocks: int = 1
+
+    def __str__(self) -> str:
+        words = [f"q {self.q0}:{self.q1}", f"k {self.k0}:{self.k1}"]
+        words += ["reversed" if self.is_reversed else "causal"] * self.is_causal
+        words += [f"{self.num_blocks} blocks"] * (self.num_blocks > 1) + [f"row {self.row}"] * (self.row is not None)
+        return f"[{', '.join(words)}]"
 
 
 class DocumentRun(NamedTuple):
@@ -57,6 +86,14 @@ class DocumentRun(NamedTuple):
     document: int
     start: int
     stop: int
+    shift: int  # place in memory - position
+
+
+class Band(NamedTuple):
+    """The keys around a position that it attends to: so many before it, and so many after it."""
+
+    before: int
+    after: int
 
 
 def cuts(length: int, parts: int) -> list[int]:
@@ -84,27 +121,71 @@ def num_positions(chunks: Chunks) -> int:
 
 @lru_cache(maxsize=1024)
 def tiles_of(
-    queries: Chunks, keys: Chunks, is_causal: bool, documents: tuple[tuple[int, ...], ...] | None
+    queries: Chunks,
+    keys: Chunks,
+    is_causal: bool,
+    documents: tuple[tuple[int, ...], ...] | None,
+    window: int | None = None,
 ) -> tuple[Tile, ...]:
     """The tiles that queries of one rank need of the keys of one rank; of the same rank, or of another.
 
     Args:
         documents: of each row of the batch, where its documents begin, and the length; None: one document a row.
+        window: a position attends to itself and ``window - 1`` positions before it, and after it unless ``is_causal``.
     """
+    band = None if window is None else Band(window - 1, 0 if is_causal else window - 1)
     if documents is None or len(set(documents)) == 1:
-        return tuple(_tiles_of_row(None, queries, keys, is_causal, documents[0] if documents else None))
+        return tuple(_tiles_of_row(None, queries, keys, is_causal, documents[0] if documents else None, band))
     return tuple(
         tile
         for row, begins in enumerate(documents)
-        for tile in _tiles_of_row(row, queries, keys, is_causal, begins)
+        for tile in _tiles_of_row(row, queries, keys, is_causal, begins, band)
     )  # fmt: skip
 
 
+@lru_cache(maxsize=1024)
+def keys_of(tiles: tuple[Tile, ...]) -> tuple[range, ...]:
+    """The keys that tiles need, in order.
+
+    >>> keys_of((Tile(0, 0, 1, 4, 6), Tile(0, 1, 2, 5, 8), Tile(1, 0, 2, 1, 2)))
+    (range(1, 2), range(4, 8))
+    """
+    found: list[range] = []
+    for start, stop in sorted((tile.k0, tile.k1) for tile in tiles):
+        if found and start <= found[-1].stop:
+            found[-1] = range(found[-1].start, max(stop, found[-1].stop))
+        else:
+            found.append(range(start, stop))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1024)
+def of_packed_keys(tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
+    """The same tiles of ``keys_of(tiles)``, one after the other.
+
+    >>> print(*of_packed_keys((Tile(0, 0, 1, 4, 6), Tile(1, 0, 2, 1, 2))))
+    [q 0:1, k 1:3, row 0] [q 0:2, k 0:1, row 1]
+    """
+    starts = [keys.start for keys in keys_of(tiles)]
+    lengths = accumulate((len(keys) for keys in keys_of(tiles)), initial=0)
+    shifts = [length - start for start, length in zip(starts, lengths, strict=False)]
+    moved = []
+    for tile in tiles:
+        shift = shifts[bisect_right(starts, tile.k0) - 1]
+        moved.append(tile._replace(k0=tile.k0 + shift, k1=tile.k1 + shift))
+    return tuple(moved)
+
+
 def _tiles_of_row(
-    row: int | None, queries: Chunks, keys: Chunks, is_causal: bool, begins: tuple[int, ...] | None
+    row: int | None,
+    queries: Chunks,
+    keys: Chunks,
+    is_causal: bool,
+    begins: tuple[int, ...] | None,
+    band: Band | None,
 ) -> list[Tile]:
     runs = _runs(queries, begins)
-    if is_causal and queries == keys:
+    if is_causal and queries == keys and band is None:
         # A rank's chunks are in the order of the sequence: a document's positions there, one after the other, are
         # causal among themselves.
         return [Tile(row, run.start, run.stop, run.start, run.stop, True) for run in _joined(runs)]
@@ -117,9 +198,41 @@ def _tiles_of_row(
             there = {run.document: run for run in runs_there}
             for run in query_runs:
                 other = there.get(run.document)
-                if other is not None:
-                    tiles.append(Tile(row, run.start, run.stop, other.start, other.stop, False))
-    return _merged(tiles)
+                if other is None:
+                    continue
+                if band is None:
+                    tiles.append(Tile(row, run.start, run.stop, other.start, other.stop))
+                else:
+                    tiles += _tiles_of_band(row, run, other, band)
+    return _merged(tiles) if band is None else tiles
+
+
+def _tiles_of_band(row: int | None, queries: DocumentRun, keys: DocumentRun, band: Band) -> list[Tile]:
+    """The tiles of queries that attend, at place i, to the keys at places i + low to i + high, where there are such."""
+    low, high = (keys.shift - queries.shift + distance for distance in (-band.before, band.after))
+    first, end = max(queries.start, keys.start - high), min(queries.stop, keys.stop - low)
+    if first >= end:
+        return []
+    if low == high:
+        return [Tile(row, first, end, first + low, end + low, num_blocks=end - first)]
+    # The band's lower edge is inside the keys from low_from on, its upper edge up to high_to.
+    low_from, high_to = (min(max(edge, first), end) for edge in (keys.start - low, keys.stop - high))
+    tiles: list[Tile] = []
+    for start, stop in pairwise(sorted({first, low_from, high_to, end})):
+        has_low, has_high = start >= low_from, stop <= high_to
+        num_blocks = (stop - start) // (high - low) if has_low and has_high else 0
+        rest = start + num_blocks * (high - low)
+        for q0, q1, blocks in ((start, rest, num_blocks), (rest, stop, 1)):
+            if q0 == q1:
+                continue
+            if has_high:
+                tiles.append(Tile(row, q0, q1, q0 + high, q1 + high, True, num_blocks=blocks))
+            if has_low:
+                tiles.append(Tile(row, q0, q1, q0 + low, q1 + low, True, True, blocks))
+            k0, k1 = q1 + low if has_low else keys.start, q0 + high if has_high else keys.stop
+            if k0 < k1:
+                tiles.append(Tile(row, q0, q1, k0, k1))
+    return tiles
 
 
 def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[DocumentRun]]:
@@ -130,9 +243,8 @@ def _runs(chunks: Chunks, begins: tuple[int, ...] | None) -> list[list[DocumentR
         shift = offset - chunk.start
         bounds = enumerate(pairwise((0, chunk.stop) if begins is None else begins))
         inside = ((document, max(start, chunk.start), min(stop, chunk.stop)) for document, (start, stop) in bounds)
-        found.append(
-            [DocumentRun(document, start + shift, stop + shift) for document, start, stop in inside if start < stop]
-        )
+        runs = (DocumentRun(document, start + shift, stop + shift, shift) for document, start, stop in inside)
+        found.append([run for run in runs if run.start < run.stop])
         offset += len(chunk)
     return found
 

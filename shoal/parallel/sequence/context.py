@@ -22,7 +22,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import ChunkOrder, Chunks, chunks_of, cuts, num_positions
 from shoal.parallel.sequence.documents import Documents
-from shoal.parallel.sequence.ring import KeyExchange
+from shoal.parallel.sequence.exchange import KeyExchange
 
 
 @dataclass(frozen=True)
@@ -217,43 +217,85 @@ def _gathered(tensor: Tensor, comm: Communicator, lengths: tuple[int, ...], dim:
 
 
 class _Setting:
-    """The context that is set, for this process or for one thread of it."""
+    """The context that is set, for this process or for one thread of it.
 
-    def __init__(self, context: SequenceContext | None) -> None:
-        self.context = context
+    Args:
+        default: outside of any ``with sequence_parallel``.
+    """
+
+    def __init__(self, default: SequenceContext | None = None) -> None:
+        self.default = default
+        self.is_taken = True  # by an engine, or there is nothing to take
+        self.blocks: list[SequenceContext | None] = []  # of the ``with`` blocks that are open
 
 
 # Of ranks that are threads. A process has one context, which autograd's threads see: recomputation runs there on CUDA.
 _of_thread: ContextVar[_Setting | None] = ContextVar("sequence_context", default=None)
-_of_process = _Setting(None)
+_of_process = _Setting()
+
+
+def _own_setting() -> _Setting:
+    """What this thread may set."""
+    if threading.current_thread() is threading.main_thread():
+        return _of_process
+    setting = _of_thread.get()
+    if setting is None:
+        setting = _Setting(_of_process.default)
+        setting.is_taken = _of_process.is_taken
+        _of_thread.set(setting)
+    return setting
 
 
 def current_sequence_context() -> SequenceContext | None:
     """The context that is set; None: attention is not spread over ranks."""
-    return (_of_thread.get() or _of_process).context
+    setting = _of_thread.get() or _of_process
+    return setting.blocks[-1] if setting.blocks else setting.default
 
 
 def set_sequence_context(context: SequenceContext | None) -> SequenceContext | None:
-    """Set the context until it is set again: for the engine. Scripts use :func:`sequence_parallel`.
+    """Set the context until it is set again, or until the engine that is made next is destroyed.
+
+    Scripts use :func:`sequence_parallel`.
 
     Returns: the one before.
     """
-    before = current_sequence_context()
-    if threading.current_thread() is threading.main_thread():
-        _of_process.context = context
-    else:
-        _of_thread.set(_Setting(context))
+    setting = _own_setting()
+    before, setting.default = setting.default, context
+    setting.is_taken = context is None
     return before
+
+
+def take_sequence_context() -> SequenceContext | None:
+    """The context that was set for an engine to be made; None: there is none, or an engine took it."""
+    setting = _own_setting()
+    context = None if setting.is_taken else setting.default
+    setting.is_taken = True
+    return context
+
+
+def use_sequence_context(context: SequenceContext | None) -> None:
+    """Set the context of the engine that computes now."""
+    setting = _own_setting()
+    if setting.default is not context:
+        setting.default, setting.is_taken = context, True
+
+
+def drop_sequence_context(context: SequenceContext | None) -> None:
+    """Set no context, if ``context`` is the one of an engine that was set last."""
+    setting = _own_setting()
+    if setting.default is context:
+        setting.default, setting.is_taken = None, True
 
 
 @contextmanager
 def sequence_parallel(context: SequenceContext | None) -> Iterator[None]:
-    """Spread attention over the ranks of ``context`` inside the block.
+    """Spread attention over the ranks of ``context`` inside the block, also where an engine computes.
 
     With recomputation of activations the block contains backward too.
     """
-    before = set_sequence_context(context)
+    blocks = _own_setting().blocks
+    blocks.append(context)
     try:
         yield
     finally:
-        set_sequence_context(before)
+        blocks.pop()

@@ -7,7 +7,7 @@
 
 Without a context the model computes with transformers' own SDPA. With one, ``position_ids`` are those of the whole
 sequence, cut like the tokens; where they do not go on, a packed document begins. ``attention_mask`` is cut like the
-tokens too, and may have padding before or after them.
+tokens too, and may have padding before or after them. Sliding windows and soft caps are the model's own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ from shoal.parallel.sequence.context import SequenceContext, current_sequence_co
 from shoal.parallel.sequence.ulysses import HeadExchange, split_heads
 
 # What attention functions of transformers take beside these, and attention over ranks does not have.
-_REFUSED = ("softcap", "s_aux", "position_bias", "cache")
+_REFUSED = ("s_aux", "position_bias", "cache")
+# The functions of transformers' masks that is_causal, window and documents say too. Others are refused.
+_KNOWN_MASKS = {
+    "and_masks",
+    "bidirectional_mask_function",
+    "causal_mask_function",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "sliding_window_bidirectional_overlay",
+    "sliding_window_overlay",
+}
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
@@ -45,7 +55,8 @@ def register(name: str = "shoal", *, core: str | None = None, only_training: boo
     inner = _original(ALL_ATTENTION_FUNCTIONS.get(core or "sdpa"))
     alone = _original(ALL_ATTENTION_FUNCTIONS.get(name) or inner)
     mask = _original(ALL_MASK_ATTENTION_FUNCTIONS.get(name) or ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    AttentionInterface.register(name, _AttentionFunction(alone, inner if core else None, only_training))
+    takes_window = core is not None and "flash" in core
+    AttentionInterface.register(name, _AttentionFunction(alone, inner if core else None, only_training, takes_window))
     AttentionMaskInterface.register(name, _MaskFunction(mask))
 
 
@@ -66,15 +77,32 @@ class _MaskFunction:
         self.alone = alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _active() is None:
+        context = _active()
+        if context is None:
             return self.alone(*args, **kwargs)
-        if kwargs.get("use_vmap"):
+        unknown = _mask_functions(kwargs.get("mask_function")) - _KNOWN_MASKS
+        chunk = kwargs.get("local_size")
+        if chunk is not None and chunk >= context.whole_length(kwargs["q_length"], "a mask"):
+            unknown -= {"chunked_overlay"}
+        if kwargs.get("use_vmap") or unknown:
             raise UsageError(
-                "the model adds a mask function of its own to its mask, which attention over ranks does not know",
-                do="use a model with a causal or a bidirectional mask, or one rank.",
+                f"the model's mask has functions ({', '.join(sorted(unknown)) or 'of its own'}) that attention over"
+                " ranks does not know",
+                do="use a model with a causal or a bidirectional mask, with or without a sliding window, or one rank.",
                 code="sequence-mask",
             )
         return kwargs.get("attention_mask")
+
+
+def _mask_functions(function: Any) -> set[str]:
+    """The names of the functions of transformers that a mask function is made of."""
+    if isinstance(function, tuple):
+        return {name for each in function for name in _mask_functions(each)}
+    if not callable(function):
+        return set()
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    own = getattr(function, "__qualname__", type(function).__name__).split(".")[0]
+    return {own}.union(*(_mask_functions(each) for each in inner))
 
 
 class _AttentionFunction:
@@ -83,12 +111,14 @@ class _AttentionFunction:
     Args:
         alone: used without a context.
         core: used between two exchanges of heads; None: ``shoal.attention``.
+        takes_window: does ``core`` compute a sliding window and a soft cap itself?
     """
 
-    def __init__(self, alone: Forward, core: Forward | None, only_training: bool) -> None:
+    def __init__(self, alone: Forward, core: Forward | None, only_training: bool, takes_window: bool) -> None:
         self.alone = alone
         self._core = core
         self._only_training = only_training
+        self._takes_window = takes_window
 
     def __call__(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
@@ -101,15 +131,19 @@ class _AttentionFunction:
         Returns: [B, L of this rank, heads, head size], and no weights.
         """
         context = _active()
-        if context is None:
-            return self.alone(module, query, key, value, attention_mask, **kwargs)
         given = kwargs.get("is_causal")
         is_causal = bool(getattr(module, "is_causal", True) if given is None else given)
+        window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
+        if context is None:
+            if softcap is None or self._core is not None or not isinstance(attention_mask, Tensor | None):
+                return self.alone(module, query, key, value, attention_mask, **kwargs)
+            # Transformers' SDPA has no soft cap.
+            return _on_one_rank(query, key, value, attention_mask, is_causal, kwargs)
         if self._only_training and not module.training:
-            mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"))
-            return self.alone(module, query, key, value, mask, **kwargs)
+            mask = _mask_of_one_rank(attention_mask, query, key, is_causal, kwargs.get("position_ids"), window)
+            return _on_one_rank(query, key, value, mask, is_causal, kwargs)
         length = context.whole_length(query.shape[2], "attention's query")
-        _refuse(kwargs, length)
+        _refuse(kwargs, length, has_window=self._core is None or self._takes_window)
         if self._core is not None:
             return self._with_core(self._core, context, module, query, key, value, attention_mask, kwargs)
         positions = kwargs.get("position_ids")
@@ -124,6 +158,8 @@ class _AttentionFunction:
             is_causal=is_causal and mask is None,
             mask=mask,
             documents=None if mask is not None else context.documents_of(positions, padding),
+            window=window if mask is None else None,
+            softcap=softcap,
             scale=kwargs.get("scaling"),
             dropout_p=kwargs.get("dropout", 0.0),
             context=context,
@@ -147,46 +183,73 @@ class _AttentionFunction:
         query, key, value = exchange.to_heads(
             (query, key, value), (heads.queries, heads.keys, heads.keys), "attention: heads"
         )
-        index = torch.tensor(of_query, device=key.device)  # each query's own head: the module's groups do not fit
-        key, value = key.index_select(1, index), value.index_select(1, index)
+        groups = len(of_query) // key.shape[1]
+        if len(heads.groups(context.sp.rank)) > 1:  # the function knows one size of groups
+            index = torch.tensor(of_query, device=key.device)
+            key, value, groups = key.index_select(1, index), value.index_select(1, index), 1
         positions = kwargs.get("position_ids")
         if positions is not None:
             kwargs = {**kwargs, "position_ids": context.unshard(positions, -1)}
         whole_mask = None if attention_mask is None else context.unshard(attention_mask.to(torch.uint8)).bool()
-        out, _ = core(_WithoutGroups(module), query, key, value, whole_mask, **kwargs)
+        out, _ = core(_WithGroups(module, groups), query, key, value, whole_mask, **kwargs)
         return exchange.to_positions(out.transpose(1, 2), heads.queries, "attention: positions").transpose(1, 2), None
 
 
-class _WithoutGroups:
-    """An attention module, as a function sees it that is given as many heads of keys as of queries."""
+class _WithGroups:
+    """An attention module, as a function sees it that is given other heads than the module has."""
 
-    num_key_value_groups = 1
-
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, groups: int) -> None:
         self._module = module
+        self.num_key_value_groups = groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
-def _refuse(kwargs: dict[str, Any], length: int) -> None:
+def _refuse(kwargs: dict[str, Any], length: int, *, has_window: bool) -> None:
     found = [name for name in _REFUSED if kwargs.get(name) is not None]
     window = kwargs.get("sliding_window")
-    if window is not None and window < length:
+    if not has_window and window is not None and window < length:
         found.append(f"sliding_window={window}")
+    if not has_window and kwargs.get("softcap") is not None:
+        found.append("softcap")
     if kwargs.get("output_attentions"):
         found.append("output_attentions")
     if found:
         raise UsageError(
             f"the model's attention asks for {', '.join(found)}, which attention over ranks does not have, for a"
             f" sequence of {length} positions",
-            do="use a model with plain causal attention, or sequences no longer than its window.",
+            do="use a model with plain causal attention, or one rank; for windows and soft caps, attn_implementation"
+            "='shoal' or core_attn_implementation='sdpa'.",
             code="sequence-attention",
         )
 
 
+def _on_one_rank(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, kwargs: dict[str, Any]
+) -> tuple[Tensor, None]:
+    """Attention of whole rows with a mask of transformers' SDPA: [B, 1, L, S], or None."""
+    out = attention(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal and mask is None and query.shape[2] > 1,
+        softcap=kwargs.get("softcap"),
+        scale=kwargs.get("scaling"),
+        dropout_p=kwargs.get("dropout", 0.0),
+        context=SequenceContext(),
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
 def _mask_of_one_rank(
-    mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, positions: Tensor | None
+    mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    is_causal: bool,
+    positions: Tensor | None,
+    window: int | None,
 ) -> Tensor | None:
     """The mask of whole rows, [B, 1, L, S], from their padding, [B, S]; None: the function's own causal mask."""
     if mask is not None and mask.dim() == 4:
@@ -195,6 +258,9 @@ def _mask_of_one_rank(
     allowed = torch.ones(length, keys, dtype=torch.bool, device=query.device)
     if is_causal:
         allowed = allowed.tril(keys - length)
+    has_window = window is not None and window < keys
+    if window is not None and has_window:
+        allowed = allowed.triu(keys - length - window + 1).tril(keys - length + window - 1)
     allowed = allowed.expand(query.shape[0], 1, length, keys)
     if mask is not None:
         own = torch.eye(keys, dtype=torch.bool, device=query.device)[keys - length :]  # a row of padding has a key too
@@ -203,4 +269,4 @@ def _mask_of_one_rank(
         ids = (positions.diff(dim=1, prepend=positions[:, :1] - 1) != 1).cumsum(1)
         if ids[:, -1].any():
             return allowed & (ids[:, None, :, None] == ids[:, None, None, :])
-    return None
+    return allowed if has_window else None

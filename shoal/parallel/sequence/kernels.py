@@ -4,7 +4,10 @@
     cpu         CPU, one head size for queries and values                       a block of the kernel's
     flash       CUDA, fp16 and bf16, a head size that divides by 8, up to 256   none
     efficient   CUDA, fp16, bf16 and fp32, head sizes that divide by 8          none
-    plain       everything else                                                 1,024 queries against the tile's keys
+    plain       everything else, and a soft cap of the scores                   1,024 queries against the tile's keys
+
+K divides H: consecutive heads of queries share a head of keys, which no kernel copies. ``UnevenGroups`` is for heads of
+keys that serve different numbers of heads of queries.
 
 The backward of a kernel computes the probabilities again, as exp(score - log-sum-exp). Given the output and the
 log-sum-exp over all keys it gives the tile's share of the gradients, so that the shares of all tiles add up.
@@ -21,13 +24,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+HeadGroups = tuple[tuple[range, range], ...]  # heads of queries, and the heads of keys that they share evenly
+
 _aten: Any = torch.ops.aten
 _PLAIN_QUERIES = 1024
 _ROUNDED_QUERIES = 32  # the efficient kernel's log-sum-exp has a multiple of so many queries
 
 
 class AttentionKernel(Protocol):
-    """Attention of [B, H, L, E] queries to [B, H, S, E] keys and [B, H, S, F] values."""
+    """Attention of [B, H, L, E] queries to [B, K, S, E] keys and [B, K, S, F] values."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
@@ -107,13 +112,19 @@ class FlashKernel:
 
 
 class EfficientKernel:
+    """Takes as many heads of keys as of queries: one call for each head of queries of a group."""
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, True, 0.0, is_causal, scale=scale
-        )
-        return out, lse[..., : query.shape[2]]
+        found = [
+            _aten._scaled_dot_product_efficient_attention(some, key, value, None, True, 0.0, is_causal, scale=scale)
+            for some in _members(query, key)
+        ]
+        if len(found) == 1:
+            return found[0][0], found[0][1][..., : query.shape[2]]
+        out = torch.stack([each[0] for each in found], 2).flatten(1, 2)
+        return out, torch.stack([each[1][..., : query.shape[2]] for each in found], 2).flatten(1, 2)
 
     def backward(
         self,
@@ -128,15 +139,35 @@ class EfficientKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rounded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % _ROUNDED_QUERIES), value=float("inf"))
         zero = torch.zeros((), dtype=torch.int64, device=query.device)  # of the dropout, which there is none of
-        grads = _aten._scaled_dot_product_efficient_attention_backward(
-            gradient, query, key, value, None, out, rounded, zero, zero, 0.0, [True, True, True, False], is_causal,
-            scale=scale,
-        )  # fmt: skip
-        return grads[0], grads[1], grads[2]
+        of_query, of_key, of_value = [], torch.zeros((), device=key.device), torch.zeros((), device=key.device)
+        members = (_members(tensor, key) for tensor in (gradient, query, out, rounded))
+        for of_out, some, part, some_lse in zip(*members, strict=True):
+            grads = _aten._scaled_dot_product_efficient_attention_backward(
+                of_out, some, key, value, None, part, some_lse.contiguous(), zero, zero, 0.0,
+                [True, True, True, False], is_causal, scale=scale,
+            )  # fmt: skip
+            of_query.append(grads[0])
+            if query.shape[1] == key.shape[1]:
+                return grads[0], grads[1], grads[2]
+            of_key, of_value = of_key + accumulated(grads[1]), of_value + accumulated(grads[2])
+        return torch.stack(of_query, 2).flatten(1, 2), of_key, of_value
+
+
+def _members(tensor: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+    """For each place in a group its heads of [B, H, ..]: views, [B, K, ..]."""
+    members: tuple[Tensor, ...] = tensor.unflatten(1, (key.shape[1], -1)).unbind(2)
+    return members
 
 
 class PlainKernel:
-    """Matrix products in fp32 (fp64 for fp64)."""
+    """Matrix products in fp32 (fp64 for fp64).
+
+    Args:
+        softcap: scores become ``softcap * tanh(score / softcap)``; None: they stay.
+    """
+
+    def __init__(self, softcap: float | None = None) -> None:
+        self._softcap = softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
@@ -146,9 +177,12 @@ class PlainKernel:
         lse = key.new_empty(query.shape[:3])
         for start in range(0, query.shape[2], _PLAIN_QUERIES):
             some = slice(start, start + _PLAIN_QUERIES)
-            scores = self._scores(query[:, :, some], key, start, is_causal, scale)
-            lse[:, :, some] = torch.logsumexp(scores, -1)
-            out[:, :, some] = scores.sub_(lse[:, :, some, None]).exp_() @ values
+            scores = self._scores(query[:, :, some], key, scale)
+            if is_causal:
+                _hide_later(scores, start, query[:, :, some])
+            sums = torch.logsumexp(scores, -1, keepdim=True)
+            lse[:, :, some] = ungrouped(sums, query.shape[1]).squeeze(-1)
+            out[:, :, some] = ungrouped(scores.sub_(sums).exp_() @ values, query.shape[1])
         return out, lse
 
     def backward(
@@ -166,23 +200,92 @@ class PlainKernel:
         of_query, of_key, of_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for start in range(0, query.shape[2], _PLAIN_QUERIES):
             some = slice(start, start + _PLAIN_QUERIES)
-            of_out = accumulated(gradient[:, :, some])
-            scores = self._scores(query[:, :, some], key, start, is_causal, scale)
-            probabilities = scores.sub_(lse[:, :, some, None]).exp_()
+            of_out = grouped(accumulated(gradient[:, :, some]), key)
+            scores = self._scores(query[:, :, some], key, scale)
+            slope = None if self._softcap is None else 1 - (scores / self._softcap).square_()
+            if is_causal:
+                _hide_later(scores, start, query[:, :, some])
+            probabilities = scores.sub_(grouped(lse[:, :, some, None], key)).exp_()
             of_value += probabilities.mT @ of_out
-            mean = (of_out * out[:, :, some]).sum(-1, keepdim=True)
+            mean = (of_out * grouped(out[:, :, some], key)).sum(-1, keepdim=True)
             of_scores = (of_out @ value.mT).sub_(mean).mul_(probabilities).mul_(scale)
-            of_query[:, :, some] = of_scores @ key
-            of_key += of_scores.mT @ accumulated(query[:, :, some])
+            if slope is not None:
+                of_scores.mul_(slope)
+            of_query[:, :, some] = ungrouped(of_scores @ key, query.shape[1])
+            of_key += of_scores.mT @ grouped(accumulated(query[:, :, some]), key)
         return of_query, of_key, of_value
 
-    def _scores(self, query: Tensor, key: Tensor, start: int, is_causal: bool, scale: float) -> Tensor:
-        scores = accumulated(query) @ key.mT * scale
-        if is_causal:
-            positions = torch.arange(start, start + query.shape[2], device=query.device)
-            later = torch.arange(key.shape[2], device=query.device) > positions[:, None]
-            scores.masked_fill_(later, float("-inf"))
-        return scores
+    def _scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
+        """[B, K, H / K * L, S]."""
+        scores = grouped(accumulated(query), key) @ key.mT * scale
+        return scores if self._softcap is None else scores.div_(self._softcap).tanh_().mul_(self._softcap)
+
+
+def _hide_later(scores: Tensor, start: int, query: Tensor) -> None:
+    """Set to -inf what a causal mask hides from queries whose first has the place ``start``."""
+    length = query.shape[2]
+    positions = torch.arange(start, start + length, device=query.device)
+    later = torch.arange(scores.shape[3], device=query.device) > positions[:, None]
+    scores.unflatten(2, (-1, length)).masked_fill_(later, float("-inf"))
+
+
+def grouped(tensor: Tensor, key: Tensor) -> Tensor:
+    """[B, H, L, ..] as [B, K, H / K * L, ..]: the queries that share a head of keys, one head after the other."""
+    groups: Tensor = tensor.unflatten(1, (key.shape[1], -1))
+    return groups.flatten(2, 3)
+
+
+def ungrouped(tensor: Tensor, heads: int) -> Tensor:
+    """The inverse of :func:`grouped`."""
+    groups: Tensor = tensor.unflatten(2, (heads // tensor.shape[1], -1))
+    return groups.flatten(1, 2)
+
+
+class UnevenGroups:
+    """A kernel for heads of keys that serve different numbers of heads of queries: one call for each number.
+
+    Args:
+        groups: heads of queries and the heads of keys that they share evenly; all heads in order.
+    """
+
+    def __init__(self, kernel: AttentionKernel, groups: HeadGroups) -> None:
+        self._kernel = kernel
+        self._groups = groups
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        found = [
+            self._kernel.forward(heads(query, mine), heads(key, shared), heads(value, shared), is_causal, scale)
+            for mine, shared in self._groups
+        ]
+        return torch.cat([out for out, _ in found], 1), torch.cat([lse for _, lse in found], 1)
+
+    def backward(
+        self,
+        gradient: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        found = [
+            self._kernel.backward(
+                heads(gradient, mine), heads(query, mine), heads(key, shared), heads(value, shared),
+                heads(out, mine), heads(lse, mine), is_causal, scale,
+            )
+            for mine, shared in self._groups
+        ]  # fmt: skip
+        of_query, of_key, of_value = (torch.cat(grads, 1) for grads in zip(*found, strict=True))
+        return of_query, of_key, of_value
+
+
+def heads(tensor: Tensor, some: range) -> Tensor:
+    """Some heads of [B, H, ..]: a view."""
+    return tensor.narrow(1, some.start, len(some))
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -195,8 +298,15 @@ def accumulated(tensor: Tensor) -> Tensor:
     return tensor.to(sum_dtype(tensor))
 
 
-def kernel_for(query: Tensor, value: Tensor) -> AttentionKernel:
+def kernel_for(
+    query: Tensor, value: Tensor, softcap: float | None = None, groups: HeadGroups | None = None
+) -> AttentionKernel:
     """The fastest kernel for tensors like these."""
+    kernel = PlainKernel(softcap) if softcap is not None else _kernel_of(query, value)
+    return kernel if groups is None else UnevenGroups(kernel, groups)
+
+
+def _kernel_of(query: Tensor, value: Tensor) -> AttentionKernel:
     size, value_size = query.shape[3], value.shape[3]
     if query.device.type == "cpu" and size == value_size:
         return CpuKernel()
@@ -206,14 +316,3 @@ def kernel_for(query: Tensor, value: Tensor) -> AttentionKernel:
         if query.dtype in (torch.float16, torch.bfloat16, torch.float32):
             return EfficientKernel()
     return PlainKernel()
-
-
-def repeated(tensor: Tensor, heads: int) -> Tensor:
-    """[B, K, S, E] with each head as often as it takes to have ``heads``: a copy, where there are fewer."""
-    return tensor if tensor.shape[1] == heads else tensor.repeat_interleave(heads // tensor.shape[1], 1)
-
-
-def summed(tensor: Tensor, heads: int) -> Tensor:
-    """The gradient of what :func:`repeated` has repeated: [B, H, S, E] to [B, heads, S, E], in the dtype of sums."""
-    tensor = accumulated(tensor)
-    return tensor if tensor.shape[1] == heads else tensor.unflatten(1, (heads, -1)).sum(2)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.parallel.sequence.chunks import cuts
+from shoal.parallel.sequence.kernels import HeadGroups
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,20 @@ class HeadSplit:
         """
         group = self.queries[-1].stop // self.keys[-1].stop
         return [head // group - self.keys[rank].start for head in self.queries[rank]]
+
+    def groups(self, rank: int) -> HeadGroups:
+        """Heads of queries of ``rank`` and those of keys that they share evenly: at most three pairs, which are all.
+
+        >>> split_heads(12, 3, 2).groups(0)
+        ((range(0, 4), range(0, 1)), (range(4, 6), range(1, 2)))
+        """
+        of_query = self.key_of_query(rank)
+        found = []
+        for size, shared in groupby(range(len(self.keys[rank])), key=of_query.count):
+            keys = list(shared)
+            first = of_query.index(keys[0])
+            found.append((range(first, first + size * len(keys)), range(keys[0], keys[-1] + 1)))
+        return tuple(found)
 
 
 def split_heads(heads: int, key_heads: int, ranks: int) -> HeadSplit:

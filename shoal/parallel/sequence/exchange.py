@@ -1,0 +1,231 @@
+"""How keys and values reach the ranks whose queries attend to them, and how their gradients come back.
+
+ring        P - 1 sends: every rank sends on to rank r + 1 what it has received from rank r - 1
+all-gather  one all-gather; one reduce-scatter of the gradients
+direct      at most P - 1 sends, of those keys alone that another rank's queries attend to: module ``direct``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.comm.protocol import Communicator, Work
+from shoal.parallel.sequence.chunks import Chunks, Tile, keys_of, num_positions, of_packed_keys, tiles_of
+from shoal.parallel.sequence.kernels import HeadGroups, sum_dtype
+
+KeyExchange = Literal["ring", "all_gather"]
+Block = tuple[int, Tensor, Tensor]  # a rank, its keys and its values
+
+
+@dataclass(frozen=True)
+class RingPlan:
+    """What the ranks hold, and how keys and values reach them.
+
+    Args:
+        comm: None: this rank holds the whole sequence.
+        chunks: of each rank.
+        documents, window: as :func:`tiles_of` takes them.
+        softcap: see ``PlainKernel``.
+        groups: where the heads of keys serve different numbers of heads of queries; None: they divide.
+    """
+
+    comm: Communicator | None
+    chunks: tuple[Chunks, ...]
+    is_causal: bool
+    documents: tuple[tuple[int, ...], ...] | None
+    scale: float
+    exchange: KeyExchange
+    label: str
+    window: int | None = None
+    softcap: float | None = None
+    groups: HeadGroups | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.comm is None else self.comm.rank
+
+    @property
+    def is_direct(self) -> bool:
+        """Does a rank receive the keys alone that its queries attend to?"""
+        return self.exchange == "ring" and (self.window is not None or self.documents is not None)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each rank holds."""
+        return [num_positions(chunks) for chunks in self.chunks]
+
+    def tiles(self, source: int) -> tuple[Tile, ...]:
+        """The tiles of this rank's queries and the keys of rank ``source``, as this rank is given them."""
+        tiles = self._tiles(self.rank, source)
+        return of_packed_keys(tiles) if self.is_direct and source != self.rank else tiles
+
+    def needed(self, reader: int, source: int) -> tuple[range, ...]:
+        """What queries of rank ``reader`` attend to of the keys of rank ``source``: places in what that rank holds."""
+        return keys_of(self._tiles(reader, source))
+
+    def _tiles(self, reader: int, source: int) -> tuple[Tile, ...]:
+        return tiles_of(self.chunks[reader], self.chunks[source], self.is_causal, self.documents, self.window)
+
+
+class Packed:
+    """Keys and values in one buffer, one after the other.
+
+    Args:
+        lengths: how many positions there are of each rank.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, lengths: Sequence[int]) -> None:
+        self._shapes = key.shape, value.shape
+        self._lengths = lengths
+
+    def numel(self, source: int) -> int:
+        return sum(shape.numel() // max(shape[2], 1) * self._lengths[source] for shape in self._shapes)
+
+    @property
+    def most(self) -> int:
+        return max(self.numel(source) for source in range(len(self._lengths)))
+
+    def views(self, buffer: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        """[B, K, S, E] and [B, K, S, F] of rank ``source``."""
+        shapes = [(*shape[:2], self._lengths[source], shape[3]) for shape in self._shapes]
+        numel = torch.Size(shapes[0]).numel()
+        return buffer[:numel].view(shapes[0]), buffer[numel : self.numel(source)].view(shapes[1])
+
+    def fill(self, buffer: Tensor, source: int, key: Tensor, value: Tensor) -> None:
+        for view, tensor in zip(self.views(buffer, source), (key, value), strict=True):
+            view.copy_(tensor)
+
+
+class _Transfer(NamedTuple):
+    """A buffer under way to the next rank, and one from the rank before."""
+
+    sent: Work
+    received: Work
+
+    def wait(self) -> Tensor:
+        """Wait for both; returns what was received."""
+        received = self.received.wait()
+        self.sent.drain()
+        return received
+
+
+def _pass_on(comm: Communicator, outgoing: Tensor, incoming: Tensor, label: str) -> _Transfer:
+    # Neighbours issue the two in opposite orders: NCCL does a pair's sends and receives one after the other.
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if comm.rank % 2:
+        received = comm.recv(incoming, previous, label=label)
+        return _Transfer(comm.send(outgoing, following, label=label), received)
+    sent = comm.send(outgoing, following, label=label)
+    return _Transfer(sent, comm.recv(incoming, previous, label=label))
+
+
+def ring_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
+    """Each rank with its keys and values, this one first. What is received next moves while the caller computes."""
+    packed = Packed(key, value, plan.lengths)
+    # A buffer is received into two steps after it was sent: ranks need not be in the same step.
+    buffers = [comm.empty(packed.most, key.dtype, key.device) for _ in range(min(comm.size, 3))]
+    packed.fill(buffers[0], comm.rank, key, value)
+    views = key, value
+    sent: list[Work] = []
+    for step in range(comm.size - 1):
+        source, following = (comm.rank - step) % comm.size, (comm.rank - step - 1) % comm.size
+        if step >= 2:
+            sent[step - 2].drain()
+        current, spare = buffers[step % 3], buffers[(step + 1) % 3 % len(buffers)]
+        transfer = _pass_on(comm, current[: packed.numel(source)], spare[: packed.numel(following)], label)
+        sent.append(transfer.sent)
+        yield source, *views
+        transfer.received.wait()
+        views = packed.views(spare, following)
+    yield (comm.rank + 1) % comm.size, *views
+    for work in sent[-2:]:
+        work.drain()
+
+
+def gathered_blocks(key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator, label: str) -> Iterator[Block]:
+    """As :func:`ring_blocks`, from one all-gather."""
+    packed = Packed(key, value, plan.lengths)
+    own = comm.empty(packed.most, key.dtype, key.device)
+    packed.fill(own, comm.rank, key, value)
+    full = torch.empty(comm.size * packed.most, dtype=key.dtype, device=key.device)
+    work = comm.all_gather(full, own, label=label)
+    yield comm.rank, key, value
+    work.drain()
+    for step in range(1, comm.size):
+        source = (comm.rank - step) % comm.size
+        yield source, *packed.views(full[source * packed.most :], source)
+
+
+class LocalGradients:
+    """The gradients of the keys and values of the only rank, in the dtype of sums."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan) -> None:
+        self._packed = Packed(key, value, plan.lengths)
+        self._dtype = sum_dtype(key)
+        self._device = key.device
+        self._label = f"{plan.label} gradients"
+        self._own = torch.empty(0)
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        """Zeros, to which the caller adds its share of the gradients of the keys and values of rank ``source``."""
+        self._own = torch.zeros(self._packed.numel(source), dtype=self._dtype, device=self._device)
+        return self._packed.views(self._own, source)
+
+    def end(self, source: int) -> None:
+        """The share is complete."""
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """The sums of all ranks' shares, of this rank's keys and values."""
+        return self._packed.views(self._own, 0)
+
+
+class RingGradients(LocalGradients):
+    """Gradients that are sent on from rank to rank until they reach the owner of the keys and values."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> None:
+        super().__init__(key, value, plan)
+        self._comm = comm
+        self._share = self._own
+        self._transfer: _Transfer | None = None
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        self._share = self._comm.empty(self._packed.numel(source), self._dtype, self._device).zero_()
+        return self._packed.views(self._share, source)
+
+    def end(self, source: int) -> None:
+        if source == self._comm.rank:
+            self._own = self._share
+            return
+        if self._transfer is not None:
+            self._share += self._transfer.wait()
+        # The rank before has used the keys and values of the rank before ``source``.
+        numel = self._packed.numel((source - 1) % self._comm.size)
+        incoming = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._transfer = _pass_on(self._comm, self._share, incoming, self._label)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        assert self._transfer is not None
+        self._own += self._transfer.wait()
+        return self._packed.views(self._own, self._comm.rank)
+
+
+class GatheredGradients(LocalGradients):
+    """Gradients of all ranks' keys and values, summed by one reduce-scatter."""
+
+    def __init__(self, key: Tensor, value: Tensor, plan: RingPlan, comm: Communicator) -> None:
+        super().__init__(key, value, plan)
+        self._comm = comm
+        self._full = comm.empty(comm.size * self._packed.most, self._dtype, self._device).zero_()
+
+    def begin(self, source: int) -> tuple[Tensor, Tensor]:
+        return self._packed.views(self._full[source * self._packed.most :], source)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        out = torch.empty(self._packed.most, dtype=self._dtype, device=self._device)
+        self._comm.reduce_scatter(self._full, out, label=self._label).drain()
+        return self._packed.views(out, self._comm.rank)

@@ -1,0 +1,48 @@
+"""``shoal train`` over parts of sequences that do not divide by the ranks: the losses of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.cli.job import TrainJob
+from shoal.cli.training import train
+from shoal.comm.threads import run_ranks
+from shoal.models.gpt import GPT, GPTConfig
+
+
+def losses(folder: Path, ranks: int, **degrees: int) -> dict[str, list[float]]:
+    """What a run of three steps on sequences of 13 tokens logs."""
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} is followed by {number + 1}. " for number in range(100)), encoding="utf-8")
+    job = TrainJob(
+        text=(str(text),), sequence=13, hidden=16, heads=2, layers=1, steps=3, ranks=ranks, micro_batch=2,
+        accumulation=2, stage=2, precision="fp32", sample_tokens=0, save_every=0, out=str(folder / f"{degrees}"),
+        **degrees,
+    )  # fmt: skip
+    run_ranks(ranks, train, job)
+    found: dict[str, list[float]] = {}
+    for line in (Path(str(job.out)) / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        for name, value in json.loads(line).items():
+            found.setdefault(name, []).append(value)
+    return found
+
+
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"sp": 2}], ids=str)
+def test_unequal_parts_train_as_one_process(
+    degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gpt(shape: GPTConfig) -> GPT:
+        model = GPT(shape)
+        generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
+        for parameter in model.parameters():
+            parameter.data.normal_(std=0.1, generator=generator)
+        return model
+
+    monkeypatch.setattr("shoal.cli.training.GPT", gpt)
+    alone, spread = losses(tmp_path, 1), losses(tmp_path, 2, **degrees)
+    for name in ("train/loss", "validation/loss", "train/gradient_norm"):
+        assert spread[name] == pytest.approx(alone[name], rel=1e-6), name

@@ -77,6 +77,9 @@ def stages_of(
             stages_of_rank=own,
             split_points=None if isinstance(section.split_points, str) else section.split_points or None,
             partition=_partition(section.partition),
+            first_stage=section.first_stage,
+            last_stage=section.last_stage,
+            every_stage=section.every_stage,
         )
     if model.num_stages != schedule.num_stages or tuple(model.stages) != own:
         raise ConfigError(
@@ -127,7 +130,7 @@ def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
             do="write 1, or build a PipelineModule.",
             code="pipeline-recompute",
         )
-    names = (model.blocks.name(block) for block in range(len(model.blocks.names)))
+    names = (model.cut_blocks.name(block) for block in range(len(model.cut_blocks.names)))
     own = dict(model.named_modules())
     return [name for name in names if name in own]
 

@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module) -> ModelBlocks:
     lists = {
         name: (len(module), _numel(module, aside))
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _has_parameters(module)
+        if is_list(module) and _has_parameters(module)
     }
     if not lists:
         raise ModelError(
@@ -79,32 +79,38 @@ def find_blocks(model: nn.Module) -> ModelBlocks:
 def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks, tuple[int, ...]]:
     """The blocks that the names of a split are among, and the first block of each stage.
 
-    Raises: ModelError: a name is not in the model, the names are not of one list, or not in its order.
+    They are the modules of one list; or the children of a module, in the order in which its forward calls them.
+
+    Raises: ModelError: a name is not in the model, the names are not of one module, or not in its order.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    containers = {name.rpartition(".")[0] for name in split_points}
-    for name in split_points:
-        container = modules.get(name.rpartition(".")[0])
-        if name not in modules or not isinstance(container, nn.ModuleList | nn.Sequential) or len(containers) > 1:
-            what = "is no module of the model" if name not in modules else "is not in the one list that is cut"
-            raise ModelError(
-                f"split point {name!r} {what}.",
-                where="pipeline.split_points",
-                do="name blocks of one nn.ModuleList or nn.Sequential; the one with most parameters is "
-                f"{find_blocks(model).container!r}.",
-                code="pipeline-cut",
-            )
-    container_name = containers.pop()
-    blocks = ModelBlocks(container_name, tuple(modules[container_name]._modules))
-    starts = (0, *(blocks.names.index(name.rpartition(".")[2]) for name in split_points))
-    if any(here >= after for here, after in pairwise(starts)):
-        raise ModelError(
-            f"split points {list(split_points)} begin at blocks {list(starts[1:])}, which do not ascend from 1.",
+
+    def error(what: str) -> ModelError:
+        return ModelError(
+            what,
             where="pipeline.split_points",
-            do="name each first block of the second and of later stages, once, in the order of the list.",
+            do="name the first block of the second and of each later stage, in the order in which they are called: "
+            "modules of one list, or children of one module.",
             code="pipeline-cut",
         )
-    return blocks, starts
+
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in split_points if not name or name not in modules]
+    containers = sorted({name.rpartition(".")[0] for name in split_points})
+    if unknown or len(containers) != 1:
+        raise error(f"{unknown} are no modules of the model." if unknown else f"{containers} are no single module.")
+    container = modules[containers[0]]
+    names = [name for name, child in container._modules.items() if child is not None]
+    if not is_list(container):
+        uses = _uses(type(container), "forward", frozenset())
+        names = [name for name in names if _has_parameters(modules[joined(containers[0], name)])]
+        names.sort(key=lambda name: min(uses.get(name, [(0, 0)])))
+        if any(_is_uncalled(modules[joined(containers[0], name)]) for name in names):
+            raise error(f"{containers[0]!r} has lists of modules beside {list(split_points)}.")
+    points = [name.rpartition(".")[2] for name in split_points]
+    starts = (0, *(names.index(point) if point in names else 0 for point in points))
+    if any(start >= after for start, after in pairwise(starts)):
+        raise error(f"{list(split_points)} begin at {list(starts[1:])} of the {len(names)} blocks {names}.")
+    return ModelBlocks(containers[0], tuple(names)), starts
 
 
 def find_beside(
@@ -139,12 +145,14 @@ def find_beside(
                 side = "first" if full in first else "last"
             if isinstance(member, nn.Parameter):
                 parameters[full] = side
-            elif type(member).forward is nn.Module.forward:  # a list: the model calls what is in it
+            elif _is_uncalled(member):
                 add(member, full, partial(_always, side))
             else:
                 modules[full] = side
 
     path = {joined(parent_name, name) for parent_name, name in blocks.ancestors}
+    path |= {blocks.name(at) for at in range(len(blocks.names))}
+    add(model.get_submodule(blocks.container), blocks.container, partial(_always, "first"))
     for parent_name, on_path in blocks.ancestors:
         parent = model.get_submodule(parent_name)
         add(parent, parent_name, partial(_side, parent, on_path))
@@ -195,11 +203,16 @@ def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tu
         for places, values in ((named, [node]), (used, _used_by(node))):
             for value in values:
                 if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id == "self":
-                    name, place = value.attr, (value.lineno, value.col_offset)
+                    # a call comes after those in its arguments, so its end is its place
+                    name, place = value.attr, (_end(node) if isinstance(node, ast.Call) else _end(value))
                     is_method = inspect.isfunction(getattr(kind, name, None)) and name not in callers
                     for of in _uses(kind, name, callers) if is_method else (name,):
                         places.setdefault(of, []).append(place)
     return {**named, **used}
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return node.end_lineno or 0, node.end_col_offset or 0
 
 
 def _used_by(node: ast.AST) -> list[ast.AST]:
@@ -213,6 +226,15 @@ def _used_by(node: ast.AST) -> list[ast.AST]:
     if isinstance(node, ast.BinOp):
         return [node.left, node.right]
     return []
+
+
+def is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _is_uncalled(module: nn.Module) -> bool:
+    """Whether a module is a list or dict: the model calls what is in it."""
+    return type(module).forward is nn.Module.forward
 
 
 def _has_parameters(member: nn.Module | nn.Parameter) -> bool:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.errors import ModelError, UsageError
 from shoal.pipeline.balance import balance, uniform
-from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, joined, split_at
+from shoal.pipeline.blocks import Beside, ModelBlocks, Side, find_beside, find_blocks, is_list, joined, split_at
 from shoal.pipeline.one_forward import EndOfStage, OneForward, RecordedModule, RunningBlocks
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.stand_in import AbsentModule, StandIn, meta_copy, to_meta
@@ -50,8 +50,8 @@ def cut(
         num_stages: of the whole model, virtual ones included.
         stages_of_rank: the stages to keep.
         starts: the first block of each stage, ascending from 0. None: by ``partition``.
-        split_points: names of the blocks at which the second and later stages begin. None: the longest list of
-            modules that holds most parameters is cut.
+        split_points: names of the modules at which the second and later stages begin: of one list, or children of one
+            module. None: the longest list of modules that holds most parameters is cut.
         partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
             the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block.
         first_stage, last_stage, every_stage: names of modules and parameters beside the blocks that the first, the
@@ -136,7 +136,8 @@ class Member:
     """A module or a parameter beside the blocks.
 
     Args:
-        meta: it on the meta device, for stages that do not have it; None where every stage of the rank has it.
+        parent, key: the module that has it, and its name there.
+        meta: it on the meta device, for stages that do not have it; None for a module that every stage of the rank has.
     """
 
     name: str
@@ -151,8 +152,8 @@ class CutModel(StageModule):
 
     Attributes:
         whole_model: the model that was cut; its forward is the model's.
-        blocks: what was cut.
         starts: the first block of each stage.
+        cut_blocks: the names of the blocks, of all stages.
     """
 
     def __init__(
@@ -165,33 +166,34 @@ class CutModel(StageModule):
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     ) -> None:
         super().__init__()
-        self._whole = (model,)  # in a tuple: its children are this module's
+        # Names that no child of a model has. The model is in a tuple, since its children are this module's.
+        self._cut_model = (model,)
         self.num_stages = len(bounds) - 1
         self.stages = stages
-        self.blocks = blocks
+        self.cut_blocks = blocks
         self.starts = bounds[:-1]
-        self._bounds = bounds
-        self._loss_fn = loss_fn
+        self._cut_bounds = bounds
+        self._cut_loss = loss_fn
         container = model.get_submodule(blocks.container)
-        self._blocks = [container.get_submodule(name) for name in blocks.names]
+        self._cut_modules = [container.get_submodule(name) for name in blocks.names]
         self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
 
         canonical = {id(parameter): name for name, parameter in model.named_parameters()}
         by_stage = [_parameters(self._members_of(beside, stage)) for stage in range(self.num_stages)]
-        self._names = [[canonical[key] for key in owned] for owned in by_stage]
+        self._cut_names = [[canonical[key] for key in owned] for owned in by_stage]
         holders: dict[str, list[int]] = {}
-        for stage, names in enumerate(self._names):
+        for stage, names in enumerate(self._cut_names):
             for name in names:
                 holders.setdefault(name, []).append(stage)
         self.tied = {name: tuple(held) for name, held in holders.items() if len(held) > 1}
-        self._beside = self._drop(beside, {name for stage in stages for name in self._names[stage]})
+        self._cut_beside = self._drop(beside, {name for stage in stages for name in self._cut_names[stage]})
         for shared in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[shared] = model.__dict__[shared]
         self.training = model.training
 
     @property
     def whole_model(self) -> nn.Module:
-        return self._whole[0]
+        return self._cut_model[0]
 
     def train(self, mode: bool = True) -> CutModel:
         self.whole_model.train(mode)
@@ -206,16 +208,16 @@ class CutModel(StageModule):
                 do="give every rank the data iterator.",
                 code="pipeline-batch",
             )
-        inputs = batch if self._loss_fn is None else batch[0]
+        inputs = batch if self._cut_loss is None else batch[0]
         tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
-        begin, end = self._bounds[stage : stage + 2]
-        container = self.whole_model.get_submodule(self.blocks.container)
+        begin, end = self._cut_bounds[stage : stage + 2]
+        container = self.whole_model.get_submodule(self.cut_blocks.container)
         modules = [
-            container.get_submodule(self.blocks.names[at]) if begin <= at < end else block
-            for at, block in enumerate(self._blocks)
+            container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
+            for at, block in enumerate(self._cut_modules)
         ]
-        forward = OneForward(self.blocks, modules, begin, end, received, device)
+        forward = OneForward(self.cut_blocks, modules, begin, end, received, device)
         try:
             with self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):
@@ -226,10 +228,10 @@ class CutModel(StageModule):
             return ended.message
         finally:
             forward.finish()
-        if end < len(self._blocks) or not forward.has_begun:
+        if end < len(self._cut_modules) or not forward.has_begun:
             raise ModelError(
                 f"the model's forward ended on pipeline stage {stage} without a call of block "
-                f"{self.blocks.name(end if end < len(self._blocks) else begin)!r}.",
+                f"{self.cut_blocks.name(end if end < len(self._cut_modules) else begin)!r}.",
                 where="pipeline",
                 do="cut a list whose blocks the model calls in each forward, by pipeline.split_points.",
                 code="pipeline-cut",
@@ -237,8 +239,8 @@ class CutModel(StageModule):
         return output
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
-        if self._loss_fn is not None:
-            return self._loss_fn(output, batch[1])
+        if self._cut_loss is not None:
+            return self._cut_loss(output, batch[1])
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             has = f"of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else "without one"
@@ -252,26 +254,26 @@ class CutModel(StageModule):
 
     def stage_parameters(self, stage: int) -> list[nn.Parameter]:
         parameters = dict(self.named_parameters())
-        return [parameters[name] for name in self._names[stage]]
+        return [parameters[name] for name in self._cut_names[stage]]
 
     def _members_of(self, beside: Beside, stage: int) -> list[nn.Module | nn.Parameter]:
         sides: tuple[Side, ...] = ("first", "last", "both", "every")
         here = tuple(side for side in sides if _is_on(side, stage, self.num_stages))
-        begin, end = self._bounds[stage : stage + 2]
-        return [*self._blocks[begin:end], *_members(self.whole_model, beside, here)]
+        begin, end = self._cut_bounds[stage : stage + 2]
+        return [*self._cut_modules[begin:end], *_members(self.whole_model, beside, here)]
 
     def _drop(self, beside: Beside, names: set[str]) -> list[Member]:
         """Keep the modules of this rank's stages, and the parameters with these names; move the rest to meta."""
-        model, blocks = self.whole_model, self.blocks
+        model, blocks = self.whole_model, self.cut_blocks
         container = model.get_submodule(blocks.container)
         members = [member for stage in self.stages for member in self._members_of(beside, stage)]
         modules = {name: model.get_submodule(name) for name in beside.modules}
-        modules |= {blocks.name(at): block for at, block in enumerate(self._blocks)}
+        modules |= {blocks.name(at): block for at, block in enumerate(self._cut_modules)}
         own = {id(member) for member in members}
         stay = {name: module if id(module) in own else _shell(module, name, names) for name, module in modules.items()}
         kept = {id(part) for module in stay.values() if module is not None for part in module.modules()}
 
-        for at, block in enumerate(self._blocks):
+        for at, block in enumerate(self._cut_modules):
             _set(container, blocks.names[at], stay[blocks.name(at)])
             if id(block) not in kept:
                 to_meta(block, kept)
@@ -306,7 +308,7 @@ class CutModel(StageModule):
             before.append((table, key, table.get(key)))
             table[key] = value
 
-        for member in self._beside:
+        for member in self._cut_beside:
             parent: Any = member.parent
             is_module = not isinstance(member.meta, torch.Tensor)
             if _is_on(member.side, stage, self.num_stages):
@@ -318,15 +320,20 @@ class CutModel(StageModule):
                 replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
-        view = object.__new__(self._running_class)
-        view.__dict__.update(container.__dict__)
-        view.__dict__["_forward"] = forward
-        name = self.blocks.container
-        if name:
-            parent = self.whole_model.get_submodule(name.rpartition(".")[0])
-            replace(parent._modules, name.rpartition(".")[2], view)
+        model, name = self.whole_model, self.cut_blocks.container
+        if is_list(container):
+            view = object.__new__(self._running_class)
+            view.__dict__.update(container.__dict__)
+            view.__dict__["_forward"] = forward
+            if name:
+                replace(model.get_submodule(name.rpartition(".")[0])._modules, name.rpartition(".")[2], view)
+            else:
+                model = view
+        else:
+            for at, block in enumerate(self.cut_blocks.names):
+                replace(container._modules, block, forward.block(at))
         try:
-            yield self.whole_model if name else view
+            yield model
         finally:
             for table, key, value in reversed(before):
                 if value is None:

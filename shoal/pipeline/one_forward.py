@@ -66,7 +66,8 @@ class OneForward:
 
     def guard(self, like: torch.Tensor, of: str) -> torch.Tensor:
         made = guard(like, self.device, of)
-        self._guards.append(made)
+        if not self.is_over:
+            self._guards.append(made)
         return made
 
     def record(self, output: Any) -> None:
@@ -85,17 +86,21 @@ class OneForward:
     def skip(self, position: int) -> Any:
         """What a block before this stage returns."""
         self._enter(position)
-        if self.has_begun:
+        if self.has_begun and not self.is_over:
             raise self._order_error(position)
-        if self._hidden is None:
-            first = next(iter(self._received.values()))
-            self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
         hidden = self._hidden
-        return _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+        # Another one each time for reentrant recomputation, which changes the graph of what is returned.
+        if hidden is None or not torch.is_grad_enabled() or self.is_over:
+            first = next(iter(self._received.values()))
+            hidden = self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
+        output = _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
+        return SkippedOutput(output) if isinstance(output, dict) else output
 
     def arguments(self, position: int, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
         """The arguments of a block of this stage: those received in place of the model's own."""
         self._enter(position)
+        if not (is_first or self._guards or self._replaced):
+            return args, kwargs
         missing = set(self._received) if is_first else set()
 
         def replace(key: str, leaf: Any) -> Any:
@@ -123,12 +128,20 @@ class OneForward:
             )
         return replaced
 
-    def leave(self, output: Any) -> None:
-        """Record what a block of this stage returned."""
+    def leave(self, output: Any) -> Any:
+        """Record what a block of this stage returned.
+
+        Returns: it. Where there is no graph, what was received is not returned itself: reentrant recomputation would
+        give it a ``grad_fn``, that of the block whose input it is.
+        """
+        if not torch.is_grad_enabled():
+            received = {id(tensor) for tensor in self._received.values()}
+            output = _map(lambda _, leaf: leaf.detach() if id(leaf) in received else leaf, output, "")
         if not self.is_over:
             self.record(output)
             tensors = _tensors(output)
             self.form = _map(lambda _, leaf: "hidden" if leaf is tensors[0] else None, _plain(output), "")
+        return output
 
     def message(self, position: int, args: Any, kwargs: Any) -> dict[str, Any]:
         """What crosses to the next stage, from the arguments of its first block.
@@ -197,6 +210,18 @@ class OneForward:
         )
 
 
+class SkippedOutput(dict[Any, Any]):
+    """A dict that is read as Transformers' outputs are, too: by position or attribute."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return list(self.values())[key] if isinstance(key, int) else super().__getitem__(key)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name)
+
+
 class SkippedBlock(Delegate):
     """A block of a stage before this one."""
 
@@ -219,9 +244,7 @@ class OwnBlock(SkippedBlock):
             self._is_first = not self._forward.has_begun
         args, kwargs = self._forward.arguments(self._at, args, kwargs, self._is_first)
         self._forward.has_begun = True
-        output = self._module(*args, **kwargs)
-        self._forward.leave(output)
-        return output
+        return self._forward.leave(self._module(*args, **kwargs))
 
 
 class EndBlock(SkippedBlock):

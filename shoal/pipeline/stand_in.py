@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.errors import ModelError
 
@@ -31,7 +31,7 @@ class _Guarded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, None, None]:
-        if grads[0] is not None:
+        if grads[0] is not None and bool(grads[0].any()):  # reentrant recomputation passes zeros for None
             raise guard_error(ctx.of, "a gradient arrives at it: the loss of this stage depends on it")
         return None, None, None
 
@@ -61,7 +61,9 @@ def guarded_by(tensor: torch.Tensor) -> str | None:
         if node.name() == "_GuardedBackward":
             of: str = node.of
             return of
-        nodes += [parent for parent, _ in node.next_functions]
+        # An autograd function of the user's (reentrant recomputation) may be given a guard and not use it.
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            nodes += [parent for parent, _ in node.next_functions]
     return None
 
 
@@ -125,9 +127,7 @@ class StandIn(Delegate):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
         try:
-            with torch.no_grad():
-                args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
-                output = self._module(*args, **kwargs)
+            output = _shapes_of(self._module, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise ModelError(
                 f"the shape of what {self._of} returns cannot be known without running it: {error}",
@@ -136,6 +136,27 @@ class StandIn(Delegate):
                 code="pipeline-cut",
             ) from error
         return tree_map_only(torch.Tensor, self._guard, output)
+
+
+@torch.no_grad()
+def _shapes_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What a module with parameters on the meta device returns, without values."""
+    if not module._modules:
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
+        return module(*args, **kwargs)
+    # One of many parts may look at devices and, unless its tensors are fakes, at values.
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imported late: it is slow
+
+    devices = [t.device for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    with FakeTensorMode():
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            device = tensor.device if tensor.device.type != "meta" else devices[0] if devices else torch.device("cpu")
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+        owned = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+        return torch.func.functional_call(module, owned, args, kwargs)
 
 
 def to_meta(module: nn.Module, kept: set[int]) -> None:

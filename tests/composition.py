@@ -59,6 +59,13 @@ AXES: dict[str, Values] = {
     "tp": {"1": {}, "2": _tp(), "2 split": _tp(tp_sequence_parallel=True, tp_loss_parallel=True)},
     "sp": {"1": {}, "2": {"parallel": {"sp": 2}, **_run(sp=2)}},
     "cp": {"1": {}, "2": {"parallel": {"cp": 2}, **_run(cp=2)}},
+    "pp": {"1": {}, "2": {"parallel": {"pp": 2}, **_run(pp=2)}},
+    "schedule": {
+        "1f1b": {},
+        "gpipe": {"pipeline": {"schedule": "gpipe"}},
+        "zb_h1": {"pipeline": {"schedule": "zb_h1"}},
+        "zbv": {"pipeline": {"schedule": "zbv", "virtual_stages": 2}, **_run(blocks=4)},
+    },
     "hybrid": {
         "no": {},
         "mics": _zero(mics_shard_size=2),
@@ -144,11 +151,16 @@ class Refusal:
     code: str
 
 
-_SPLIT = ("2", "2 split")
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
+    Refusal({"pp": ("2",), "hybrid": ("hpz",)}, "mesh"),
+    Refusal({"pp": ("2",), "built": ("zero.Init",)}, "pipeline-init"),
+    Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
 )
+# Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage
+# refuses in the forward.
+NOT_RUN = ({"pp": "2", "sharing": "twice"},)
 MOST_RANKS = 8  # of one combination; 4 that compile
 
 
@@ -168,6 +180,8 @@ class Run:
     tp: int = 1
     sp: int = 1
     cp: int = 1
+    pp: int = 1
+    blocks: int = 3
     is_ragged: bool = False
     steps: int = 3
     bound: float = 0.0
@@ -189,7 +203,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        return self.ranks * self.tp * self.sp * self.cp
+        return self.ranks * self.tp * self.sp * self.cp * self.pp
 
 
 def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
@@ -223,7 +237,7 @@ def refusal(combination: Mapping[str, str]) -> Refusal | None:
 def num_ranks(combination: Mapping[str, str]) -> int:
     """The ranks of a combination, which may lack axes."""
     size = 1
-    for axis in ("ranks", "tp", "sp", "cp"):
+    for axis in ("ranks", "tp", "sp", "cp", "pp"):
         size *= int(combination.get(axis, "1")[0])
     return size
 
@@ -235,7 +249,8 @@ def _cost(combination: Mapping[str, str]) -> int:
 
 def is_allowed(combination: Mapping[str, str]) -> bool:
     """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
-    return _cost(combination) <= MOST_RANKS and refusal(combination) is None
+    is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
+    return is_run and _cost(combination) <= MOST_RANKS and refusal(combination) is None
 
 
 def refused() -> Iterator[tuple[Combination, str]]:

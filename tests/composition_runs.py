@@ -24,7 +24,6 @@ from tests.ranks.test_offload import make_apart
 VOCABULARY = 53  # as 50257, a number that neither ranks nor alignments divide
 SEQUENCE = 8
 ROWS = 2
-NUM_BLOCKS = 3
 
 Values = dict[str, torch.Tensor]
 
@@ -70,7 +69,7 @@ class Model(nn.Module):
         self.loss_function = cross_entropy
         self.embedding = nn.Embedding(VOCABULARY, hidden)
         self.positions = nn.Embedding(SEQUENCE, hidden)
-        self.blocks = nn.ModuleList(Block(run) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(run) for _ in range(run.blocks))
         self.head = nn.Linear(hidden, VOCABULARY, bias=False)
         if run.is_tied:
             self.head.weight = self.embedding.weight
@@ -135,7 +134,11 @@ class _Trainer:
         for step in range(self.run.steps):
             accumulation = self.engine.gradient_accumulation_steps()
             micro = range(step * accumulation, (step + 1) * accumulation)
-            losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
+            if self.is_pipeline:
+                loss = self.engine.train_batch(self.batch(index) for index in micro)
+                losses.append(torch.stack([loss.double(), torch.ones_like(loss)]))
+            else:
+                losses.append(sum(self.micro_step(index, index == micro[-1]) for index in micro))
             if step == 1:
                 getattr(self, self.run.between)()
         parameters = dict(self.engine.module.named_parameters())
@@ -143,6 +146,11 @@ class _Trainer:
         values = {name: access.full_parameter(p).clone().float() for name, p in parameters.items() if access.knows(p)}
         self.engine.destroy()
         return torch.stack(losses), values
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Is a step one call of ``train_batch``? The other styles are refused."""
+        return self.run.pp > 1 and self.run.style == "engine"
 
     def micro_step(self, index: int, is_last: bool) -> torch.Tensor:
         """The sum of the losses of this rank's targets, and their number. Shape: [2]."""
@@ -168,6 +176,9 @@ class _Trainer:
         return
 
     def evaluate(self) -> None:
+        if self.is_pipeline:
+            self.engine.eval_batch(iter([self.batch(99)]), num_micro_batches=1)
+            return
         with torch.no_grad():
             self.engine(*self.batch(99))
 
@@ -258,15 +269,20 @@ def check(combination: Combination) -> None:
 def check_run(settings: dict[str, Any], run: Run) -> None:
     results = train(settings, run)
     losses, parameters = train_alone(settings, run)
-    for rank, (_, values) in enumerate(results[1:], 1):
+    everywhere: Values = {}
+    for rank, (_, values) in enumerate(results):  # of a pipeline each rank has some
+        common = {name: value for name, value in values.items() if name in everywhere}
+        before = {name: everywhere[name] for name in common}
         if run.compiled != "no":
             # Ranks that are threads share torch.compiler.is_compiling(): while one of them compiles, the optimizer of
             # another computes with tensors in place of numbers, which may round otherwise.
-            assert relative_difference(values, results[0][1])[0] <= run.bound, f"rank {rank} differs from rank 0"
-            continue
-        different = [name for name, value in values.items() if not torch.equal(value, results[0][1][name])]
-        assert not different, f"rank {rank} differs from rank 0 in {different}"
-    far, name = relative_difference(results[0][1], parameters)
+            far = relative_difference(common, before)[0] if common else 0.0
+            assert far <= run.bound, f"rank {rank} differs from ranks before it"
+        else:
+            different = [name for name, value in common.items() if not torch.equal(value, before[name])]
+            assert not different, f"rank {rank} differs from ranks before it in {different}"
+        everywhere |= values
+    far, name = relative_difference(everywhere, parameters)
     assert far <= run.bound, f"{name} is {far:.3g} away, of {run.bound:g}; {settings}"
     sums = torch.stack([each[0] for each in results]).sum(0)
     assert (sums[:, 0] / sums[:, 1]).tolist() == pytest.approx(losses, rel=run.bound * 10), settings

@@ -62,9 +62,19 @@ class MadeOptimizer:
 
 
 def make_optimizer(
-    model: nn.Module, given: Any, model_parameters: Iterable[Any] | None, settings: Config, world_size: int
+    model: nn.Module,
+    given: Any,
+    model_parameters: Iterable[Any] | None,
+    settings: Config,
+    world_size: int,
+    *,
+    is_part: bool = False,
 ) -> MadeOptimizer:
     """Validate the client's optimizer, or build one from the config.
+
+    Args:
+        is_part: the model is one rank's pipeline stages. Groups without a parameter stay, so that all stages have the
+            same ones.
 
     Raises: OptimizerError: it cannot be sharded, or its groups hold a parameter twice or none.
     """
@@ -77,7 +87,13 @@ def make_optimizer(
         is_direct = _check_given(given, settings, world_size)
         made: torch.optim.Optimizer = given
     elif callable(given):
-        made = given(parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad])
+        own = parameters if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+        try:
+            made = given(own)
+        except ValueError:  # torch refuses an empty list, and takes an empty group
+            if own or not is_part:
+                raise
+            made = given([{"params": []}])
         is_direct = _check_given(made, settings, world_size)
     elif given is not None:
         raise OptimizerError(
@@ -85,7 +101,7 @@ def make_optimizer(
             code="optimizer-type",
         )
     elif settings.optimizer is not None and settings.optimizer.type:
-        groups = _groups(model, parameters)
+        groups = _groups(model, parameters, is_part=is_part)
         made, more = build_optimizer(
             settings.optimizer.type,
             settings.params_of("optimizer"),
@@ -99,7 +115,7 @@ def make_optimizer(
     return MadeOptimizer(made, [list(group["params"]) for group in made.param_groups], is_direct, notes)
 
 
-def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, parameters: list[Any] | None, *, is_part: bool) -> list[dict[str, Any]]:
     """Parameter groups for torch, of the parameters that require a gradient.
 
     Args:
@@ -117,14 +133,21 @@ def _groups(model: nn.Module, parameters: list[Any] | None) -> list[dict[str, An
         members = [members] if isinstance(members, torch.Tensor) else list(members)
         groups.append({**group, "params": [p for p in members if p.requires_grad]})
     group_index(model, [group["params"] for group in groups])
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    trained = [group for group in groups if group["params"]]
+    if is_part:
+        return groups
+    refuse_untrained(has_trained=bool(trained))
+    return trained
+
+
+def refuse_untrained(*, has_trained: bool) -> None:
+    """Raises: OptimizerError: no parameter is trained."""
+    if not has_trained:
         raise OptimizerError(
             "no parameter requires a gradient, so the optimizer would train nothing.",
             do="unfreeze some parameters, or leave the optimizer out to run the model only.",
             code="optimizer-empty",
         )
-    return groups
 
 
 def make_schedule(given: Any, settings: Config, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -21,7 +21,13 @@ from shoal.config.elastic import check_scheduler
 from shoal.config.ranks import batch_ranks
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
-from shoal.engine.client_optimizer import MadeOptimizer, make_optimizer, make_schedule, schedule_notes
+from shoal.engine.client_optimizer import (
+    MadeOptimizer,
+    make_optimizer,
+    make_schedule,
+    refuse_untrained,
+    schedule_notes,
+)
 from shoal.engine.curriculum import Curriculum
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
@@ -29,7 +35,8 @@ from shoal.engine.low_precision import lower_precision_parameters
 from shoal.engine.model_parts import parts_of
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
-from shoal.engine.pipeline_parts import of_stages, recomputed_blocks, stages_of
+from shoal.engine.over_stages import from_stages
+from shoal.engine.pipeline_parts import of_own_units, of_stages, recomputed_blocks, stages_of
 from shoal.engine.profiling import ProfilingTimers
 from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
@@ -102,7 +109,11 @@ def initialize(
     if axes.pp is not None or isinstance(model, StageModule):
         model, parts = stages_of(model, parts, settings, world, plan.mesh)
         optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
-    made = make_optimizer(model, optimizer, model_parameters, settings, world.size)
+        plan = of_own_units(plan, model, axes.pp)
+    is_part = axes.pp is not None
+    made = make_optimizer(model, optimizer, model_parameters, settings, world.size, is_part=is_part)
+    if is_part and made.optimizer is not None:
+        refuse_untrained(has_trained=any(from_stages(axes.pp, any(made.groups), "trained parameters")))
     sparse = made.sparse(model)
     schedule = make_schedule(lr_scheduler, settings, made.optimizer)
     notes = made.notes + schedule_notes(lr_scheduler, settings, made.optimizer)

@@ -77,10 +77,23 @@ class PipelineEngine(Engine):
     def step(self, *args: Any, **kwargs: Any) -> None:
         self._refuse("engine.step()")
 
-    def _refuse(self, call: str) -> NoReturn:
+    def scale(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._refuse("engine.scale(loss)")
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        self._refuse("engine.clip_grad_norm_()", "set gradient_clipping in the config: train_batch() clips.")
+
+    def no_sync(self) -> NoReturn:
+        self._refuse("engine.no_sync()")
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        self._refuse("engine.set_gradient_accumulation_boundary()")
+
+    def _refuse(self, call: str, do: str | None = None) -> NoReturn:
         raise UsageError(
             f"{call} of a model in {self.module.num_stages} pipeline stages: no rank has all of it.",
-            do="call engine.train_batch(data_iter), which runs all micro-batches of a step, and"
+            do=do
+            or "call engine.train_batch(data_iter), which runs all micro-batches of a step, and"
             " engine.eval_batch(data_iter).",
             code="pipeline-call",
         )

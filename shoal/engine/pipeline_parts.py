@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.comm.protocol import Communicator
 from shoal.comm.world import World
 from shoal.config import Config
 from shoal.config.pipeline import Pipeline
+from shoal.engine.over_stages import from_stages
+from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
 from shoal.pipeline.cut import CutModel, Partition, cut
@@ -19,7 +22,9 @@ from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import topology_of_mesh
+from shoal.sharding.partition import names_a_unit
 from shoal.zero.build import ModelParts
+from shoal.zero.parameter_owner import OWNERS
 
 
 def stages_of(
@@ -30,6 +35,20 @@ def stages_of(
     Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
     Communicates: control messages, where weights are tied over stages.
     """
+    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
+    if sharded and mesh.pp > 1:
+        raise NotBuiltError(
+            f"pipeline stages of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
+            do="build it on the meta device, or whole on the CPU: each rank keeps its stages only.",
+            code="pipeline-init",
+        )
+    added = [name for name in ("curriculum_learning", "progressive_layer_drop") if getattr(config, name).enabled]
+    if added:
+        raise NotBuiltError(
+            f"{added[0]} of a model in pipeline stages, whose layers take no further arguments.",
+            do="change the micro-batches by engine.set_batch_fn(fn), or in the loader; shapes may change at any time.",
+            code="pipeline-curriculum",
+        )
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     virtual_stages = int(section.virtual_stages)
@@ -126,6 +145,22 @@ def _partition(name: str) -> Partition:
             code="pipeline-partition",
         )
     return known[name.casefold()]
+
+
+def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:
+    """The plan without names of units that other pipeline stages have. Communicates: the names that a stage has."""
+    rules = plan.zero.rules
+    each = [replace(rules, classes=(name,), names=()) for name in rules.classes]
+    each += [replace(rules, classes=(), names=(name,)) for name in rules.names]
+    here = [names_a_unit(model, rule) for rule in each]
+    anywhere = [any(stages) for stages in zip(*from_stages(pp, here, "units"), strict=True)]
+    kept = [rule for rule, is_here, is_known in zip(each, here, anywhere, strict=True) if is_here or not is_known]
+    own = replace(
+        rules,
+        classes=tuple(name for rule in kept for name in rule.classes),
+        names=tuple(name for rule in kept for name in rule.names),
+    )
+    return replace(plan, zero=replace(plan.zero, rules=own))
 
 
 def of_stages(model: StageModule, optimizer: Any, model_parameters: Iterable[Any] | None) -> tuple[Any, Any]:

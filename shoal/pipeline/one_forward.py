@@ -26,7 +26,7 @@ class EndOfStage(Exception):  # no error: ends the model's forward after the las
     """Carries what the next stage receives."""
 
     def __init__(self, message: dict[str, Any]) -> None:
-        super().__init__()
+        super().__init__(message)
         self.message = message
 
 

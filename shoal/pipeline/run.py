@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -172,9 +172,10 @@ class PipelineRun:
         return self._run(actions, batches, is_training=False)
 
     def _run(self, actions: Sequence[Action], batches: Sequence[MicroBatch], *, is_training: bool) -> Failure | None:
-        self._reset(batches)
-        if self._is_dynamic:
+        if self._is_dynamic:  # each message has a structure of its own
             self._channel.forget()
+            batches = [replace(batch, signature=micro) for micro, batch in enumerate(batches)]
+        self._reset(batches)
         begin = time.perf_counter()
         try:
             for action in actions:
@@ -234,7 +235,14 @@ class PipelineRun:
             self._arriving[stage, "B", micro] = self._channel.recv(known.gradients, peer, label=label)
         elif kind == "SEND_F":
             form, tensors = self._to_send_forward(stage, micro, forward, signature)
-            self._channel.agree(forward, signature, form, peer, label=label)
+            try:
+                self._channel.agree(forward, signature, form, peer, label=label)
+            except UsageError as error:  # the receiver waits for what it knows
+                known = self._channel.known(forward, signature)
+                if known is None or not self._goes_on:
+                    raise
+                self._failure = self._failure or Failure(f"{stage}SEND_F{micro}", error)
+                form, tensors = known, self._zeros(known)
             self._send(form, tensors, peer, label)
         else:
             known = self._channel.known(forward, signature)
@@ -254,6 +262,7 @@ class PipelineRun:
         return known, self._zeros(known)  # after an error: the next stage waits for it
 
     def _to_send_backward(self, stage: int, micro: int, known: MessageForm) -> list[torch.Tensor]:
+        """The gradients of what was received; zeros for one that did not need it."""
         visit = self._visits.get((stage, micro))
         if visit is None or self._failure is not None:
             return self._zeros(known.gradients)
@@ -340,16 +349,15 @@ class PipelineRun:
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
             def inputs() -> None:
-                # They are detached in place, which a view cannot be.
-                visit.outputs = [end.clone() if end._is_view() else end for end in ends]
+                # They are detached in place, which a view and an input that is passed on cannot be.
+                visit.outputs = [end.clone() if end._is_view() or end.is_leaf else end for end in ends]
                 _, visit.weight_groups = stage_backward_input(
                     visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
                 )
 
             self._compute.backward(inputs, stage)
         elif is_split:
-            visit.weight_groups = (ends, gradients)  # the first stage: all is done in W
-            return
+            visit.weight_groups = (ends, gradients)  # no input has a gradient: all is done in W
         else:
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
         self._end_backward(stage, micro, visit)
@@ -367,7 +375,6 @@ class PipelineRun:
         if isinstance(groups, tuple):
             ends, gradients = groups
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
-            self._end_backward(stage, micro, visit)
         elif groups is not None:
             from torch.distributed.pipelining._backward import stage_backward_weight
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -52,11 +52,17 @@ class UnitRules:
     max_persistent_numel: int | None = None
 
 
-def partition(model: nn.Module, rules: UnitRules, sizes: Mapping[int, int] | None = None) -> list[UnitSpec]:
+def partition(
+    model: nn.Module,
+    rules: UnitRules,
+    sizes: Mapping[int, int] | None = None,
+    of_root: Collection[str] = (),
+) -> list[UnitSpec]:
     """Partition ``model`` into units, in the order in which their parameters are registered; the root comes first.
 
     Args:
         sizes: the elements that the rules count for a parameter, by its ``id``; without one, the elements that it has.
+        of_root: names of parameters that the root takes in any case.
 
     Raises: ModelError: the model has no parameters, or a name or class of the rules is not in it.
     """
@@ -95,9 +101,9 @@ def partition(model: nn.Module, rules: UnitRules, sizes: Mapping[int, int] | Non
 
     ancestors = {".".join(name.split(".")[:depth]) for name in blocks for depth in range(name.count(".") + 1)}
 
-    def unit_of(parameter: nn.Parameter) -> str:
+    def unit_of(name: str, parameter: nn.Parameter) -> str:
         candidates = homes[id(parameter)]
-        if len(candidates) > 1:
+        if len(candidates) > 1 or name in of_root:
             return ROOT
         home = next(iter(candidates))
         if not home.startswith("module:"):
@@ -106,18 +112,27 @@ def partition(model: nn.Module, rules: UnitRules, sizes: Mapping[int, int] | Non
         is_own = module_name and module_name not in ancestors and numel_of_home[home] >= rules.min_module_numel
         return module_name if is_own and canonical.get(id(modules.get(module_name))) == module_name else ROOT
 
-    persistent = _persistent(parameters, rules, numel)
+    persistent = _persistent(parameters, rules, numel) - set(of_root)
     members: dict[str, list[str]] = {ROOT: []}
     kept: list[str] = []
     for name, parameter in parameters.items():
         if name in persistent:
             kept.append(name)
         else:
-            members.setdefault(unit_of(parameter), []).append(name)
+            members.setdefault(unit_of(name, parameter), []).append(name)
     specs = [UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names)) for unit, names in members.items() if names]
     if kept:
         specs.insert(0, UnitSpec(PERSISTENT, (), tuple(kept), is_persistent=True))
     return specs
+
+
+def names_a_unit(model: nn.Module, rules: UnitRules) -> bool:
+    """Do all classes and names of the rules occur in the model?"""
+    try:
+        _named_by_user(dict(model.named_modules()), rules)
+    except ModelError:
+        return False
+    return True
 
 
 def _persistent(parameters: dict[str, nn.Parameter], rules: UnitRules, numel: Mapping[int, int]) -> set[str]:

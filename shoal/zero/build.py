@@ -155,8 +155,8 @@ class _BuildPlan:
 
     def groups_of(self, spec: UnitSpec) -> list[_GroupPlan]:
         """The unit's parameters by axes, dtype, trainability and reduce dtype, in buffers of at most
-        ``max_bucket_numel`` elements (but at least one parameter). One whose gradient is sent as rows has a group of
-        its own.
+        ``max_bucket_numel`` elements (but at least one parameter). One whose gradient is sent as rows, or that is tied
+        over pipeline stages, has a group of its own: the tied ones come last, in one order on all stages.
         """
         found = []
         for number, members in enumerate(self._split(spec)):
@@ -181,7 +181,7 @@ class _BuildPlan:
             ]
             found.append(
                 _GroupPlan(
-                    spec.name if number == 0 else f"{spec.name}#{number}",
+                    first if first in self.parts.tied else spec.name if number == 0 else f"{spec.name}#{number}",
                     row,
                     axes,
                     lay_out(entries, num_shards=axes.comms[axes.shard].size),
@@ -200,12 +200,11 @@ class _BuildPlan:
     def _split(self, spec: UnitSpec) -> list[list[str]]:
         kinds: dict[object, list[list[str]]] = {}
         limit = self.settings.max_bucket_numel
-        for name in spec.parameters:
+        for name in sorted(spec.parameters, key=lambda name: name if name in self.parts.tied else ""):
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
-            own = name if is_trained and name in self.sends_rows else None
-            tied = self.parts.tied.get(name)
-            axes = name in self.parts.local, name in self.parts.partial, None if tied is None else tied.axis
+            own = name if name in self.parts.tied or (is_trained and name in self.sends_rows) else None
+            axes = name in self.parts.local, name in self.parts.partial
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
@@ -248,7 +247,7 @@ def build(
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     parts = parts or ModelParts()
     numel = parts.sizes(parameters, 1 if axes.tp is None else axes.tp.size)
-    specs = partition(model, settings.rules, numel)
+    specs = partition(model, settings.rules, numel, of_root=parts.tied)
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
     plan = _BuildPlan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)

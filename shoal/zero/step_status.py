@@ -77,8 +77,13 @@ def synchronize_status(
         reducer.reduce_late([any(column) for column in zip(*late, strict=True)])
         rows = _exchange(axes.world, [_sum_of_squares(groups, device), *own], device)
     has_grad = {group: bytes(group.gradient.has_grad) for group in groups}
-    if any(row[1] for row in rows) and axes.pipeline_stage.size > 1:
-        has_grad = _union(groups, axes.pipeline_stage, device)
+    if any(row[1] for row in rows):
+        if axes.pipeline_stage.size > 1:
+            has_grad = _union(has_grad, axes.pipeline_stage, device)
+        for group in groups:
+            for comm in group.replicas:
+                if comm.axis.startswith("tied:"):
+                    has_grad |= _union({group: has_grad[group]}, comm, device)
     total = math.fsum(row[0] for row in rows) if all(math.isfinite(row[0]) for row in rows) else math.nan
     return GlobalStatus(
         norm=math.sqrt(total) if math.isfinite(total) else math.nan,
@@ -120,14 +125,14 @@ def _exchange(comm: Communicator, values: Sequence[float | torch.Tensor], device
     return [numbers[row * width : (row + 1) * width] for row in range(comm.size)]
 
 
-def _union(groups: Sequence[ParameterGroup], comm: Communicator, device: torch.device) -> dict[ParameterGroup, bytes]:
-    mine = torch.tensor([float(flag) for group in groups for flag in group.gradient.has_grad], device=device)
+def _union(mine_of: HasGrad, comm: Communicator, device: torch.device) -> dict[ParameterGroup, bytes]:
+    mine = torch.tensor([float(flag) for own in mine_of.values() for flag in own], device=device)
     anywhere = comm.exchange(mine, label="which parameters have a gradient").wait().amax(dim=0)
     flags = bytes(int(value) for value in read_vector(anywhere, when_fake=1.0))
     found, start = {}, 0
-    for group in groups:
-        found[group] = flags[start : start + len(group.gradient.has_grad)]
-        start += len(found[group])
+    for group, own in mine_of.items():
+        found[group] = flags[start : start + len(own)]
+        start += len(own)
     return found
 
 

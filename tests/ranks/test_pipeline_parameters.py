@@ -1,0 +1,205 @@
+"""Frozen, unused, shared and tied parameters in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.threads import run_ranks
+from shoal.errors import ModelError, OptimizerError
+from tests.ranks.pipeline_cases import assert_as_alone, engine_of_layers
+from tests.ranks.pipeline_layers import WIDTH, batches
+
+SCHEDULES = [("1f1b", 1, 1), ("1f1b", 3, 1), ("zb_h1", 1, 1), ("zbv", 3, 2), ("interleaved_1f1b", 2, 2)]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.base(value) + self.up(self.down(value)))
+
+
+class Spare(nn.Module):
+    """A layer with parameters that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Linear(WIDTH, 3)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.used(value))
+
+
+def linears(count: int = 8) -> list[nn.Linear]:
+    return [nn.Linear(WIDTH, WIDTH, bias=i % 2 == 0) for i in range(count)]
+
+
+def frozen(*indices: int) -> Callable[[], Sequence[nn.Module]]:
+    def layers() -> Sequence[nn.Module]:
+        made = linears()
+        for index in indices:
+            made[index].requires_grad_(False)
+        return made
+
+    return layers
+
+
+def tied(*pairs: tuple[int, int], freezes: int | None = None) -> Callable[[], Sequence[nn.Module]]:
+    """Each pair's second layer has the weight of the first."""
+
+    def layers() -> Sequence[nn.Module]:
+        made: Any = linears()
+        for first, second in pairs:
+            made[second].weight = made[first].weight
+        if freezes is not None:
+            made[freezes].weight.requires_grad_(False)
+        return [nn.Sequential(layer, nn.Tanh()) for layer in made]
+
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("indices", "schedule", "stage", "virtual"),
+    [
+        ((1, 6), *SCHEDULES[0]),
+        ((0, 1, 2, 3), *SCHEDULES[1]),
+        ((0, 1, 2, 3), *SCHEDULES[2]),
+        ((4, 5, 6, 7), *SCHEDULES[0]),
+        ((2, 3, 4, 5), *SCHEDULES[3]),
+        ((0, 1, 4, 5), *SCHEDULES[4]),
+    ],
+)
+def test_frozen_layers_and_stages_without_trained_parameters(
+    indices: tuple[int, ...], schedule: str, stage: int, virtual: int
+) -> None:
+    assert_as_alone(frozen(*indices), 4, 2, stage, schedule, virtual)
+
+
+@pytest.mark.parametrize(("schedule", "stage", "virtual"), [SCHEDULES[1], SCHEDULES[3]])
+@pytest.mark.parametrize("make", [lambda: [Adapted() for _ in range(8)], lambda: [Spare() for _ in range(8)]])
+def test_adapters_on_frozen_layers_and_unused_parameters(make: Any, schedule: str, stage: int, virtual: int) -> None:
+    assert_as_alone(make, 4, 2, stage, schedule, virtual)
+
+
+@pytest.mark.parametrize(("schedule", "stage", "virtual"), [SCHEDULES[0], SCHEDULES[3]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        tied((0, 3), (0, 7)),
+        tied((0, 5), (1, 4)),  # the stages have them in opposite orders
+        tied((0, 7), (3, 4), (1, 2), (5, 6)),
+        tied((0, 7), freezes=0),
+        tied((1, 6), (0, 7), freezes=1),
+    ],
+)
+def test_tied_weights(make: Any, schedule: str, stage: int, virtual: int) -> None:
+    assert_as_alone(make, 4, 2, stage, schedule, virtual)
+
+
+@pytest.mark.parametrize("units", [{"classes": ["Linear"]}, {"names": ["*.0"]}])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tied_weights_over_three_stages_in_units_of_their_own(stage: int, units: dict[str, Any]) -> None:
+    make = tied((0, 3), (0, 5), (1, 7), (2, 6))
+    assert_as_alone(make, 4, 4, stage, units=units)
+    assert_as_alone(make, 4, 4, stage, units=units, zero={"stage3_max_live_parameters": 40})
+
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize("more", [{}, {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}])
+def test_the_configs_optimizer_trains_the_stages_that_have_trained_parameters(more: dict[str, Any]) -> None:
+    def job() -> Any:
+        engine = engine_of_layers(frozen(4, 5, 6, 7), 2, 2, optimizer=None, optimizer_section=ADAMW, **more)
+        for step in range(2):
+            engine.train_batch(batches(0, step, 4))
+        return len(engine.optimizer.param_groups), engine.get_lr(), engine.get_global_grad_norm()
+
+    first, second = run_ranks(2, job)
+    assert first == second
+    assert first[0] == 1
+
+
+def test_groups_of_the_optimizer_are_those_of_all_stages(tmp_path: Any) -> None:
+    def job() -> Any:
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            parameters = list(parameters)
+            decayed, others = ([p for p in parameters if (p.dim() > 1) is wanted] for wanted in (True, False))
+            return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+
+        def start() -> Any:
+            return engine_of_layers(frozen(*range(4, 8)), 2, 1, optimizer=optimizer)
+
+        engine = start()
+        for step in range(2):
+            engine.train_batch(batches(0, step, 4))
+        engine.save_checkpoint(tmp_path)
+        engine.train_batch(batches(0, 2, 4))
+        expected = engine.module_state_dict()
+        engine.destroy()
+        engine = start()
+        engine.load_checkpoint(tmp_path)
+        engine.train_batch(batches(0, 2, 4))
+        found = engine.module_state_dict()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    run_ranks(2, job)
+
+
+def test_a_model_without_any_trained_parameter_is_refused() -> None:
+    def job() -> None:
+        with pytest.raises(OptimizerError, match="no parameter requires a gradient"):
+            engine_of_layers(frozen(*range(8)), 2, 1, optimizer=None, optimizer_section=ADAMW)
+
+    run_ranks(2, job)
+
+
+def test_a_weight_that_only_one_of_its_stages_uses_stays_the_same_on_all() -> None:
+    class Unused(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value
+
+    def layers() -> Sequence[nn.Module]:
+        made = linears(4)
+        return [*made[:3], Unused(made[0].weight)]
+
+    assert_as_alone(layers, 4, 2, 1)
+    assert_as_alone(layers, 4, 2, 3)
+
+
+def test_units_that_other_stages_have_are_passed_over_and_unknown_ones_are_refused() -> None:
+    def layers() -> Sequence[nn.Module]:
+        return [*linears(4), *(Adapted() for _ in range(4))]
+
+    assert_as_alone(layers, 2, 2, 3, units={"classes": ["Adapted"], "names": ["0", "1"]})
+
+    def job() -> None:
+        with pytest.raises(ModelError, match="Adaptid"):
+            engine_of_layers(layers, 2, 3, units={"classes": ["Adaptid", "Adapted"]})
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_that_is_used_twice_in_a_stage_and_once_in_another(stage: int) -> None:
+    def layers() -> Sequence[nn.Module]:
+        made = [nn.Sequential(layer, nn.Tanh()) for layer in linears()]
+        return [made[0], made[0], made[1], made[2], made[3], made[4], made[3], made[0]]
+
+    assert_as_alone(layers, 2, 2, stage)

@@ -87,6 +87,8 @@ class Model(nn.Module):
         with shoal.zero.GatheredParameters(list(self.parameters()), modifier_rank=0):
             for parameter in self.parameters():
                 values = torch.rand(parameter.shape, generator=generator) - 0.5
+                if not parameter.dim():
+                    values = values + 1  # differences are compared with the value, which must not be near zero
                 parameter.data.copy_(values if parameter.dim() < 2 else values * (6 / parameter.shape[-1]) ** 0.5)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 
 from shoal.errors import ModelError
 
+_PARSING = threading.Lock()  # two threads that parse at once fail in Python 3.11: one depth counter
 Side = Literal["first", "last", "both", "every"]  # the stages that run it: stage 0, the last one, these two, all
 
 
@@ -193,7 +195,8 @@ def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tu
     """
     try:
         function = inspect.unwrap(getattr(kind, method))
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        with _PARSING:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, TypeError, SyntaxError):
         return {}
     callers |= {method}

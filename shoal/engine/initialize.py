@@ -191,7 +191,7 @@ def check_model(model: Any) -> None:
         raise ModelError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
         )
-    if next(model.parameters(), None) is None:
+    if next(model.parameters(), None) is None and not isinstance(model, StageModule):
         raise ModelError(
             f"{type(model).__name__} has no parameters, so there is nothing to train.",
             do="hand over the module that holds the parameters (after they were made).",

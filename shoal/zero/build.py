@@ -247,7 +247,8 @@ def build(
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     parts = parts or ModelParts()
     numel = parts.sizes(parameters, 1 if axes.tp is None else axes.tp.size)
-    specs = partition(model, settings.rules, numel, of_root=parts.tied)
+    # A pipeline stage may be a function only.
+    specs = partition(model, settings.rules, numel, of_root=parts.tied) if parameters else []
     keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
     sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
     plan = _BuildPlan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)

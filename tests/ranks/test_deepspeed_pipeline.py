@@ -62,3 +62,21 @@ def test_a_script_trains_saves_and_evaluates(size: int, stages: int, zero: int, 
         assert found[0][1] == pytest.approx(loss, rel=1e-5)
         for name, value in values.items():
             torch.testing.assert_close(found[0][2][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_stage_may_be_a_function_without_parameters(zero: int, tmp_path: Any) -> None:
+    def job() -> Any:
+        made = [LayerSpec(nn.Linear, 8, 8), LayerSpec(nn.Linear, 8, 8), torch.tanh]
+        net = make(lambda: PipelineModule(made, num_stages=3, partition_method="uniform", loss_fn=nn.MSELoss()))
+        settings = {**CONFIG, "zero_optimization": {"stage": zero}}
+        engine, _, _, _ = deepspeed.initialize(model=net, training_data=DATA, config=settings)
+        losses = [float(engine.train_batch()) for _ in range(2)]
+        engine.save_checkpoint(tmp_path)
+        losses.append(float(engine.train_batch()))
+        engine.load_checkpoint(tmp_path)
+        return losses, sorted(engine.module_state_dict())
+
+    for losses, names in run_ranks(3, job):
+        assert losses[0] != losses[1] != losses[2]
+        assert names == ["0.bias", "0.weight", "1.bias", "1.weight"]

@@ -4,8 +4,8 @@
     python -m benchmarks.pipeline --ranks 4 --bubble              # stages that sleep a known time
     python -m benchmarks.pipeline --ranks 2 --profile shoal-1     # where rank 0's processor time goes
 
-All contenders train the same stack of blocks under 1F1B with AdamW; one rank is one process with one thread and has one
-pipeline stage. They live in the same processes: a round is one step of each, so that a noisy machine disturbs all alike.
+All contenders train the same stack of blocks under 1F1B with AdamW; a rank is one process with one thread and has one
+pipeline stage. They share these processes: a round is one step of each, so that a noisy machine disturbs all alike.
 A ratio is the median of the rounds' ratios (the peer's time over Shoal's with ZeRO-1), with quartiles; beside it the
 ratio of the least times, and the processor time of all ranks, which other processes disturb less. Losses must agree.
 DeepSpeed is left out where it is not installed.
@@ -111,7 +111,7 @@ def torch_pipelining(blocks: list[nn.Module], batches: Batches, rank: int, size:
             schedule.step()
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else float("nan")
+        return float(torch.stack(losses).detach().mean()) if losses else float("nan")
 
     return step
 
@@ -252,7 +252,9 @@ def measure_bubble(bubble: Bubble, rank: int, size: int, micro: int, seconds: fl
 # processes and rounds
 
 
-def measure(names: Sequence[str], sizes: Sizes, rank: int, size: int, rounds: int, profile: str) -> list[dict[str, Any]]:
+def measure(
+    names: Sequence[str], sizes: Sizes, rank: int, size: int, rounds: int, profile: str
+) -> list[dict[str, Any]]:
     """All contenders in turn; a time begins and ends with all ranks together. Returns: a row a contender."""
     batches, blocks = build_batches(sizes), build_blocks(sizes)
     steps = {name: CONTENDERS[name](copy.deepcopy(blocks), batches, rank, size) for name in names}
@@ -280,9 +282,7 @@ def measure(names: Sequence[str], sizes: Sizes, rank: int, size: int, rounds: in
     ]
 
 
-def row_of(
-    name: str, ours: str, seconds: dict[str, list[float]], processor: dict[str, list[float]]
-) -> dict[str, Any]:
+def row_of(name: str, ours: str, seconds: dict[str, list[float]], processor: dict[str, list[float]]) -> dict[str, Any]:
     ratios = [peer / own for peer, own in zip(seconds[name], seconds[ours], strict=True)]
     first, _, third = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
@@ -374,7 +374,8 @@ def show(rows: list[dict[str, Any]], is_bubble: bool) -> str:
                 [
                     row["contender"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}",
                     f"{row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}", f"{row['least_ratio']:.2f}",
-                    f"{row['processor_ms']:.1f}", f"{row['processor_ratio']:.2f}", row.get("error", f"{row['loss']:.6f}"),
+                    f"{row['processor_ms']:.1f}", f"{row['processor_ratio']:.2f}",
+                    row.get("error", f"{row['loss']:.6f}"),
                 ]
                 for row in rows
             ),

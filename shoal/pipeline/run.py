@@ -302,7 +302,7 @@ class PipelineRun:
         if handed is not None:
             return handed
         incoming = self._arriving.pop((stage, direction, micro))
-        tensors = list(incoming.wait())
+        tensors: list[torch.Tensor | None] = list(incoming.wait())
         self._started = time.perf_counter()
         return incoming.form, tensors
 

@@ -89,7 +89,7 @@ class GradientBuffer:
         self.policy = policy
         self.axes = axes
         self.is_view = is_view
-        self.adds_in_place = False  # between micro-batches ``parameter.grad`` is a view of the sum: autograd adds into it
+        self.adds_in_place = False  # autograd adds later micro-batches into the sum: ``parameter.grad`` is a view of it
         self._is_attached = False  # is every ``parameter.grad`` such a view?
         dtype = policy.accumulate_dtype or parameters.dtype
         self._sum_dtype = sum_dtype or dtype
@@ -177,9 +177,7 @@ class GradientBuffer:
             self._widen()
         self._accumulate_whole()
         if self.adds_in_place and self.dtype == self._sum_dtype == self.buffer.dtype:
-            for parameter, view, has_grad in zip(
-                self.parameters, self.accumulator.views, self.has_grad, strict=True
-            ):
+            for parameter, view, has_grad in zip(self.parameters, self.accumulator.views, self.has_grad, strict=True):
                 parameter.grad = view if has_grad else None
             self._is_attached = all(self.has_grad)
 

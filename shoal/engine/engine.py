@@ -142,7 +142,7 @@ class Engine(nn.Module):
         self._check_alive()
         self.offloaded.require("forward()")
         use_sequence_context(self._attention_context)
-        self.sharding.check.check()
+        self._check_model()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
             self._same_inputs.check(self._inputs_of_all(args, kwargs), where=self.properties.where(self.global_steps))
@@ -157,6 +157,10 @@ class Engine(nn.Module):
             output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
+
+    def _check_model(self) -> None:
+        """Raises: ModelError: the model was changed."""
+        self.sharding.check.check()
 
     def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
         """Of the arguments of ``forward``, what all ranks of a tensor-parallel group have alike."""

@@ -46,6 +46,8 @@ class PipelineEngine(Engine):
         self._virtual_stages = module.num_stages // mesh.pp
         self._schedules: dict[tuple[bool, int], tuple[PipelineSchedule, tuple[Action, ...]]] = {}
         self._compute = _EngineCompute(self)
+        for group in self.sharded.trained_groups:
+            group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
         self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
         has_inner_collectives = any(axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp))
         self._runner = PipelineRun(
@@ -97,6 +99,10 @@ class PipelineEngine(Engine):
             " engine.eval_batch(data_iter).",
             code="pipeline-call",
         )
+
+    def _check_model(self) -> None:
+        if self._compute.is_first_forward:
+            super()._check_model()
 
     def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
         return args[2]  # with sequence parallelism, what a stage received is a part of the sequence
@@ -386,11 +392,13 @@ class _EngineCompute:
         self.stays_partial = not sharded.sharded or self.keeps_gathered
         self._left: dict[int, Unit] = {}  # units that are not reduced yet
         self._pinned: list[Unit] = []
+        self.is_first_forward = False  # of the step
 
     def begin(self, actions: Iterable[Action]) -> None:
         """A step, or an evaluation, begins."""
         self._waiting = {action.stage for action in actions if action.kind == "REDUCE_GRAD"}
         self._left = {id(unit): unit for unit in self._engine.sharded.reducer.units}
+        self.is_first_forward = True
 
     def end(self) -> None:
         """It has ended, or failed."""
@@ -400,7 +408,9 @@ class _EngineCompute:
         self._pinned.clear()
 
     def forward(self, stage: int, received: Any, batch: Any) -> Any:
-        return Engine.forward(self._engine, stage, received, batch)
+        output = Engine.forward(self._engine, stage, received, batch)
+        self.is_first_forward = False
+        return output
 
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         engine = self._engine

@@ -79,23 +79,7 @@ def flatten(value: Any, where: str) -> tuple[MessageForm, list[torch.Tensor]]:
     Raises: UsageError: it holds something else than tensors, numbers, texts, None, tuples, lists and dicts of them.
     """
     tensors: list[torch.Tensor] = []
-
-    def visit(item: Any, path: str) -> Any:
-        if isinstance(item, torch.Tensor):
-            if item.layout != torch.strided or item.dtype not in _DTYPES.values():
-                raise _unsendable(where, path, f"a tensor of dtype {item.dtype}, layout {item.layout}")
-            tensors.append(item)
-            return ["tensor", len(tensors) - 1]
-        if item is None or isinstance(item, bool | int | float | str):
-            return ["value", item]
-        if isinstance(item, tuple | list):
-            kind = "tuple" if isinstance(item, tuple) else "list"
-            return [kind, [visit(part, f"{path}[{index}]") for index, part in enumerate(item)]]
-        if isinstance(item, dict) and all(isinstance(key, str) for key in item):
-            return ["dict", [[key, visit(part, f"{path}[{key!r}]")] for key, part in item.items()]]
-        raise _unsendable(where, path, f"a {type(item).__name__}")
-
-    tree = visit(value, "output")
+    tree = _tree_of(value, tensors, where, "output")
     forms = (
         TensorForm(t.dtype, tuple(t.shape), t.requires_grad and (t.is_floating_point() or t.is_complex()))
         for t in tensors
@@ -103,21 +87,40 @@ def flatten(value: Any, where: str) -> tuple[MessageForm, list[torch.Tensor]]:
     return MessageForm(tree, tuple(forms)), tensors
 
 
+# A nested function that calls itself is a reference cycle: it would keep the tensors, with their graphs.
+def _tree_of(item: Any, tensors: list[torch.Tensor], where: str, path: str) -> Any:
+    """The structure of ``item``; its tensors are appended to ``tensors``."""
+    if isinstance(item, torch.Tensor):
+        if item.layout != torch.strided or item.dtype not in _DTYPES.values():
+            raise _unsendable(where, path, f"a tensor of dtype {item.dtype}, layout {item.layout}")
+        tensors.append(item)
+        return ["tensor", len(tensors) - 1]
+    if item is None or isinstance(item, bool | int | float | str):
+        return ["value", item]
+    if isinstance(item, tuple | list):
+        kind = "tuple" if isinstance(item, tuple) else "list"
+        return [kind, [_tree_of(part, tensors, where, f"{path}[{index}]") for index, part in enumerate(item)]]
+    if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+        return ["dict", [[key, _tree_of(part, tensors, where, f"{path}[{key!r}]")] for key, part in item.items()]]
+    raise _unsendable(where, path, f"a {type(item).__name__}")
+
+
 def unflatten(form: MessageForm, tensors: Sequence[torch.Tensor | None]) -> Any:
     """The value of which ``flatten`` gave the structure."""
 
-    def visit(node: Any) -> Any:
-        kind, content = node
-        if kind == "tensor":
-            return tensors[content]
-        if kind == "value":
-            return content
-        if kind == "dict":
-            return {key: visit(part) for key, part in content}
-        parts = [visit(part) for part in content]
-        return tuple(parts) if kind == "tuple" else parts
+    return _value_of(form.tree, tensors)
 
-    return visit(form.tree)
+
+def _value_of(node: Any, tensors: Sequence[torch.Tensor | None]) -> Any:
+    kind, content = node
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "value":
+        return content
+    if kind == "dict":
+        return {key: _value_of(part, tensors) for key, part in content}
+    parts = [_value_of(part, tensors) for part in content]
+    return tuple(parts) if kind == "tuple" else parts
 
 
 def _unsendable(where: str, path: str, what: str) -> UsageError:

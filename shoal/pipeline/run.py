@@ -130,6 +130,7 @@ class PipelineRun:
         self._has_loss = self._keeps_outputs = False
         self.splits_backward = True  # False: I does the work of W too
         self.timeline: list[TimedAction] | None = None  # filled where it is a list
+        self._started = 0.0  # when the action began, after what it waited for
         self._reset([])
 
     def _reset(self, batches: Sequence[MicroBatch]) -> None:
@@ -179,10 +180,11 @@ class PipelineRun:
         begin = time.perf_counter()
         try:
             for action in actions:
-                start = time.perf_counter() - begin
+                self._started = time.perf_counter()
                 self._perform(action, is_training=is_training)
                 if self.timeline is not None:
-                    self.timeline.append(TimedAction(action, start, time.perf_counter() - begin))
+                    end = time.perf_counter() - begin
+                    self.timeline.append(TimedAction(action, self._started - begin, end))
             while self._sent:
                 self._sent.popleft().drain()
             for incoming in self._arriving.values():  # after an error
@@ -300,7 +302,9 @@ class PipelineRun:
         if handed is not None:
             return handed
         incoming = self._arriving.pop((stage, direction, micro))
-        return incoming.form, list(incoming.wait())
+        tensors: list[torch.Tensor | None] = list(incoming.wait())
+        self._started = time.perf_counter()
+        return incoming.form, tensors
 
     def _forward(self, stage: int, micro: int, *, is_training: bool) -> None:
         visit, batch, received = _Visit(), self._batches[micro].data, None

@@ -199,7 +199,7 @@ def take_gradients(
     """Move the parameters' gradients into ``views``: add them, or copy them, with zeros for those that are None.
 
     Args:
-        has_grad: set where there was one.
+        has_grad: set where there was one. One that is the view itself is in its place already.
     """
     targets, gradients = [], []
     for index, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
@@ -207,6 +207,8 @@ def take_gradients(
         if gradient is not None:
             has_grad[index] = 1
             parameter.grad = None
+            if gradient is view:
+                continue
             if gradient.is_sparse:
                 if not add:
                     view.zero_()

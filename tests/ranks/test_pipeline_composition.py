@@ -78,9 +78,19 @@ def test_evaluation_gives_the_loss_of_one_process_on_every_rank() -> None:
         assert shapes == ([[ROWS, WIDTH]] * 4 if rank == 1 else None)
 
 
-def entries(size: int, pp: int, stage: int, num_micro: int, **more: Any) -> list[list[Any]]:
+def entries(
+    size: int,
+    pp: int,
+    stage: int,
+    num_micro: int,
+    schedule: str = "1f1b",
+    virtual: int = 1,
+    *,
+    tied: bool = False,
+    **more: Any,
+) -> list[list[Any]]:
     def job() -> Any:
-        engine = engine_of(stage, pp, num_micro, "1f1b", 1, tied=False, **more)
+        engine = engine_of(stage, pp, num_micro, schedule, virtual, tied=tied, **more)
         for step in range(2):
             engine.train_batch(batches(engine.axes.batch.rank, step, num_micro))
         with current_world().recorder.recording() as found:
@@ -108,6 +118,28 @@ def test_a_step_moves_two_psi_whatever_the_number_of_micro_batches(stage: int, g
         gathered = sum(entry.nbytes for entry in data if entry.op == "all_gather")
         assert gathered == gathers * psi / 2
         assert {entry.op for entry in data} == {"reduce_scatter", "all_gather"}
+
+
+@pytest.mark.parametrize(("schedule", "crossing"), [("interleaved_1f1b", 3), ("zbv", 2), ("gpipe", 3)])
+def test_virtual_stages_send_over_boundaries_between_ranks_alone(schedule: str, crossing: int) -> None:
+    found = [entry for rank, _ in entries(2, 2, 1, 4, schedule, 2) for entry in rank if entry.axis == "pp"]
+    sent = [entry for entry in found if entry.op == "send"]
+    assert len(sent) == len([entry for entry in found if entry.op == "recv"]) == crossing * 2 * 4
+
+
+def test_a_tied_weight_is_summed_once_whatever_the_number_of_micro_batches() -> None:
+    for found, _ in entries(2, 2, 1, 6, tied=True):
+        tied = [entry for entry in found if entry.axis.startswith("tied:") and entry.kind == "data"]
+        assert [(entry.axis, entry.op) for entry in tied] == [("tied:0,1", "all_reduce")]
+        assert WIDTH * WIDTH * 4 <= tied[0].nbytes <= WIDTH * WIDTH * 4 + 128  # padded
+
+
+def test_parameters_beyond_the_limit_are_gathered_and_reduced_in_each_pass() -> None:
+    num_micro = 6
+    for found, psi in entries(4, 2, 3, num_micro, zero={"stage3_max_live_parameters": 50}):
+        data = [entry for entry in found if entry.kind == "data" and entry.axis != "pp"]
+        received = {op: sum(e.nbytes for e in data if e.op == op) for op in {entry.op for entry in data}}
+        assert received == {"all_gather": 2 * num_micro * psi / 2, "reduce_scatter": num_micro * psi / 2}
 
 
 def test_a_batch_that_is_too_short_is_an_error_on_all_stages_and_the_next_one_runs() -> None:

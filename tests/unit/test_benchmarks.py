@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, checkpoint, parallel, parallel_bytes
+from benchmarks import attention, checkpoint, parallel, parallel_bytes, pipeline
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -59,6 +59,23 @@ def test_every_case_of_the_parallel_benchmark_agrees_with_its_peer() -> None:
     assert [row["case"] for row in rows] == cases
     assert [row for row in rows if "error" in row] == []
     assert all(row["ratio"] > 0 for row in rows)
+
+
+@pytest.mark.gloo
+def test_the_contenders_of_the_pipeline_benchmark_agree(tmp_path: Path) -> None:
+    out = tmp_path / "pipeline.json"
+    sizes = ["--layers", "2", "--hidden", "32", "--length", "4", "--batch", "1", "--micro", "3"]
+    pipeline.main(["--ranks", "2", "--rounds", "2", "--contenders", "shoal-1", "torch", *sizes, "--out", str(out)])
+    rows = json.loads(out.read_text())["ranks"]["2"]
+    assert [row["contender"] for row in rows] == ["shoal-1", "torch"]
+    assert [row for row in rows if "error" in row] == []
+    assert rows[1]["ratio"] > 0
+
+
+@pytest.mark.gloo
+def test_the_bubble_of_a_sleeping_pipeline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline.main(["--ranks", "2", "--rounds", "1", "--micro", "2", "--bubble", "--seconds", "0", "--schedules", "zbv"])
+    assert "zbv (own time)" in capsys.readouterr().out
 
 
 def test_the_largest_model_fills_both_memories() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -237,10 +238,14 @@ class PipelineEngine(Engine):
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """Over all ranks that have the last stage, by tokens where they are counted."""
-        index = self.axes.mesh.index
-        ranks = [rank for rank in range(self.world.size) if index("pp", rank) == self._stage_ranks[-1]]
+        ranks = self._ranks_of_last_stage
         weight = sum(status.tokens[rank] for rank in ranks)
         return sum(status.losses[rank] * status.tokens[rank] for rank in ranks) / max(weight, 1.0)
+
+    @cached_property
+    def _ranks_of_last_stage(self) -> tuple[int, ...]:
+        index = self.axes.mesh.index
+        return tuple(rank for rank in range(self.world.size) if index("pp", rank) == self._stage_ranks[-1])
 
     # data
 

@@ -153,7 +153,8 @@ def initialize(
             step = _make_step(made, sharded, properties, offload.num_ranks_here)
             sharding = Sharding(model, sharded, step, properties, accumulation)
             run = RunState(sharding, properties, accumulation, Curriculum(settings), schedule)
-            activations = SavedActivations(model, settings, world, axes.pp, recomputed_blocks(model, settings))
+            more = recomputed_blocks(model, settings) if isinstance(model, StageModule) else []
+            activations = SavedActivations(model, settings, world, axes.pp, more)
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled

@@ -22,7 +22,7 @@ from shoal.compat.deepspeed.runtime.entry import initialize
 from shoal.compat.deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from shoal.compat.deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from shoal.compat.deepspeed.utils.timer import ThroughputTimer
-from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError, UsageError
+from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.zero.optimizer import ShardedOptimizer
 
 CONFIG: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
@@ -387,7 +387,7 @@ def test_an_mpu_of_data_parallel_ranks_is_taken() -> None:
     ("sizes", "kind", "text"),
     [
         ({"model_parallel": 2}, ConfigError, "the mpu's tp 2 x data-parallel 2 = 4 ranks, and there are 2"),
-        ({"pipe_parallel": 2, "data_parallel": 1}, NotBuiltError, r"pipeline parallel \(pp=2\)"),
+        ({"pipe_parallel": 2, "data_parallel": 1}, ModelError, "Linear has no list of blocks"),
         ({"pipeline_model_parallel": 4}, ConfigError, "pp 4 x data-parallel 2 = 8 ranks, and there are 2"),
         ({"context_parallel": 2}, ConfigError, "cp 2 x data-parallel 2 = 4 ranks, and there are 2"),
         ({"data_parallel": 1}, ConfigError, "data-parallel 1 = 1 ranks, and there are 2"),

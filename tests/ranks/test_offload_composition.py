@@ -6,6 +6,7 @@ import gc
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,16 @@ from hypothesis import strategies as st
 
 from tests.ranks.composing import NUM_BLOCKS, Case, Layout, differences, load_into, play, same
 from tests.ranks.test_offload import make_apart
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """``offload_states`` collects garbage, which takes long among the objects of all the tests before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 NAMES = ["embedding.weight", "blocks.0.inner.weight", "blocks.1.scale", "blocks.2.outer.weight"]
 KINDS = ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]

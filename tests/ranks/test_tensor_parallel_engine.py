@@ -55,7 +55,8 @@ def alone(factory: Any, dp: int, accumulation: int = 1) -> dict[str, torch.Tenso
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(engine: Any, steps: range, accumulation: int = 1, *, num_rows: int = ROWS) -> None:
+def train(engine: Any, steps: range, accumulation: int = 1, *, num_rows: int | None = None) -> None:
+    num_rows = num_rows or ROWS
     batch = engine.axes.batch
     for step in steps:
         for micro in range(accumulation):

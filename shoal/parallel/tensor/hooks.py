@@ -83,6 +83,7 @@ class Stack:
         self._is_single = False  # a layer outside of the span runs
         self._num_spans = 0  # in this forward of the module around the layers
         self._num_single = 0
+        self._order: list[int] = []  # ids of the layers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
         return self
@@ -94,6 +95,7 @@ class Stack:
     def register(self, parent: nn.Module) -> None:
         """Register the hooks on the layers, and on the module around them."""
         first, last = self._layers[0], self._layers[-1]
+        self._order = [id(layer) for layer in self._layers]  # a pipeline stage drops some
         for layer in {id(layer): layer for layer in self._layers}.values():
             self._register_on(layer, is_first=layer is first, is_last=layer is last)
         parent.register_forward_pre_hook(untraced(self._enter_parent))
@@ -110,10 +112,14 @@ class Stack:
         layer.register_forward_hook(untraced(end), always_call=True)
 
     def _enter_parent(self, module: nn.Module, args: Any) -> None:
-        # A later pipeline stage receives a sequence that the first one has split.
-        is_inside = self._region.splits_sequence and first_running(self._layers) > 0
+        begin = first_running(self._layers)
+        is_inside = self._region.splits_sequence and self._is_split_before(begin)
         self._region.is_split, self._is_single = is_inside, False
-        self._is_in_parent, self._num_spans, self._num_single = True, int(is_inside), 0
+        self._is_in_parent, self._num_spans, self._num_single = True, int(begin > 0), 0
+
+    def _is_split_before(self, begin: int) -> bool:
+        """Have earlier pipeline stages, which call the layers before ``begin``, left the sequence split?"""
+        return begin > 0 and self._order[-1] not in self._order[:begin]
 
     def _leave_parent(self, module: nn.Module, args: Any, output: Any) -> None:
         is_open, self._region.is_split, self._is_in_parent = self._region.is_split, False, False

@@ -397,6 +397,7 @@ class _EngineCompute:
         self.stays_partial = not sharded.sharded or self.keeps_gathered
         self._left: dict[int, Unit] = {}  # units that are not reduced yet
         self._pinned: list[Unit] = []
+        self._has_run: set[tuple[int, bool]] = set()  # stages, in training or not
         self.is_first_forward = False  # of the step
 
     def begin(self, actions: Iterable[Action]) -> None:
@@ -413,6 +414,13 @@ class _EngineCompute:
         self._pinned.clear()
 
     def forward(self, stage: int, received: Any, batch: Any) -> Any:
+        sharded, kind = self._engine.sharded, (stage, torch.is_grad_enabled())
+        if kind not in self._has_run:
+            self._has_run.add(kind)
+            sharded.search_again()
+        for unit in self._units[stage]:
+            if unit in self._pinned:
+                unit.gather()
         output = Engine.forward(self._engine, stage, received, batch)
         self.is_first_forward = False
         return output

@@ -211,6 +211,10 @@ class ShardedModel:
             return nullcontext()
         return self._search(key)
 
+    def search_again(self) -> None:
+        """The next pass runs another part of the model: look once more for parameters that are read outside."""
+        self._searched.discard(self._pass_key())
+
     @contextmanager
     def _search(self, key: str) -> Iterator[None]:
         self._is_searching = True

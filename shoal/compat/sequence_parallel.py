@@ -338,7 +338,7 @@ def _described(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(key: str, value: Any, length: int, missing: int) -> Any:
-    """What has ``length`` positions, with ``missing`` further ones that are nobody's targets."""
+    """What has ``length`` positions, with ``missing`` further ones that are no targets."""
     if not missing or not isinstance(value, Tensor) or not _has_positions(list(value.shape), length):
         return value
     shape = value.shape[0], missing, *value.shape[2:]

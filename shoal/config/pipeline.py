@@ -63,7 +63,7 @@ def schedule_name(text: str) -> str | None:
 def virtual_stages_problem(schedule: str, virtual_stages: int) -> tuple[str, str] | None:
     """Why a schedule of ``SCHEDULES`` cannot have so many stages on a rank, and what to do; None: it can.
 
-    ``virtual_stages`` is 1 where nobody sets it, so schedules that always have two accept 1.
+    ``virtual_stages`` is 1 where the config has no such key, so schedules that always have two accept 1.
     """
     allowed = SCHEDULES[schedule]
     if not allowed or virtual_stages in (1, allowed):

@@ -97,7 +97,7 @@ def joined_values(
                 sent = torch.empty(shape, dtype=tree.dtype_of(dtype), device=device)
             if sent.numel():
                 pp.broadcast(sent.view(-1), source, label=name).drain()
-            found[name] = values[name] if source == pp.rank else sent.to("cpu")
             if not is_kept:
-                found[name] = found[name][:0] if found[name].dim() else found[name]
+                sent = torch.empty(0)  # the name alone: it is not sent again
+            found[name] = values[name] if source == pp.rank else sent.to("cpu")
     return found if is_kept else {}

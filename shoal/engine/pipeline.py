@@ -7,8 +7,7 @@ parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers u
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -16,19 +15,17 @@ import torch
 from torch import nn
 
 from shoal.engine.engine import Engine
-from shoal.errors import UsageError
+from shoal.engine.pipeline_data import endless, labels_of, next_batches
+from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
-from shoal.pipeline.messages import signature_of
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import PipelineParallelGrid
 from shoal.sharding.unit import Unit
 from shoal.zero.step_status import GlobalStatus
-
-_NO_DATA, _DATA, _ENDED = 0.0, 1.0, 2.0  # what a rank's iterator gave
 
 
 class PipelineEngine(Engine):
@@ -128,7 +125,10 @@ class PipelineEngine(Engine):
         self._check_alive()
         self.offloaded.require("train_batch()")
         if self.sharded_optimizer is None:
-            self._refuse_without_optimizer()
+            raise NoOptimizerError(
+                "train_batch() needs an optimizer, and this engine was made without one.",
+                do="pass optimizer= to initialize(), or use eval_batch().",
+            )
         self.module.train()
         accumulation, num_micro = self.accumulation, self.gradient_accumulation_steps()
         _, actions = self._schedule(num_micro, is_training=True)
@@ -138,10 +138,7 @@ class PipelineEngine(Engine):
         self._compute.begin(actions)
         try:
             with self.timers.phase("pipeline"):
-                if failure is None:
-                    failure = self._runner.train(actions, batches)
-                else:
-                    self._runner.train([action for action in actions if action.micro is None], batches)
+                failure = self._runner.train(_possible(actions, failure), batches) or failure
                 self._share(failure)
                 if not self._is_last_here:
                     for _ in range(num_micro):
@@ -188,12 +185,9 @@ class PipelineEngine(Engine):
         self._compute.begin(actions)
         try:
             batches, failure = self._next_batches(data_iter, num_micro)
-            if failure is None:
-                keeps = return_logits or not compute_loss
-                failure = self._runner.evaluate(actions, batches, has_loss=compute_loss, keeps_outputs=keeps)
-            else:
-                self._runner.evaluate([action for action in actions if action.micro is None], batches)
-            self._share(failure)
+            keeps, possible = return_logits or not compute_loss, _possible(actions, failure)
+            ended = self._runner.evaluate(possible, batches, has_loss=compute_loss, keeps_outputs=keeps)
+            self._share(ended or failure)
         finally:
             self._compute.end()
             self.module.train(was_training)
@@ -210,13 +204,6 @@ class PipelineEngine(Engine):
             sums = self.axes.world.exchange(mine, label="evaluation").wait().sum(dim=0)
             loss = (sums[0] / sums[1].clamp(min=1.0)).float()
         return (loss, outputs) if return_logits else loss
-
-    def _refuse_without_optimizer(self) -> NoReturn:
-        raise UsageError(
-            "train_batch() needs an optimizer, and this engine was made without one.",
-            do="pass optimizer= to initialize(), or use eval_batch().",
-            code="no-optimizer",
-        )
 
     def _schedule(self, num_micro: int, *, is_training: bool) -> tuple[PipelineSchedule, tuple[Action, ...]]:
         """A schedule, and this rank's actions of it with those that communicate."""
@@ -250,66 +237,14 @@ class PipelineEngine(Engine):
     # data
 
     def _next_batches(self, data_iter: Iterator[Any] | None, num_micro: int) -> tuple[list[MicroBatch], Failure | None]:
-        """The micro-batches of a step. All stages of this pipeline agree on their signatures, and on a failure."""
+        """The micro-batches of a step, on which all stages of this pipeline agree."""
         source = data_iter if data_iter is not None else self._data_iterator()
-        found: list[Any] = []
-        error: Exception | None = None
-        state = _NO_DATA if source is None else _DATA
-        try:
-            while source is not None and len(found) < num_micro:
-                batch = next(source)
-                found.append(batch if self._batch_fn is None else self._batch_fn(batch))
-        except StopIteration:
-            state = _ENDED
-        except Exception as raised:
-            state, error = _ENDED, raised
-        signatures = [signature_of(batch) for batch in found] + [0] * (num_micro - len(found))
-        text = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
-        comm = self.axes.pp
-        if comm is None:
-            rows = [[state, float(len(found)), float(number), *map(float, signatures)]]
-        else:
-            sent = torch.tensor(
-                [state, float(len(found)), float(number), *signatures], dtype=torch.float64, device=self.device
-            )
-            rows = comm.exchange(sent, label="micro-batches").wait().tolist()
-        failure = self._data_failure(rows, num_micro, error)
-        known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
-        found += [None] * (num_micro - len(found))
-        batches = [MicroBatch(batch, signature) for batch, signature in zip(found, known, strict=True)]
-        return batches, failure
-
-    def _data_failure(self, rows: list[list[float]], num_micro: int, error: Exception | None) -> Failure | None:
-        ended = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0] == _ENDED}
-        with_data = [rank for rank, row in enumerate(rows) if row[0] != _NO_DATA]
-        others = {rank for rank, row in enumerate(rows) if row[2] != rows[0][2]}
-        if error is not None:
-            return Failure("next(data_iter)", error)
-        if others:
-            what = f"pipeline stages {sorted(others)} run another schedule than stage 0."
-            return Failure("start", UsageError(what, do="give every rank the same config.", code="pipeline-schedule"))
-        if not with_data:
-            what = "train_batch() has no data on any stage."
-            return Failure("start", UsageError(what, do="pass an iterator of micro-batches.", code="pipeline-data"))
-        if ended and set(ended.values()) == {0} and set(ended) == set(with_data):
-            return Failure("next(data_iter)", StopIteration())
-        if ended:
-            counts = ", ".join(f"{number} on pipeline rank {rank}" for rank, number in ended.items())
-            what = f"the data iterator ended before the {num_micro} micro-batches of a step: {counts}."
-            do = "give all stages of a pipeline the same micro-batches, in multiples of gradient_accumulation_steps."
-            return Failure("next(data_iter)", UsageError(what, do=do, code="pipeline-data"))
-        shapes = [index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1]
-        if shapes:
-            what = f"the stages of a pipeline read micro-batches of different shapes: micro-batch {shapes[0]}."
-            return Failure(
-                "start", UsageError(what, do="give all stages the same micro-batches.", code="pipeline-data")
-            )
-        return None
+        schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
+        return next_batches(source, self._batch_fn, num_micro, schedule, self.axes.pp, self.device)
 
     def _data_iterator(self) -> Iterator[Any] | None:
         if self._iterator is None and self.training_dataloader is not None:
-            self._iterator = _endless(self.training_dataloader)
+            self._iterator = endless(self.training_dataloader)
         return self._iterator
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
@@ -318,7 +253,7 @@ class PipelineEngine(Engine):
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """``train_batch()`` reads this loader from now on, again and again."""
-        self._iterator = _endless(loader)
+        self._iterator = endless(loader)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """``fn`` changes each micro-batch that an iterator gives."""
@@ -419,7 +354,7 @@ class _EngineCompute:
             self._has_run.add(kind)
             sharded.search_again()
         for unit in self._units[stage]:
-            if unit in self._pinned:
+            if unit.pin_count:
                 unit.gather()
         output = Engine.forward(self._engine, stage, received, batch)
         self.is_first_forward = False
@@ -484,6 +419,11 @@ class _EngineCompute:
         self._engine.sharded.reducer.wait_reduced()
 
 
+def _possible(actions: Sequence[Action], failure: Failure | None) -> Sequence[Action]:
+    """What is left to do where a pipeline has no micro-batches: what other pipelines' ranks wait for."""
+    return actions if failure is None else [action for action in actions if action.micro is None]
+
+
 def _is_tied(unit: Unit) -> bool:
     return bool(_tied_name(unit))
 
@@ -492,22 +432,3 @@ def _tied_name(unit: Unit) -> str:
     """The first name of a weight that other pipeline stages have too; empty: there is none."""
     tied = (group for group in unit.trained if any(axis.startswith("tied:") for axis in group.gradient.axes))
     return min((group.buffer.layout.specs[0].name for group in tied), default="")
-
-
-def labels_of(batch: Any) -> torch.Tensor:
-    """The labels of a micro-batch: of a dict "labels", of a tuple the second. Raises: UsageError: it has none."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(batch, tuple | list) and len(batch) > 1:
-        labels = batch[1]
-    if not isinstance(labels, torch.Tensor):
-        raise UsageError(
-            'loss_reduction is "token", but the micro-batch has no labels to count.',
-            do='give dicts with "labels", or tuples (inputs, labels).',
-            code="loss-tokens",
-        )
-    return labels
-
-
-def _endless(loader: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from loader

@@ -137,9 +137,8 @@ class PipelineRun:
         self._batches = batches
         self._visits: dict[tuple[int, int], _Visit] = {}
         self._arriving: dict[tuple[int, str, int], Incoming] = {}
-        self._handed: dict[
-            tuple[int, str, int], tuple[MessageForm, list[torch.Tensor | None]]
-        ] = {}  # between own stages
+        # Between this rank's own stages.
+        self._handed: dict[tuple[int, str, int], tuple[MessageForm, list[torch.Tensor | None]]] = {}
         self._sent: deque[Work] = deque()
         self._failure: Failure | None = None
         self.losses: list[torch.Tensor] = []
@@ -201,10 +200,12 @@ class PipelineRun:
         try:
             if kind in ("SEND_F", "SEND_B", "RECV_F", "RECV_B"):
                 self._transfer(kind, stage, micro, is_training=is_training)
-            elif kind in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
-                {"UNSHARD": self._compute.unshard, "RESHARD": self._compute.reshard}.get(kind, self._compute.reduce)(
-                    stage
-                )
+            elif kind == "UNSHARD":
+                self._compute.unshard(stage)
+            elif kind == "RESHARD":
+                self._compute.reshard(stage)
+            elif kind == "REDUCE_GRAD":
+                self._compute.reduce(stage)
             elif self._failure is None:
                 self._calculate(kind, stage, micro, is_training=is_training)
         except Exception as error:
@@ -216,10 +217,6 @@ class PipelineRun:
 
     # tensors between stages
 
-    def _boundary(self, stage: int, direction: str, *, is_training: bool) -> str:
-        """The name of the messages that ``stage`` receives in a direction."""
-        return f"{stage}{direction}{'' if is_training else ' evaluation'}"
-
     def _transfer(self, kind: str, stage: int, micro: int, *, is_training: bool) -> None:
         signature = self._batches[micro].signature
         is_forward = kind.endswith("F")
@@ -227,7 +224,8 @@ class PipelineRun:
         peer = self._rank_of(other)
         receiver = other if kind.startswith("SEND") else stage
         label = f"stage {receiver} {'F' if is_forward else 'B'}{micro}"
-        forward = self._boundary(receiver if is_forward else receiver + 1, "F", is_training=is_training)
+        # The structure of a gradient is that of what was sent forward over the same boundary.
+        forward = f"{receiver if is_forward else receiver + 1}{'' if is_training else ' evaluation'}"
         if kind == "RECV_F":
             form = self._channel.learn(forward, signature, peer, label=label)
             self._arriving[stage, "F", micro] = self._channel.recv(form, peer, label=label)

@@ -70,7 +70,7 @@ class TensorRegion:
         self._splits_sequence = splits_sequence
         self._divides = True
         self.fork = RngFork(comm.rank)
-        # By the tensors that entered whole, as long as somebody has them.
+        # By the tensors that entered whole, as long as these exist.
         self._gathered: MutableMapping[torch.Tensor, GatheredInput] = WeakTensorKeyDictionary()
         self.is_split = False
 

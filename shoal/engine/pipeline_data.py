@@ -1,0 +1,103 @@
+"""The micro-batches of one step of a pipeline: read on each stage, compared over all of them before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
+from shoal.pipeline.messages import signature_of
+from shoal.pipeline.run import Failure, MicroBatch
+
+_NO_DATA, _DATA, _ENDED = 0.0, 1.0, 2.0  # what a rank's iterator gave
+
+
+def next_batches(
+    source: Iterator[Any] | None,
+    batch_fn: Callable[[Any], Any] | None,
+    num_micro: int,
+    schedule: str,
+    comm: Communicator | None,
+    device: torch.device,
+) -> tuple[list[MicroBatch], Failure | None]:
+    """The next micro-batches, with the signatures that all stages know, and why they cannot be run.
+
+    Args:
+        source: None: this rank has no data.
+        batch_fn: changes each micro-batch; None: nothing does.
+        schedule: what all stages must have alike.
+        comm: the ranks along ``pp``; None: there is one.
+
+    Communicates: one exchange of 3 numbers, and one for each micro-batch.
+    """
+    found: list[Any] = []
+    error: Exception | None = None
+    state = _NO_DATA if source is None else _DATA
+    try:
+        while source is not None and len(found) < num_micro:
+            batch = next(source)
+            found.append(batch if batch_fn is None else batch_fn(batch))
+    except StopIteration:
+        state = _ENDED
+    except Exception as raised:
+        state, error = _ENDED, raised
+    signatures = [signature_of(batch) for batch in found] + [0] * (num_micro - len(found))
+    number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
+    rows = [[state, float(len(found)), float(number), *map(float, signatures)]]
+    if comm is not None:
+        sent = torch.tensor(rows[0], dtype=torch.float64, device=device)
+        rows = comm.exchange(sent, label="micro-batches").wait().tolist()
+    known = [int(max(row[3 + index] for row in rows)) for index in range(num_micro)]
+    found += [None] * (num_micro - len(found))
+    batches = [MicroBatch(batch, signature) for batch, signature in zip(found, known, strict=True)]
+    return batches, _failure(rows, num_micro, error)
+
+
+def _failure(rows: Sequence[Sequence[float]], num_micro: int, error: Exception | None) -> Failure | None:
+    ended = {rank: int(row[1]) for rank, row in enumerate(rows) if row[0] == _ENDED}
+    with_data = [rank for rank, row in enumerate(rows) if row[0] != _NO_DATA]
+    others = {rank for rank, row in enumerate(rows) if row[2] != rows[0][2]}
+    if error is not None:
+        return Failure("next(data_iter)", error)
+    if others:
+        what = f"pipeline stages {sorted(others)} run another schedule than stage 0."
+        return Failure("start", UsageError(what, do="give every rank the same config.", code="pipeline-schedule"))
+    if not with_data:
+        what = "train_batch() has no data on any stage."
+        return Failure("start", UsageError(what, do="pass an iterator of micro-batches.", code="pipeline-data"))
+    if ended and set(ended.values()) == {0} and set(ended) == set(with_data):
+        return Failure("next(data_iter)", StopIteration())
+    if ended:
+        counts = ", ".join(f"{number} on pipeline rank {rank}" for rank, number in ended.items())
+        what = f"the data iterator ended before the {num_micro} micro-batches of a step: {counts}."
+        do = "give all stages of a pipeline the same micro-batches, in multiples of gradient_accumulation_steps."
+        return Failure("next(data_iter)", UsageError(what, do=do, code="pipeline-data"))
+    shapes = [index for index in range(num_micro) if len({row[3 + index] for row in rows if row[3 + index]}) > 1]
+    if shapes:
+        what = f"the stages of a pipeline read micro-batches of different shapes: micro-batch {shapes[0]}."
+        return Failure("start", UsageError(what, do="give all stages the same micro-batches.", code="pipeline-data"))
+    return None
+
+
+def labels_of(batch: Any) -> torch.Tensor:
+    """The labels of a micro-batch: of a dict "labels", of a tuple the second. Raises: UsageError: it has none."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(batch, tuple | list) and len(batch) > 1:
+        labels = batch[1]
+    if not isinstance(labels, torch.Tensor):
+        raise UsageError(
+            'loss_reduction is "token", but the micro-batch has no labels to count.',
+            do='give dicts with "labels", or tuples (inputs, labels).',
+            code="loss-tokens",
+        )
+    return labels
+
+
+def endless(loader: Iterable[Any]) -> Iterator[Any]:
+    """The loader's batches, again and again."""
+    while True:
+        yield from loader

@@ -1,0 +1,71 @@
+"""Which experts of a layer a rank holds.
+
+    ep = 2, 8 experts      rank 0: 0 1 2 3      rank 1: 4 5 6 7
+
+A module that holds parameters of experts has an attribute ``experts_held``, by which the engine finds it, learns which
+part of the layer its parameters are, and gives it the ranks that hold the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ConfigError
+
+Form = Literal["stacked", "listed"]
+
+
+@dataclass
+class ExpertsHeld:
+    """The experts of one layer that this rank holds, and the ranks that hold the others.
+
+    Args:
+        num_experts: of the whole layer.
+        ep_size: the ranks among which they are divided.
+        form: ``stacked``: dim 0 of each parameter is the experts (``[num_local, ...]``); ``listed``: the module is a
+            list of the local experts, each a module.
+        comm: the ranks of expert parallelism, in order; None: before the engine has set them, or one rank has all.
+        ids: the experts that this rank holds, in the order of its parameters.
+        owners: by expert, the coordinate along ``comm`` of the rank that holds it.
+    """
+
+    num_experts: int
+    ep_size: int = 1
+    form: Form = "stacked"
+    comm: Communicator | None = None
+    ids: tuple[int, ...] = ()
+    owners: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_experts % self.ep_size:
+            fits = [size for size in range(1, self.num_experts + 1) if self.num_experts % size == 0]
+            raise ConfigError(
+                f"{self.num_experts} experts cannot be divided among {self.ep_size} expert-parallel ranks.",
+                do=f"use an expert-parallel size of {', '.join(map(str, fits))}, or another number of experts.",
+                code="expert-parallel-size",
+            )
+
+    @property
+    def num_local(self) -> int:
+        """Experts that each rank holds."""
+        return self.num_experts // self.ep_size
+
+    def set_ranks(self, comm: Communicator | None) -> None:
+        """Divide the experts among the ranks of ``comm``: neighbours of equal number."""
+        rank = 0 if comm is None else comm.rank
+        self.comm = comm
+        self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
+        self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+
+
+def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsHeld]]:
+    """The modules that hold parameters of experts, by name."""
+    for name, module in model.named_modules():
+        held = getattr(module, "experts_held", None)
+        if isinstance(held, ExpertsHeld):
+            yield name, module, held

@@ -18,11 +18,14 @@ parts of these:
     sequence      cp x sp                         see other parts of the same samples
     pipeline_stage  all but pp                    hold the same layers
     model         pp x tp                         hold other parts of one copy of the model
-    ep            runs of ep neighbours of fsdp   hold different experts
-    expert_dp     every ep-th rank of fsdp        shard one expert: fsdp = expert_dp x ep
+    ep            runs of ep of fsdp x tp         hold different experts
+    expert_dp     every ep-th rank of fsdp x tp   shard one expert: fsdp x tp = expert_dp x ep
+    expert_data   dp_replicate x expert_dp        hold the same experts
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
     tp:2x4/1      runs of 4 neighbours of tp      a factor of tp (here the second: 2 x 4 ranks, the last varies fastest)
     world         all six                         all
+
+Experts are not split over ``tp``: its ranks take different tokens to them (Megatron-LM's parallel folding).
 
 A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
 
@@ -51,11 +54,11 @@ from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple, get_args
 
-from shoal.errors import ConfigError, NotBuiltError
+from shoal.errors import ConfigError
 
 Axis = Literal[
     "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
-    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "world",
+    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "expert_data", "world",
 ]  # fmt: skip
 
 _SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -70,7 +73,6 @@ _PRODUCTS = {
     "world": _SLOWEST_FIRST,
 }
 _TIED = "tied:"
-_NOT_BUILT = {"ep": "expert parallel"}
 
 
 class _Extent(NamedTuple):
@@ -117,7 +119,8 @@ class Coordinate(NamedTuple):
 class Mesh:
     """The degree of each axis; see the module.
 
-    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide ``dp_shard x cp x sp``.
+    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide
+        ``dp_shard x cp x sp x tp``.
     """
 
     pp: int = 1
@@ -137,12 +140,12 @@ class Mesh:
                     do=f"give {axis!r} a degree of 1 or more.",
                     code="mesh-degree",
                 )
-        if self.fsdp % self.ep:
+        if self.fsdp * self.tp % self.ep:
             raise ConfigError(
-                f"ep={self.ep} does not divide dp_shard x cp x sp ="
-                f" {self.dp_shard} x {self.cp} x {self.sp} = {self.fsdp}",
+                f"ep={self.ep} does not divide dp_shard x cp x sp x tp ="
+                f" {self.dp_shard} x {self.cp} x {self.sp} x {self.tp} = {self.fsdp * self.tp}",
                 where=repr(self),
-                do=f"use an ep of {_nearest_divisors(self.ep, self.fsdp)}.",
+                do=f"use an ep of {_nearest_divisors(self.ep, self.fsdp * self.tp)}.",
                 code="mesh-size",
             )
 
@@ -269,17 +272,6 @@ class Mesh:
         """All groups along ``axis``: each rank is in exactly one of them. Ordered by their first rank."""
         return _groups(self, axis)
 
-    def refuse_unbuilt(self) -> None:
-        """Raises: NotBuiltError: names every axis above degree 1 that Shoal cannot run yet."""
-        wanted = [axis for axis in _NOT_BUILT if self._degree(axis) > 1]
-        if wanted:
-            raise NotBuiltError(
-                "not built yet: " + ", ".join(f"{_NOT_BUILT[axis]} ({axis}={self._degree(axis)})" for axis in wanted),
-                where=repr(self),
-                do=f"set {', '.join(wanted)} to 1; those ranks then go to dp_shard.",
-                code="not-built-axis",
-            )
-
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise ConfigError(
@@ -318,9 +310,10 @@ class Mesh:
     def _extents(self, axis: str) -> tuple[_Extent, ...]:
         """The axis as nested runs of ranks, the slowest first. ``dp_shard``, ``cp`` and ``sp`` are neighbours."""
         if axis == "ep":
-            return (_Extent(self.tp, self.ep),)
-        if axis == "expert_dp":
-            return (_Extent(self.tp * self.ep, self.fsdp // self.ep),)
+            return (_Extent(1, self.ep),)
+        if axis in ("expert_dp", "expert_data"):
+            shard = _Extent(self.ep, self.fsdp * self.tp // self.ep)
+            return (shard,) if axis == "expert_dp" else (*self._extents("dp_replicate"), shard)
         if "/" in axis:
             return self._factors(axis)
         names = _PRODUCTS.get(axis, (axis,))

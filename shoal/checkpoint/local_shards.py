@@ -26,6 +26,7 @@ from shoal.checkpoint.blocks import TensorEntry
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.rectangles import Rectangle, rectangles
 from shoal.errors import CheckpointError
+from shoal.parallel.expert.held import global_names
 from shoal.sharding.layout import ParameterSpec, Ranges
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
@@ -285,11 +286,18 @@ def owned_range(bucket: ParameterBuffer) -> torch.Tensor:
     return bucket.shard if bucket.is_sharded else bucket.full[bucket.begin : bucket.end]
 
 
+def named_parameters_of(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by their names in the whole model: an expert in a list has its number in the layer."""
+    rename = global_names(model)
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield rename(name), parameter
+
+
 def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...]]]:
     """Each parameter's first name by its ``id``, and the other names of tied ones by that name."""
     first: dict[int, str] = {}
     aliases: dict[str, tuple[str, ...]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters_of(model, remove_duplicate=False):
         if id(parameter) in first:
             aliases[first[id(parameter)]] = (*aliases.get(first[id(parameter)], ()), name)
         else:
@@ -300,8 +308,9 @@ def names_of(model: nn.Module) -> tuple[dict[int, str], dict[str, tuple[str, ...
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers, by name."""
     found: dict[str, torch.Tensor] = {}
+    rename = global_names(model)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                found[rename(f"{prefix}.{name}" if prefix else name)] = buffer
     return found

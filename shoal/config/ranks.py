@@ -115,6 +115,12 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     if groups and hpz > 1:
         what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
         yield Problem(HPZ, what, "set one of them.", code="mesh")
+    ep = max(_asked(config)["ep"].values(), default=1)
+    holders = fsdp * degrees.get("tp", 1)
+    if not groups and holders % ep:
+        fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
+        what = f"{ep} does not divide the {holders} ranks among which experts are divided (dp_shard x cp x sp x tp)."
+        yield Problem(next(iter(_asked(config)["ep"])), what, f"write one of {fits}.", code="mesh")
     if hpz > 1 and degrees.get("pp", 1) > 1:
         what = f"{hpz}, a second sharding, beside pp above 1."
         yield Problem(HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups.", code="mesh")

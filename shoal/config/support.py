@@ -87,7 +87,6 @@ SUPPORT: dict[str, Support] = {
     "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
     "bf16.bf16_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
     "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
-    "parallel.ep": not_built("expert parallel", harmless=(1,)),
     "activation_checkpointing.partition_activations": no_effect(
         "there is one model-parallel rank: no other has the same activations"
     ),

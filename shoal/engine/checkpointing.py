@@ -191,7 +191,7 @@ class Checkpointing:
                 code="checkpoint-state",
             )
         settings, axes = self._properties.config, self._properties.axes
-        buffers, whole = buffers_of(self._module), own_buffers(axes.pp, self._module)
+        buffers, whole = buffers_of(self._module), own_buffers(axes.names, self._module)
         optimizer = self._optimizer
         groups = []
         if optimizer is not None:
@@ -206,7 +206,13 @@ class Checkpointing:
                 "stage": self._properties.stage,
                 **{
                     axis: comm.size
-                    for axis, comm in (("pp", axes.pp), ("tp", axes.tp), ("sp", axes.sp), ("cp", axes.cp))
+                    for axis, comm in (
+                        ("pp", axes.pp),
+                        ("tp", axes.tp),
+                        ("sp", axes.sp),
+                        ("cp", axes.cp),
+                        ("ep", axes.ep),
+                    )
                     if comm
                 },
             },
@@ -216,7 +222,9 @@ class Checkpointing:
             optimizer=type(optimizer.optimizer).__name__ if optimizer is not None else None,
             engine=self._run.shared(exclude_frozen=exclude_frozen),
             client_state=dict(client_state or {}),
-            tensors={(MODEL, name): buffer for name, buffer in whole.items()} if axes.pipeline_stage.rank == 0 else {},
+            tensors={(MODEL, name): buffer for name, buffer in whole.items()}
+            if axes.names is axes.world or axes.pipeline_stage.rank == 0
+            else {},
             own=self._run.own(buffers),
             scalars=shards.scalars(),
         )
@@ -241,8 +249,8 @@ class Checkpointing:
                 for parameter in parameters
             ]
 
-        if self._properties.axes.pp is not None:
-            joined = joined_records(self._properties.axes.pp, describe())
+        if self._properties.axes.names is not None:
+            joined = joined_records(self._properties.axes.names, describe())
             return lambda: joined
         return describe
 
@@ -330,24 +338,24 @@ class Checkpointing:
     ) -> tuple[str, Any]:
         self.finish()
         storage = open_storage(folder)
-        comm, pp = self._comm, self._properties.axes.pp
+        comm, ranks = self._comm, self._properties.axes.names
         is_checked = bool(self._settings.verify)
         names = names_of(self._module)[0]
         groups: list[list[str]] = []
         optimizer = None
         if self._optimizer is not None:
             groups = [[names[id(p)] for p in g["params"]] for g in self._optimizer.param_groups]
-            groups = joined_groups(pp, groups)
+            groups = joined_groups(ranks, groups)
             optimizer = type(self._optimizer.optimizer).__name__
         has_optimizer = has_optimizer and not is_module_only and self._optimizer is not None
-        elsewhere = names_elsewhere(pp, self._module)
+        elsewhere = names_elsewhere(ranks, self._module)
         wanted = LoadOptions(is_strict, has_optimizer, is_checked, groups, optimizer, elsewhere)
         load = Load(comm, self._sharding.local_shards(), buffers_of(self._module), wanted)
         folders = directory.candidates(comm, storage, tag, is_universal=bool(self._settings.load_universal))
         for index, name in enumerate(folders):
             try:
                 chosen, reader = load.open(storage, name)
-                with self._on_all_ranks("checkpoint: compared") if pp is not None else nullcontext():
+                with self._on_all_ranks("checkpoint: compared") if ranks is not None else nullcontext():
                     notes = [*reader.notes, *load.compare(chosen, groups, optimizer)]
                 trees = self._read_trees(chosen, reader)
                 if not is_module_only:

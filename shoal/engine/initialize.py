@@ -32,7 +32,7 @@ from shoal.engine.curriculum import Curriculum
 from shoal.engine.engine import Engine
 from shoal.engine.log import logger, make_audible, say_on_rank_0
 from shoal.engine.low_precision import lower_precision_parameters
-from shoal.engine.model_parts import parts_of
+from shoal.engine.model_parts import parts_of, with_experts
 from shoal.engine.offload import Offload
 from shoal.engine.offload_states import Offloaded
 from shoal.engine.over_stages import from_stages
@@ -53,6 +53,7 @@ from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
+from shoal.parallel.expert.divide import ep_size_of
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -97,6 +98,8 @@ def initialize(
     replaced = [section for section, value in given.items() if value is not None]
     if isinstance(model, PipelineModule):
         degrees = {**(degrees or {}), **model.degrees}
+    if (ep := ep_size_of(model)) is not None:
+        degrees = {**(degrees or {}), "ep": ep}
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
@@ -110,6 +113,7 @@ def initialize(
         model, parts = stages_of(model, parts, settings, world, plan.mesh)
         optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
         plan = of_own_units(plan, model, axes.pp)
+    parts, axes = with_experts(model, parts, axes)
     is_part = axes.pp is not None
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size, is_part=is_part)
     if is_part and made.optimizer is not None:
@@ -219,7 +223,6 @@ def check_model(model: Any) -> None:
 def _make_axes(world: World, plan: Plan) -> Axes:
     """The communicators that a plan needs."""
     mesh = plan.mesh
-    mesh.refuse_unbuilt()
     hpz = None
     if plan.secondary_size is not None:
         sizes = mesh.fsdp // plan.secondary_size, plan.secondary_size
@@ -285,24 +288,22 @@ def _make_step(
     """The optimizer on this rank's range; None without an optimizer."""
     if made.optimizer is None:
         return None
-    config, plan, axes, device = properties.config, properties.plan, properties.axes, properties.device
+    config, plan, device = properties.config, properties.plan, properties.device
     step: ShardedStep
     if made.is_direct:
-        step = DirectStep(made.optimizer, sharded.trained_groups, axes.shard)
+        step = DirectStep(made.optimizer, sharded.trained_groups)
         import_state(step, made.dtypes)
         return step
     section = config.zero_optimization.offload_optimizer
     step = ShardedStep(
         made.optimizer,
         sharded.trained_groups,
-        axes.shard,
         block_numel=device.step_block_numel,
         sub_group_numel=int(config.zero_optimization.sub_group_size) or None,
         device=device,
         is_ahead=section.super_offload,
         num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
         pins_host=plan.zero.pins_state,
-        tp=axes.tp,
     )
     import_state(step, made.dtypes)
     if sharded.disks.state is not None:

@@ -1,6 +1,8 @@
-"""Which parts of the model's parameters this rank holds on a tensor-parallel axis."""
+"""Which parts of the model's parameters this rank holds on a tensor-parallel or expert-parallel axis."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,6 +13,8 @@ from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.errors import ConfigError, ModelError, NotBuiltError
 from shoal.mesh import Mesh
+from shoal.parallel.expert.divide import divide
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
@@ -53,6 +57,18 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
         )
     synchronize_whole(model, declared, comm, device)
     return declared if declared.local else split(model, comm, axes.mesh, config)
+
+
+def with_experts(model: nn.Module, parts: ModelParts, axes: Axes) -> tuple[ModelParts, Axes]:
+    """Divide the experts of a model among the expert-parallel ranks.
+
+    Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
+    Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
+    """
+    experts = divide(model, axes.ep)
+    has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
+    named = replace(axes, names=axes.world) if has_lists else axes
+    return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named
 
 
 def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> ModelParts:
@@ -133,7 +149,14 @@ def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, d
 
     Communicates: a broadcast of each over the tensor-parallel axis.
     """
-    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None]  # zero.Init's are rank 0's
+    experts = {
+        f"{prefix}.{name}"
+        for prefix, m, held in modules_with_experts(model)
+        if held.ep_size > 1
+        for name, _ in m.named_parameters()
+    }
+    # zero.Init's are rank 0's
+    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None and name not in experts]
     tensors = {name: p.data for name, p in named if name not in parts.local}
     with torch.no_grad():
         for name, tensor in [*tensors.items(), *model.named_buffers()]:

@@ -155,7 +155,7 @@ class OffloadStates:
             for group in self._sharding.groups:
                 group.gradient.move_to_host(copied)
         else:
-            self._sharding.model.staging.clear()
+            self._sharding.model.clear_staging()
             if step is not None:
                 step.free_scratch()
 

@@ -1,10 +1,12 @@
-"""What the pipeline stages hold together: the names of the whole model, its weights, the optimizer's groups.
+"""What ranks with other parameters hold together: the names of the whole model, its weights, the optimizer's groups.
 
-``pp`` is the axis of the pipeline stages; None: there is one stage, and nothing is communicated.
+``ranks`` are those that hold parameters of other names: the pipeline stages, or all ranks where experts are in lists;
+None: all hold the same names, and nothing is communicated.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,57 +14,57 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import tree
-from shoal.checkpoint.local_shards import buffers_of, names_of
+from shoal.checkpoint.local_shards import buffers_of, named_parameters_of, names_of
 from shoal.checkpoint.manifest import ParameterRecord
 from shoal.comm.protocol import Communicator
 
 
-def from_stages(pp: Communicator | None, value: Any, label: str) -> list[Any]:
+def from_stages(ranks: Communicator | None, value: Any, label: str) -> list[Any]:
     """Every stage's value, anything that JSON can hold, in the order of the stages."""
-    return [value] if pp is None else list(pp.gather_objects(value, label=label))
+    return [value] if ranks is None else list(ranks.gather_objects(value, label=label))
 
 
-def aliases_of(pp: Communicator | None, module: nn.Module) -> dict[str, tuple[str, ...]]:
+def aliases_of(ranks: Communicator | None, module: nn.Module) -> dict[str, tuple[str, ...]]:
     """The other names of tied parameters of the whole model, by the first name."""
     found: dict[str, tuple[str, ...]] = {}
-    for aliases in from_stages(pp, {k: list(v) for k, v in names_of(module)[1].items()}, "names of tied weights"):
+    for aliases in from_stages(ranks, {k: list(v) for k, v in names_of(module)[1].items()}, "names of tied weights"):
         for name, others in aliases.items():
             found[name] = tuple(dict.fromkeys((*found.get(name, ()), *others)))
     return found
 
 
-def names_elsewhere(pp: Communicator | None, module: nn.Module) -> frozenset[str]:
+def names_elsewhere(ranks: Communicator | None, module: nn.Module) -> frozenset[str]:
     """The names of parameters and buffers that only other stages have, those of tied weights included."""
-    own = [*dict(module.named_parameters(remove_duplicate=False)), *buffers_of(module)]
-    everywhere = {name for names in from_stages(pp, own, "names of parameters") for name in names}
+    own = [*dict(named_parameters_of(module, remove_duplicate=False)), *buffers_of(module)]
+    everywhere = {name for names in from_stages(ranks, own, "names of parameters") for name in names}
     return frozenset(everywhere - set(own))
 
 
-def own_buffers(pp: Communicator | None, module: nn.Module) -> dict[str, torch.Tensor]:
+def own_buffers(ranks: Communicator | None, module: nn.Module) -> dict[str, torch.Tensor]:
     """The persistent buffers that no earlier stage has too."""
     buffers = buffers_of(module)
-    if pp is None:
+    if ranks is None:
         return buffers
-    earlier = {n for names in from_stages(pp, list(buffers), "names of buffers")[: pp.rank] for n in names}
+    earlier = {n for names in from_stages(ranks, list(buffers), "names of buffers")[: ranks.rank] for n in names}
     return {name: buffer for name, buffer in buffers.items() if name not in earlier}
 
 
-def joined_groups(pp: Communicator | None, groups: Sequence[Sequence[str]]) -> list[list[str]]:
+def joined_groups(ranks: Communicator | None, groups: Sequence[Sequence[str]]) -> list[list[str]]:
     """The names in each of the optimizer's groups, over all stages."""
     found: list[dict[str, None]] = []
-    for stage in from_stages(pp, [list(group) for group in groups], "groups of the optimizer"):
+    for stage in from_stages(ranks, [list(group) for group in groups], "groups of the optimizer"):
         found += [{} for _ in range(len(stage) - len(found))]
         for names, more in zip(found, stage, strict=False):
             names.update(dict.fromkeys(more))
     return [list(names) for names in found]
 
 
-def joined_records(pp: Communicator | None, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
+def joined_records(ranks: Communicator | None, records: Sequence[ParameterRecord]) -> list[ParameterRecord]:
     """The parameters of the whole model: a tied one once, with all its names."""
-    if pp is None:
+    if ranks is None:
         return list(records)
     found: dict[str, ParameterRecord] = {}
-    for stage in from_stages(pp, [record.model_dump(mode="json") for record in records], "parameters"):
+    for stage in from_stages(ranks, [record.model_dump(mode="json") for record in records], "parameters"):
         for record in map(ParameterRecord.model_validate, stage):
             first = found.setdefault(record.name, record)
             names = list(dict.fromkeys([*first.aliases, *record.aliases]))
@@ -72,7 +74,7 @@ def joined_records(pp: Communicator | None, records: Sequence[ParameterRecord]) 
 
 
 def joined_values(
-    pp: Communicator | None, values: Mapping[str, torch.Tensor], device: torch.device, *, is_kept: bool
+    ranks: Communicator | None, values: Mapping[str, torch.Tensor], device: torch.device, *, is_kept: bool
 ) -> dict[str, torch.Tensor]:
     """The values of all stages by name, on the host, on every stage.
 
@@ -83,21 +85,26 @@ def joined_values(
     Communicates: a broadcast of each value that this stage does not have, from the first that has it.
     Memory: one value on the device.
     """
-    if pp is None:
+    if ranks is None:
         return dict(values)
     forms = [[name, tree.name_of(value.dtype), list(value.shape)] for name, value in values.items()]
     found: dict[str, torch.Tensor] = {}
-    for source, stage in enumerate(from_stages(pp, forms, "values of the stages")):
+    held = from_stages(ranks, forms, "values of the stages")
+    num_holders = Counter(name for stage in held for name, _, _ in stage)
+    for source, stage in enumerate(held):
         for name, dtype, shape in stage:
             if name in found:
                 continue
-            if source == pp.rank:
+            if num_holders[name] == ranks.size:
+                found[name] = values[name]
+                continue
+            if source == ranks.rank:
                 sent = values[name].to(device)
             else:
                 sent = torch.empty(shape, dtype=tree.dtype_of(dtype), device=device)
             if sent.numel():
-                pp.broadcast(sent.view(-1), source, label=name).drain()
+                ranks.broadcast(sent.view(-1), source, label=name).drain()
             if not is_kept:
                 sent = torch.empty(0)  # the name alone: it is not sent again
-            found[name] = values[name] if source == pp.rank else sent.to("cpu")
+            found[name] = values[name] if source == ranks.rank else sent.to("cpu")
     return found if is_kept else {}

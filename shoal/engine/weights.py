@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint.local_shards import buffers_of, names_of
+from shoal.checkpoint.local_shards import buffers_of, named_parameters_of, names_of
 from shoal.checkpoint.problems import agree
 from shoal.checkpoint.storage import open_storage
 from shoal.checkpoint.weights_file import write_weights
@@ -27,8 +27,7 @@ class Weights:
         self._sharding = sharding
         self._module = sharding.module
         self._comm = properties.axes.world
-        self._tp = properties.axes.tp
-        self._pp = properties.axes.pp
+        self._names = properties.axes.names
         self._device = properties.device.torch_device
 
     def with_gathered_parameters(self, use: Callable[[], Any]) -> Any:
@@ -50,8 +49,8 @@ class Weights:
             is_kept: False: this rank takes part in the gathering and returns no values.
 
         Communicates: where parameters are sharded, an all_gather of each unit, in turn; an all_reduce of each parameter
-            that tensor-parallel ranks have in parts;
-            a broadcast of each value of another pipeline stage.
+            that tensor-parallel or expert-parallel ranks have in parts;
+            a broadcast of each value that some ranks do not have (of another pipeline stage, of other experts).
         Memory: the whole model on the host, and one unit on the device.
         """
         model = self._sharding.model
@@ -60,32 +59,32 @@ class Weights:
         names = names_of(self._module)[0]
         for unit in model.units:
             with model.gathered([unit] if unit.is_sharded else []):
-                for bucket in [group.buffer for group in unit.groups]:
+                for bucket, parts in [(group.buffer, group.parts) for group in unit.groups]:
                     if exclude_frozen and not any(p.requires_grad for p in bucket.parameters):
                         continue
                     for spec, parameter in zip(bucket.layout.specs, bucket.parameters, strict=True):
                         value = parameter.detach()
-                        if self._tp is not None and spec.is_part:
-                            value = gather_parts(value, spec, self._tp)
-                        if is_kept or self._pp is not None:
+                        if parts is not None and spec.is_part:
+                            value = gather_parts(value, spec, parts)
+                        if is_kept or self._names is not None:
                             values[names[id(parameter)]] = value.to("cpu", copy=True)
         found: dict[str, Any] = {}
         buffers = {name: b.detach().to("cpu", copy=True) for name, b in buffers_of(self._module).items()}
-        if self._pp is not None:
-            whole = joined_values(self._pp, values | buffers, self._device, is_kept=is_kept)
+        if self._names is not None:
+            whole = joined_values(self._names, values | buffers, self._device, is_kept=is_kept)
             first_of = {other: name for name, others in self.aliases().items() for other in others}
             for name in (*whole, *first_of):
                 if first_of.get(name, name) in whole:
                     found[f"{prefix}{name}"] = whole[first_of.get(name, name)]
             return found
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+        for name, parameter in named_parameters_of(self._module, remove_duplicate=False):
             if names[id(parameter)] in values:
                 found[f"{prefix}{name}"] = values[names[id(parameter)]]
         return found | {f"{prefix}{name}": buffer for name, buffer in buffers.items()}
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """The other names of tied weights, by the first name. Communicates: names, between pipeline stages."""
-        return aliases_of(self._pp, self._module)
+        return aliases_of(self._names, self._module)
 
     def load_module_state_dict(
         self, state_dict: Mapping[str, Any], *, is_strict: bool, custom_load_fn: Callable[..., Any] | None
@@ -95,7 +94,7 @@ class Weights:
         if custom_load_fn is not None:
             self.with_gathered_parameters(lambda: custom_load_fn(src=state_dict, dst=module))
             return
-        own = {**dict(module.named_parameters(remove_duplicate=False)), **buffers_of(module)}
+        own = {**dict(named_parameters_of(module, remove_duplicate=False)), **buffers_of(module)}
         home_of = self._sharding.model.home_of
         specs = {key: group.buffer.layout.specs[slot] for key, (group, slot) in home_of.items()}
         shape_of = {
@@ -103,7 +102,7 @@ class Weights:
             for name, tensor in own.items()
         }
         missing = [name for name in own if name not in state_dict]
-        known = {*own, *names_elsewhere(self._pp, module)}
+        known = {*own, *names_elsewhere(self._names, module)}
         unexpected = [name for name in state_dict if name not in known and not name.endswith("_extra_state")]
         shapes = [
             f"{name} {list(state_dict[name].shape)}, the model has {list(shape)}"

@@ -158,7 +158,11 @@ def account(
     """
     entries = [entry for group in sharded.groups for entry in _group_entries(group, moved)]
     others = [
-        ("buffers in flight", Tier.DEVICE, sharded.staging.nbytes + (step.scratch_nbytes if step is not None else 0)),
+        (
+            "buffers in flight",
+            Tier.DEVICE,
+            sum(each.nbytes for each in sharded.staging) + (step.scratch_nbytes if step is not None else 0),
+        ),
         ("buffers in flight", Tier.HOST, sharded.disks.host_nbytes),
         ("buffers in flight", Tier.HOST, step.host_nbytes if step is not None else 0),
         (
@@ -226,7 +230,7 @@ def _group_entries(group: ParameterGroup, moved: Collection[str]) -> Iterator[Le
 def _communicators(sharded: ShardedModel) -> list[Communicator]:
     """Each once. Engines of one world share them, scratch included."""
     axes = sharded.axes
-    found = [comm for comm in (axes.world, axes.tp, axes.sp, axes.cp) if comm is not None]
+    found = [comm for comm in (axes.world, axes.tp, axes.sp, axes.cp, axes.ep) if comm is not None]
     found += [group.buffer.comm for group in sharded.groups]
     found += [
         axis

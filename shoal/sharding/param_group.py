@@ -88,6 +88,7 @@ class ParameterGroup:
         has_own_main: they have memory of their own; else they are the parameters' memory.
         is_state_offloaded: main parameters and optimizer state are in memory that the device does not compute in.
         replicas: axes, beside the buffer's own, along which other ranks hold the same range.
+        parts: the ranks that hold the other parts of each tensor; None: the tensors are whole.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class ParameterGroup:
         has_own_main: bool = False,
         is_state_offloaded: bool = False,
         replicas: Sequence[Communicator] = (),
+        parts: Communicator | None = None,
     ) -> None:
         self.row = row
+        self.parts = parts
         self.replicas = tuple(replicas)
         self.buffer = buffer
         self._gradient = gradient

@@ -86,10 +86,12 @@ def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a rank of a tensor-parallel axis holds of the model.
+    """What a rank of a tensor-parallel, expert-parallel or pipeline axis holds of the model.
 
     Args:
-        local: by name, the parameters of which each rank along ``tp`` holds another part.
+        local: by name, the parameters of which each rank along ``tp`` (of experts: along ``ep``) holds another part, or
+            that have another name in the whole model.
+        experts: names of parameters of experts: each rank along ``ep`` holds other ones.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
         tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
         whole: the modules of the whole model, of which this is a pipeline stage.
@@ -97,6 +99,7 @@ class ModelParts:
 
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
     tied: Mapping[str, Communicator] = field(default_factory=dict)
     whole: Sequence[tuple[str, nn.Module]] = ()
 
@@ -106,7 +109,8 @@ class ModelParts:
         Ranks whose parts differ in size so get the same units and groups: groups of whole parameters communicate over
         the axis.
         """
-        means = {name: -(-spec.global_numel // num_ranks) for name, spec in self.local.items()}
+        split = {name: spec for name, spec in self.local.items() if name not in self.experts}
+        means = {name: -(-spec.global_numel // num_ranks) for name, spec in split.items()}
         return {id(parameter): means.get(name, parameter.numel()) for name, parameter in parameters.items()}
 
 
@@ -117,6 +121,7 @@ class _GroupPlan:
     label: str
     row: Row
     axes: GroupAxes
+    names: tuple[str, ...]  # of its parameters in this rank's model, in the layout's order
     layout: BufferLayout
     dtype: torch.dtype
     is_trained: bool
@@ -166,25 +171,29 @@ class _BuildPlan:
                 is_partial=first in self.parts.partial,
                 is_state_sharded=self.settings.stage > 0,
                 tied=self.parts.tied.get(first),
+                is_expert=first in self.parts.experts,
             )
             row = row_of_stage(
                 self.settings.stage,
                 spec.name,
                 shard=axes.shard,
                 replicate=axes.partial,
-                has_hpz=self.settings.has_hpz,
+                has_hpz=self.settings.has_hpz and first not in self.parts.experts,
                 is_persistent=spec.is_persistent,
             )
-            entries = [
-                self._spec(name, self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1)
+            entries = {
+                name: self._spec(name, self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1)
                 for name in members
-            ]
+            }
+            name_of = {spec.name: name for name, spec in entries.items()}
+            layout = lay_out(list(entries.values()), num_shards=axes.comms[axes.shard].size)
             found.append(
                 _GroupPlan(
                     first if first in self.parts.tied else spec.name if number == 0 else f"{spec.name}#{number}",
                     row,
                     axes,
-                    lay_out(entries, num_shards=axes.comms[axes.shard].size),
+                    tuple(name_of[spec.name] for spec in layout.specs),
+                    layout,
                     self.precision.of(self.parameters[first]),
                     is_trained,
                     sends_rows=is_trained and first in self.sends_rows,
@@ -204,7 +213,7 @@ class _BuildPlan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if name in self.parts.tied or (is_trained and name in self.sends_rows) else None
-            axes = name in self.parts.local, name in self.parts.partial
+            axes = name in self.parts.local, name in self.parts.partial, name in self.parts.experts
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
@@ -266,10 +275,16 @@ def build(
     disks = _open(sizes, tiers, open_disks)
     is_sharded = any(one.row.parameter.is_sharded for own in planned for one in own)
     materializer = Materializer(
-        model, device, axes.data, is_sharded=is_sharded, parts=plan.parts.local, whole=parts.whole
+        model,
+        device,
+        axes.data,
+        is_sharded=is_sharded,
+        parts=plan.parts.local,
+        experts=parts.experts,
+        whole=parts.whole,
     )
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
-    staging = StagingBuffers(axes.shard, device)
+    staging = {one.axes.shard: StagingBuffers(one.axes.comms[one.axes.shard], device) for own in planned for one in own}
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
@@ -287,7 +302,7 @@ def build(
         [built[index] for index in range(len(specs))],
         {spec.name: [modules[name] for name in spec.modules] for spec in specs},
         axes,
-        builder.staging,
+        tuple(staging.values()),
         UnitOrder(prefetch_numel=settings.prefetch_numel, max_live_numel=settings.max_live_numel),
         max_reuse_numel=settings.max_reuse_numel,
         max_live_numel=settings.max_live_numel,
@@ -315,7 +330,7 @@ class _Builder:
 
     plan: _BuildPlan
     device: torch.device
-    staging: StagingBuffers
+    staging: Mapping[str, StagingBuffers]  # by the axis that shards
     materializer: Materializer
     disks: Disks
     copies: StreamCopies | None  # of offloaded parameters, to the device
@@ -334,7 +349,7 @@ class _Builder:
             dtype,
             self.device,
             comm,
-            [self.plan.parameters[spec.name] for spec in layout.specs],
+            [self.plan.parameters[name] for name in planned.names],
             is_sharded=row.parameter.is_sharded and (comm.size > 1 or is_shard_offloaded),
             stored=row.parameter,
             axis=axes.shard,
@@ -347,10 +362,10 @@ class _Builder:
             copies=self.copies,
         )
         tp = next((comm for comm in axes.replicas if comm is self.plan.axes.tp), None)
-        values = _fill(buffer, self.materializer, tp)
+        values = _fill(buffer, planned.names, self.materializer, axes.data, tp)
         if not planned.is_trained:
             buffer.unpin_shard()
-            return ParameterGroup(row, buffer, replicas=axes.replicas)
+            return ParameterGroup(row, buffer, replicas=axes.replicas, parts=axes.parts)
         is_wider = precision.has_wider_main(dtype)
         has_own_main = is_wider or is_on_disk or is_state_offloaded != is_shard_offloaded
         main = buffer.owned_parameters
@@ -367,6 +382,7 @@ class _Builder:
             self._gradient(planned, buffer, can_be_view=not (is_state_offloaded or is_shard_offloaded)),
             main,
             replicas=axes.replicas,
+            parts=axes.parts,
             has_own_main=has_own_main,
             is_state_offloaded=is_state_offloaded,
         )
@@ -376,14 +392,16 @@ class _Builder:
         sum_dtype = None
         if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:
             sum_dtype = precision.main
-        policy = precision.policy_of(layout.specs[0].name)
+        policy = precision.policy_of(planned.names[0])
         axes: dict[str, Axis] = dict(planned.axes.comms)
+        staging = self.staging[planned.axes.shard]
         if planned.keeps_rows:
-            return SparseGradient(buffer, planned.row, policy, axes, self.staging, sum_dtype)
+            return SparseGradient(buffer, planned.row, policy, axes, staging, sum_dtype)
         if planned.sends_rows and buffer.comm.size > 1:
             axes[planned.axes.shard] = SparseSum(buffer.comm, *layout.specs[0].shape)
-        is_view = self.has_direct_step or (can_be_view and buffer.comm.size == 1 and len(axes) == 1)
-        return GradientBuffer(buffer, planned.row, policy, axes, self.staging, sum_dtype, is_view=is_view)
+        is_alone = planned.axes.data is self.plan.axes.data and buffer.comm.size == 1 and len(axes) == 1
+        is_view = self.has_direct_step or (can_be_view and is_alone)
+        return GradientBuffer(buffer, planned.row, policy, axes, staging, sum_dtype, is_view=is_view)
 
 
 def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) -> torch.Tensor:
@@ -396,15 +414,23 @@ def _main_like(source: torch.Tensor, dtype: torch.dtype, *, is_offloaded: bool) 
     return host_empty(source.numel(), dtype, source.device, is_pinned=False).copy_(source)
 
 
-def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator | None) -> torch.Tensor:
+def _fill(
+    buffer: ParameterBuffer,
+    names: Sequence[str],
+    materializer: Materializer,
+    data: Communicator,
+    tp: Communicator | None,
+) -> torch.Tensor:
     """Move the parameters' values into the buffer.
 
     Args:
+        names: of the parameters, in this rank's model.
+        data: the ranks that hold the same parameters.
         tp: the tensor-parallel ranks, where all of them hold these parameters. They have the same values, except of
             parameters that came from the meta device, which each rank has initialized.
 
-    Communicates: a broadcast of rank 0's values; none where all of them were put together from the ranks' shards. Over
-        ``tp``, one of parameters that came from the meta device.
+    Communicates: a broadcast of the first rank's values over ``data``; none where all of them were put together from the
+        ranks' shards. Over ``tp``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
@@ -414,12 +440,12 @@ def _fill(buffer: ParameterBuffer, materializer: Materializer, tp: Communicator 
     if widest != buffer.dtype:
         values = torch.zeros(buffer.layout.numel, dtype=widest, device=buffer.full.device)
     are_alike = True  # on all ranks
-    for spec, parameter in zip(buffer.layout.specs, buffer.parameters, strict=True):
+    for spec, name, parameter in zip(buffer.layout.specs, names, buffer.parameters, strict=True):
         target = values[spec.offset : spec.offset + spec.numel].view(spec.shape)
-        are_alike &= materializer.copy_value(spec.name, parameter, target)
+        are_alike &= materializer.copy_value(name, parameter, target)
     buffer.attach_views()  # frees the model's own copy
     if not are_alike:
-        materializer.transfer.broadcast(values, buffer.label)
+        materializer.transfer_over(data).broadcast(values, buffer.label)
     if tp is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
         tp.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:

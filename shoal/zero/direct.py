@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.errors import OptimizerError
 from shoal.optim.elementwise import inner_optimizers
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
@@ -36,10 +35,8 @@ class DirectStep(ShardedStep):
         would exchange their gradients.
     """
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup], shard_comm: Communicator
-    ) -> None:
-        super().__init__(optimizer, groups, shard_comm, block_numel=None)
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: Sequence[ParameterGroup]) -> None:
+        super().__init__(optimizer, groups, block_numel=None)
         inner = inner_optimizers(optimizer)
         self._holders = [*inner, optimizer]
         self._home = {

@@ -86,8 +86,13 @@ class EngineParameters(ParameterOwner):
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.data.reshape(-1))
         axes = self._sharded.axes
-        axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
-        if axes.tp is not None and not spec.is_part:
+        if group.parts is not None and group.parts is axes.ep and axes.expert_data is not None:
+            # Of experts that ``source`` does not hold, the rank at its place among those that do.
+            place = axes.mesh.index("expert_data", source)
+            axes.expert_data.broadcast(value, place, label=buffer.label).drain()
+        else:
+            axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
+        if axes.tp is not None and group.parts is None:
             axes.tp.broadcast(value, axes.mesh.index("tp", source), label=buffer.label).drain()
         buffer.comm.drain()
         if part is None:
@@ -184,12 +189,8 @@ class EngineParameters(ParameterOwner):
         if group.buffer.end - group.buffer.begin < group.buffer.layout.numel and info.numel:
             # Each element comes from one rank only, so the sum is exact.
             comm.all_reduce(whole, label=f"{group.buffer.label}: {info.name}").drain()
-        tp = self._sharded.axes.tp
-        return (
-            gather_parts(whole.view(info.shape), info, tp)
-            if tp is not None and info.is_part
-            else whole.view(info.shape)
-        )
+        part = whole.view(info.shape)
+        return part if group.parts is None or not info.is_part else gather_parts(part, info, group.parts)
 
     def _part(self, group: ParameterGroup, slot: int, segment: Segment, value: torch.Tensor) -> torch.Tensor:
         flat = cut(value.detach(), group.buffer.layout.specs[slot]).reshape(-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class Materializer:
     Args:
         is_sharded: parameters are sharded (stage 3), so the whole model may not fit on a rank.
         parts: by name, the parameters of which this rank has a part of a larger tensor.
+        experts: names of parameters that not all ranks of ``comm`` hold.
         whole: the modules of the whole model, where ``model`` is a pipeline stage of it: those of other stages draw
             their random numbers too, and are freed. Modules that an ``_init_weights`` initialises draw others.
     """
@@ -43,6 +44,7 @@ class Materializer:
         *,
         is_sharded: bool,
         parts: Mapping[str, ParameterSpec] | None = None,
+        experts: Collection[str] = (),
         whole: Sequence[tuple[str, nn.Module]] = (),
     ) -> None:
         self._parts = parts or {}
@@ -50,7 +52,9 @@ class Materializer:
         self._device = device
         self._comm = comm
         self.transfer = ChunkedTransfer(comm, device)
+        self._transfers = {comm.axis: self.transfer}
         self._is_sharded = is_sharded and comm.size > 1
+        self._experts = {id(parameter) for name, parameter in model.named_parameters() if name in experts}
         self._modules = list(model.named_modules())
         self._own = {id(module) for _, module in self._modules}
         if whole:
@@ -74,6 +78,12 @@ class Materializer:
                     owner[id(parameter)] = index
         for name, parameter in model.named_parameters():
             self._position[name] = owner[id(parameter)]
+
+    def transfer_over(self, comm: Communicator) -> ChunkedTransfer:
+        """What copies parameters between the ranks of ``comm``, until :meth:`finish`."""
+        if comm.axis not in self._transfers:
+            self._transfers[comm.axis] = ChunkedTransfer(comm, self._device)
+        return self._transfers[comm.axis]
 
     def module_positions(self) -> dict[str, int]:
         """The position of each parameter's module. Units are filled in the order of their last module."""
@@ -121,7 +131,8 @@ class Materializer:
 
         Communicates: at stage 3, a broadcast of each parameter after it was allocated, and an all_gather and a
             broadcast of each parameter that an initialiser accesses.
-        Memory: the whole model; at stage 3, the shards and the parameters of one module, or of one initialiser.
+        Memory: the whole model; at stage 3, the shards, this rank's experts, and the parameters of one module, or of
+            one initialiser.
         """
         unfilled: dict[int, tuple[str, nn.Module, str, int]] = {}  # by id of the tensor
 
@@ -139,7 +150,7 @@ class Materializer:
                 is_made.add(id(module))
                 if _is_unfilled(tensor, version):
                     unfilled[id(tensor)] = (name, module, key, version)
-                if at_init is not None and isinstance(tensor, nn.Parameter):
+                if at_init is not None and isinstance(tensor, nn.Parameter) and id(tensor) not in self._experts:
                     at_init.shard(tensor)
         seen: set[int] = set()
 
@@ -241,7 +252,8 @@ class Materializer:
                     self._comm.broadcast(sent, 0, label="buffers").drain()
                     moved = flat.view(buffer.shape)
                 module._buffers[key] = moved
-        self.transfer.free()
+        for transfer in self._transfers.values():
+            transfer.free()
 
 
 def _tensor_of(module: nn.Module, key: str) -> torch.Tensor:

@@ -110,7 +110,7 @@ class ShardedModel:
         units: Sequence[Unit],
         modules: Mapping[str, Sequence[nn.Module]],
         axes: Axes,
-        staging: StagingBuffers,
+        staging: Sequence[StagingBuffers],
         order: UnitOrder,
         *,
         max_reuse_numel: int,
@@ -548,6 +548,11 @@ class ShardedModel:
         self.reducer.reset()
         self._release_readers(is_recovering=True)
 
+    def clear_staging(self) -> None:
+        """Free the staging buffers; the next reduction allocates others."""
+        for staging in self.staging:
+            staging.clear()
+
     def detach(self, *, is_failed: bool = False) -> None:
         """Remove every hook and give the parameters memory of their own: whole, or sharded where they came sharded.
 
@@ -569,7 +574,7 @@ class ShardedModel:
                         at_init.shard(parameter)
         finally:
             at_init.transfer.free()
-            self.staging.clear()
+            self.clear_staging()
             self.disks.close()
 
 

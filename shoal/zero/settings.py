@@ -106,12 +106,14 @@ class GroupAxes:
             Partial. Of an axis with one rank, nothing.
         replicas: where state is sharded, the axes along which ranks hold the same range of it: the global norm counts
             the range at coordinate 0 of each, and a checkpoint divides it among them.
+        parts: the ranks that hold the other parts of each of its tensors; None: tensors are whole.
     """
 
     shard: str
     data: Communicator
     comms: Mapping[str, Communicator]
     replicas: tuple[Communicator, ...]
+    parts: Communicator | None = None
 
     @property
     def partial(self) -> tuple[str, ...]:
@@ -135,6 +137,10 @@ class Axes:
         pipeline_stage: the ranks that hold the same layers: they issue the same collectives of parameters.
         tp: the ranks that hold different parts of the layers; None: there is one.
         sp, cp: the ranks that see other parts of a sequence; None: there is one.
+        ep: the ranks that hold different experts; None: there is one.
+        expert_dp: the ranks that hold different shards of the same experts. With ``expert_data``, where ``ep`` is.
+        expert_data: the ranks that hold the same experts.
+        names: the ranks that hold parameters of other names; None: all hold the same.
     """
 
     mesh: Mesh
@@ -148,6 +154,10 @@ class Axes:
     sp: Communicator | None = None
     cp: Communicator | None = None
     pp: Communicator | None = None
+    ep: Communicator | None = None
+    expert_dp: Communicator | None = None
+    expert_data: Communicator | None = None
+    names: Communicator | None = None
     _pipeline_stage: Communicator | None = None  # None: the world
 
     @property
@@ -170,6 +180,8 @@ class Axes:
         data = batch if mesh.size("loss") == mesh.dp else open_axis("loss")
         world = data if mesh.world_size == data.size else open_axis("world")
         is_data_only = mesh.world_size == data.size * mesh.pp
+        expert_dp = open_axis("expert_dp") if mesh.ep > 1 else None
+        pp = beside("pp")
         return cls(
             mesh,
             world,
@@ -181,26 +193,43 @@ class Axes:
             beside("tp"),
             beside("sp"),
             beside("cp"),
-            beside("pp"),
+            pp,
+            beside("ep"),
+            expert_dp,
+            expert_dp if mesh.dp_replicate == 1 or expert_dp is None else open_axis("expert_data"),
+            pp,
             None if mesh.pp == 1 else data if is_data_only else open_axis("pipeline_stage"),
         )
 
     def of_group(
-        self, *, is_split: bool, is_partial: bool, is_state_sharded: bool, tied: Communicator | None = None
+        self,
+        *,
+        is_split: bool,
+        is_partial: bool,
+        is_state_sharded: bool,
+        tied: Communicator | None = None,
+        is_expert: bool = False,
     ) -> GroupAxes:
         """The axes of a group of parameters.
 
         Args:
+            is_expert: each expert-parallel rank holds other experts.
             is_split: each tensor-parallel rank holds another part of them.
             is_partial: the tensor-parallel ranks hold the same, and each has a summand of the gradient.
             tied: the pipeline stages that hold copies of them, each with a summand of the gradient; None: one does.
         """
         shard = "dp_shard" if self.mesh.fsdp == self.mesh.dp_shard else "fsdp"
-        comms = {shard: self.shard if is_state_sharded else self.data}
+        data, parts, comms = self.data, self.tp if is_split else None, {shard: self.shard}
+        if is_expert and self.expert_dp is not None and self.expert_data is not None:
+            shard, data, parts, comms = "expert_dp", self.expert_data, self.ep, {"expert_dp": self.expert_dp}
+        if not is_state_sharded:
+            comms = {shard: data}
         replicas = []
         if is_state_sharded and self.replicate is not None:
             comms["dp_replicate"] = self.replicate
             replicas.append(self.replicate)
+        if shard == "expert_dp":
+            return GroupAxes(shard, data, comms, tuple(replicas), parts)
         if self.tp is not None and not is_split:
             replicas.append(self.tp)
             if is_partial:
@@ -208,11 +237,12 @@ class Axes:
         if tied is not None:
             replicas.append(tied)
             comms[tied.axis] = tied
-        return GroupAxes(shard, self.data, comms, tuple(replicas))
+        return GroupAxes(shard, data, comms, tuple(replicas), parts)
 
     def distinct(self) -> list[Communicator]:
         """Each communicator of parameters, gradients and status once."""
         found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp, self._pipeline_stage]
+        found += [self.ep, self.expert_dp, self.expert_data]
         return list({id(comm): comm for comm in found if comm is not None}.values())
 
     def map(self, change: Callable[[Communicator], Communicator]) -> Axes:

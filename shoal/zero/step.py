@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Work
 from shoal.comm.single import SingleCommunicator
 from shoal.device import Device
 from shoal.errors import OptimizerError
@@ -41,7 +41,6 @@ class ShardedStep:
     Args:
         optimizer: its ``param_groups`` hold the user's parameters between steps and ranges during one.
         groups: every trained parameter group, in unit order.
-        shard_comm: the axis that shards optimizer state.
         block_numel: most elements of one range of what is stored on the device; None: no limit.
         sub_group_numel: most elements that an accelerator updates in one call (``sub_group_size``), at least
             ``MIN_RANGE_NUMEL``; None: ``BATCH_NUMEL``.
@@ -49,14 +48,12 @@ class ShardedStep:
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
         pins_host: page-lock what is copied between device and host.
-        tp: the tensor-parallel ranks, for optimizers that need whole tensors; None: there is one.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[ParameterGroup],
-        shard_comm: Communicator,
         *,
         block_numel: int | None,
         sub_group_numel: int | None = None,
@@ -64,12 +61,9 @@ class ShardedStep:
         is_ahead: bool = False,
         num_host_threads: int | None = None,
         pins_host: bool = True,
-        tp: Communicator | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
-        self._comm = shard_comm
-        self._tp = tp
         self.cpu_optimizer: CpuOptimizer | None = None
         if any(group.is_state_offloaded for group in groups):
             numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
@@ -370,7 +364,7 @@ class ShardedStep:
         assert isinstance(optimizer, WholeTensorOptimizer)
         ranges = [(group, part) for part in group.ranges]
         self._load_gradients(ranges, gradient_scale)
-        tp = None if any(comm is self._tp for comm in group.replicas) else self._tp
+        parts_comm = group.parts if any(spec.is_part for spec in buffer.layout.specs) else None
         whole = []
         for part in group.ranges:
             members = [i for i, spec in enumerate(buffer.layout.specs) if spec.group == part.group]
@@ -396,12 +390,12 @@ class ShardedStep:
                     names=tuple(spec.name for spec in specs),
                     offsets=tuple(spec.offset for spec in specs) if all(has_grad) else None,
                     shard_numel=group.owned_numel,
-                    specs=tuple(specs) if tp is not None else (),
+                    specs=tuple(specs) if parts_comm is not None else (),
                 )
             )
         is_whole = group.owned_numel == buffer.layout.numel
-        comm = SingleCommunicator(self._comm.axis) if is_whole else self._comm
-        optimizer.step_unit(whole, comm, buffer.full.device, tp)
+        comm = SingleCommunicator(buffer.comm.axis) if is_whole else buffer.comm
+        optimizer.step_unit(whole, comm, buffer.full.device, parts_comm)
         self._round(ranges)
 
     def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -322,7 +322,7 @@ def device_gradients(settings: dict[str, Any]) -> tuple[set[int], int, int, int]
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
     owned = engine.sharded.units[1].trained[0].owned_numel * 4
-    nbytes = engine.sharded.staging.shards.nbytes
+    nbytes = engine.sharded.staging[0].shards.nbytes
     ledger = engine.memory_report().by_kind()["buffers in flight"]
     engine.destroy()
     return seen, nbytes, owned, ledger

@@ -291,7 +291,7 @@ def test_an_accelerator_updates_ranges_of_at_most_a_sub_group_and_many_units_in_
         model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
         engine = start_with(model, config(2, units={"names": []}), lambda parameters: Recording(parameters, lr=0.1))
         step, groups = engine.sharding.step, engine.sharded.trained_groups
-        accelerated = ShardedStep(step.optimizer, groups, engine.axes.shard, block_numel=None, sub_group_numel=numel)
+        accelerated = ShardedStep(step.optimizer, groups, block_numel=None, sub_group_numel=numel)
         for group in groups:
             group.gradient.accumulator.memory()
         has_grad = {group: bytes([1] * len(group.buffer.parameters)) for group in groups}

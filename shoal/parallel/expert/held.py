@@ -8,7 +8,8 @@ part of the layer its parameters are, and gives it the ranks that hold the other
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,12 @@ class ExpertsHeld:
     owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self.divide_among(self.ep_size)
+        self.set_ranks(None)
+
+    def divide_among(self, ep_size: int) -> None:
+        """Change the number of ranks. Raises: ConfigError: it does not divide the experts."""
+        self.ep_size = ep_size
         if self.num_experts % self.ep_size:
             fits = [size for size in range(1, self.num_experts + 1) if self.num_experts % size == 0]
             raise ConfigError(
@@ -69,3 +76,24 @@ def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Exp
         held = getattr(module, "experts_held", None)
         if isinstance(held, ExpertsHeld):
             yield name, module, held
+
+
+def global_names(model: nn.Module) -> Callable[[str], str]:
+    """What gives a parameter or buffer of this rank's model its name in the whole model.
+
+    They differ for experts in a list, which each rank numbers from 0.
+    """
+    lists = {
+        name: held.ids for name, _, held in modules_with_experts(model) if held.form == "listed" and held.ep_size > 1
+    }
+    if not lists:
+        return str
+    pattern = re.compile(rf"({'|'.join(map(re.escape, lists))})\.(\d+)(?=\.)")
+
+    def rename(name: str) -> str:
+        found = pattern.match(name)
+        if found is None:
+            return name
+        return f"{found[1]}.{lists[found[1]][int(found[2])]}{name[found.end() :]}"
+
+    return rename

@@ -324,7 +324,8 @@ def _ranks_text(mesh: Mesh) -> str:
     """The mesh in words: "8 ranks: 4 data-parallel x 2 tp"."""
     others = {"pp": mesh.pp, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
     named = "".join(f" x {degree} {axis}" for axis, degree in others.items() if degree > 1)
-    return f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}" if named else f"{mesh.dp} data-parallel ranks"
+    text = f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}" if named else f"{mesh.dp} data-parallel ranks"
+    return text if mesh.ep == 1 else f"{text}, experts over ep {mesh.ep} x expert_dp {mesh.size('expert_dp')}"
 
 
 def _report(engine: Engine, notes: list[str]) -> None:

@@ -429,8 +429,8 @@ def _fill(
         tp: the tensor-parallel ranks, where all of them hold these parameters. They have the same values, except of
             parameters that came from the meta device, which each rank has initialized.
 
-    Communicates: a broadcast of the first rank's values over ``data``; none where all of them were put together from the
-        ranks' shards. Over ``tp``, one of parameters that came from the meta device.
+    Communicates: a broadcast of the first rank's values over ``data``; none where all of them were put together from
+        the ranks' shards. Over ``tp``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype

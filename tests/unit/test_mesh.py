@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 import shoal.mesh
-from shoal.errors import ConfigError, NotBuiltError
+from shoal.errors import ConfigError
 from shoal.mesh import Axis, Coordinate, Mesh, factor_axis, tied_axis
 
 AXES = get_args(Axis)
@@ -44,10 +44,10 @@ def test_the_groups_of_hybrid_sharding_are_rows_and_columns() -> None:
     assert mesh.ranks_along("dp_replicate", 6) == (2, 6)
 
 
-def test_expert_groups_partition_the_dp_shard_and_sp_ranks_a_second_time() -> None:
+def test_expert_groups_partition_the_dp_shard_sp_and_tp_ranks_a_second_time() -> None:
     mesh = Mesh.of(16, sp=2, tp=2, ep=4)
     assert mesh.dp_shard == 4
-    assert mesh.groups("ep") == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert mesh.groups("ep") == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,16 @@ def test_the_derived_axes_are_products_of_the_basic_ones() -> None:
     assert mesh.ranks_along("loss", 17) == (17, 19, 21, 23, 25, 27, 29, 31)
 
 
-@pytest.mark.parametrize("ep", [1, 2, 4, 8])
-def test_expert_dp_and_ep_factor_the_fsdp_ranks(ep: int) -> None:
+@pytest.mark.parametrize("ep", [1, 2, 4, 8, 32])
+def test_expert_dp_and_ep_factor_the_fsdp_and_tp_ranks(ep: int) -> None:
     mesh = Mesh.of(64, dp_replicate=2, sp=2, tp=4, ep=ep)
     for rank in (0, 5, 63):
-        fsdp = mesh.ranks_along("fsdp", rank)
-        assert mesh.size("expert_dp") * ep == len(fsdp) == 8
-        # Each of the ranks that shard one expert is in another ep group; together these are the fsdp ranks.
+        holders = sorted(r for first in mesh.ranks_along("fsdp", rank) for r in mesh.ranks_along("tp", first))
+        assert mesh.size("expert_dp") * ep == len(holders) == 32
+        assert mesh.size("expert_data") == 2 * mesh.size("expert_dp")
+        # Each of the ranks that shard one expert is in another ep group; together these are all that hold experts.
         reached = [other for shard in mesh.ranks_along("expert_dp", rank) for other in mesh.ranks_along("ep", shard)]
-        assert sorted(reached) == list(fsdp)
+        assert sorted(reached) == holders
         assert {mesh.index("ep", shard) for shard in mesh.ranks_along("expert_dp", rank)} == {mesh.index("ep", rank)}
 
 
@@ -140,7 +141,7 @@ def test_a_size_that_does_not_multiply_up_names_the_sizes_that_do() -> None:
 
 
 def test_expert_parallel_that_does_not_divide_names_what_does() -> None:
-    with pytest.raises(ConfigError, match="ep=5 does not divide dp_shard x cp x sp = 8 x 1 x 1 = 8") as error:
+    with pytest.raises(ConfigError, match="ep=5 does not divide dp_shard x cp x sp x tp = 8 x 1 x 1 x 1 = 8") as error:
         Mesh.of(8, ep=5)
     assert "use an ep of 4 or 8" in str(error.value)
 
@@ -158,10 +159,3 @@ def test_degrees_ranks_and_axes_out_of_range_are_refused() -> None:
         Mesh.of(8).rank(Coordinate(0, 0, 8, 0, 0, 0))
     with pytest.raises(ConfigError, match="no axis 'mp'"):
         Mesh.of(8).groups("mp")
-
-
-def test_an_axis_that_is_not_built_is_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match=r"not built yet: expert parallel \(ep=4\)") as error:
-        Mesh.of(16, pp=2, ep=4).refuse_unbuilt()
-    assert "set ep to 1" in str(error.value)
-    Mesh.of(16, pp=2, dp_replicate=4).refuse_unbuilt()

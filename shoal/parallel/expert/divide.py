@@ -1,0 +1,85 @@
+"""Divide the experts of a model among the ranks of expert parallelism, in place.
+
+    specs = divide(model, world.communicator("ep", mesh))
+    specs["layers.0.mlp.experts.down_proj"].local    # which experts this rank holds
+
+Each rank keeps its experts of its own values: the ranks must have the same, or the model must be on the meta device or
+sharded by ``zero.Init``, which show shapes only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import ConfigError, ModelError
+from shoal.parallel.expert.held import ExpertsHeld, global_names, modules_with_experts
+from shoal.parallel.tensor.apply import keep_part
+from shoal.parallel.tensor.parts import as_ranges
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import cut
+
+
+def divide(model: nn.Module, comm: Communicator | None) -> dict[str, ParameterSpec]:
+    """Give each layer its expert-parallel ranks, and keep this rank's experts of stacked parameters.
+
+    Args:
+        comm: the ranks along ``ep``; None: there is one.
+
+    Returns: by name in this rank's model, what each parameter of experts is of the whole model. Layers whose experts
+        are all on every rank are not in it.
+    Raises: ModelError: the model has no layer whose experts can be divided. ConfigError: the ranks do not fit a layer.
+    Communicates: nothing.
+    """
+    size = 1 if comm is None else comm.size
+    layers = list(modules_with_experts(model))
+    for name, _, held in layers:
+        _set_ranks(name, held, comm, size)
+    if comm is None:
+        return {}
+    divided = [(name, module, held) for name, module, held in layers if held.ep_size > 1]
+    if not divided:
+        raise ModelError(
+            f"{size} expert-parallel ranks, and no layer of {type(model).__name__} has experts to divide among them"
+            + (f" (those of {layers[0][0]} have ep_size 1)." if layers else "."),
+            do="set parallel.ep to 1; or build the model with moe.layer.MoE(ep_size=...), or enable expert_parallel for"
+            " a Hugging Face model.",
+            code="expert-parallel-model",
+        )
+    rename, found = global_names(model), {}
+    for prefix, module, held in divided:
+        for name, parameter in module.named_parameters():
+            local = f"{prefix}.{name}"
+            if held.form == "listed":
+                found[local] = ParameterSpec.whole(rename(local), tuple(parameter.shape))
+                continue
+            if not parameter.shape or parameter.shape[0] != held.num_experts:
+                raise ModelError(
+                    f"parameter {local!r} of shape {tuple(parameter.shape)} is not one of {held.num_experts} experts.",
+                    do="give every parameter of stacked experts the experts as its first dimension.",
+                    code="expert-parallel-model",
+                )
+            ranges = as_ranges(held.ids, unit=1)
+            found[local] = ParameterSpec.along(local, tuple(parameter.shape), 0, ranges)
+            keep_part(parameter, partial(cut, spec=found[local]))
+    return found
+
+
+def _set_ranks(name: str, held: ExpertsHeld, comm: Communicator | None, size: int) -> None:
+    """Raises: ConfigError: the layer was built for another number of ranks."""
+    if held.form == "stacked":
+        held.divide_among(size)
+    if held.ep_size not in (1, size):
+        raise ConfigError(
+            f"the experts of {name} are divided among {held.ep_size} ranks (ep_size), and parallel.ep is {size}.",
+            do=f"set parallel.ep to {held.ep_size}, or leave it out; all layers have the same ep_size, or 1.",
+            code="expert-parallel-size",
+        )
+    held.set_ranks(comm if held.ep_size > 1 else None)
+
+
+def ep_size_of(model: nn.Module) -> int | None:
+    """The expert-parallel ranks that the model's layers were built for; None: they leave it open."""
+    return max((held.ep_size for _, _, held in modules_with_experts(model) if held.ep_size > 1), default=None)

@@ -1,0 +1,171 @@
+"""Expert parallelism beside every ZeRO stage: parameters equal those of one process that holds all experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.comm.threads import run_ranks
+from shoal.errors import ConfigError, ModelError
+from shoal.zero.engine_parameters import safe_get_full_fp32_param
+from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel
+from tests.ranks.training import adamw, batch, config, make, sgd, start_with
+
+STEPS = 5
+
+
+def alone(factory: Any, num_ranks: int, accumulation: int, optimizer: Any = sgd) -> dict[str, torch.Tensor]:
+    model = make(factory)
+    stepped = optimizer(model.parameters())
+    for step in range(STEPS):
+        for micro in range(accumulation):
+            tokens, targets = whole(step, micro, num_ranks, accumulation)
+            (model(tokens, targets) / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        stepped.step()
+        stepped.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def whole(step: int, micro: int, num_ranks: int, accumulation: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [batch(step * accumulation + micro, rank, num_ranks) for rank in range(num_ranks)]
+    return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+
+
+def train(engine: Any, steps: range, accumulation: int = 1) -> None:
+    ranks = engine.axes.batch
+    for step in steps:
+        for micro in range(accumulation):
+            engine.backward(engine(*batch(step * accumulation + micro, ranks.rank, ranks.size)))
+            engine.step()
+
+
+def settings(stage: int, ep: int | None, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    made = config(stage, gradient_clipping=0.5, gradient_accumulation_steps=accumulation, **more)
+    return {**made, "parallel": {**({} if ep is None else {"ep": ep}), **more.get("parallel", {})}}
+
+
+def assert_close(values: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert set(values) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name].float(), value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+HOST_PARAMETERS = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize("form", ["stacked", "listed"])
+@pytest.mark.parametrize(
+    ("size", "ep", "stage", "accumulation", "more"),
+    [
+        (2, 2, 0, 1, {}),
+        (2, 2, 1, 2, {}),
+        (4, 2, 0, 2, {}),
+        (4, 2, 1, 1, {}),
+        (4, 2, 2, 2, {}),
+        (4, 2, 3, 1, {}),
+        (4, 4, 3, 2, {}),
+        (4, 2, 2, 1, HOST),
+        (4, 2, 3, 2, HOST_PARAMETERS),
+        (4, 2, 3, 1, {"parallel": {"dp_replicate": 2}}),
+        (8, 2, 2, 1, {"parallel": {"dp_replicate": 2}}),
+    ],
+)
+def test_parameters_equal_those_of_one_process_that_holds_all_experts(
+    form: str, size: int, ep: int, stage: int, accumulation: int, more: dict[str, Any]
+) -> None:
+    expected = alone(partial(ExpertModel, None if form == "stacked" else 1), size, accumulation)
+
+    def rank() -> tuple[dict[str, Any], float]:
+        engine = start_with(
+            make(partial(ExpertModel, None if form == "stacked" else ep)),
+            settings(stage, ep if form == "stacked" else None, accumulation, **more),
+        )
+        train(engine, range(STEPS), accumulation)
+        return engine.module_state_dict(), engine.get_global_grad_norm()
+
+    found = run_ranks(size, rank)
+    for values, norm in found:
+        assert_close(values, expected)
+        assert norm == found[0][1]
+
+
+def test_each_rank_stores_its_share_of_its_experts_only() -> None:
+    def rank() -> tuple[list[tuple[int, ...]], list[tuple[int, int]]]:
+        engine = start_with(make(ExpertModel), settings(3, 2))
+        experts = engine.module.blocks[0].experts
+        groups = [group for group in engine.sharded.groups if group.parts is not None]
+        stored = [(group.owned_numel, group.buffer.shard.numel()) for group in groups]
+        return [tuple(p.shape) for p in experts.parameters()], stored
+
+    per_layer = sum(p.numel() for p in ExpertModel().blocks[0].experts.parameters())
+    for shapes, stored in run_ranks(4, rank):
+        assert all(shape[0] == NUM_EXPERTS // 2 for shape in shapes)
+        assert len(stored) == 2
+        for owned, shard in stored:  # 2 expert-parallel ranks x 2 that shard; a parameter begins at a multiple of 64
+            assert per_layer / 4 <= owned == shard < per_layer / 4 + 2 * 64
+
+
+@pytest.mark.parametrize("form", ["stacked", "listed"])
+def test_a_checkpoint_changes_the_expert_parallel_ranks_the_stage_and_the_number_of_ranks(
+    tmp_path: Path, form: str
+) -> None:
+    def engine_of(ep: int, stage: int) -> Any:
+        listed = form == "listed"
+        return start_with(
+            make(partial(ExpertModel, ep if listed else None)), settings(stage, None if listed else ep), adamw
+        )
+
+    def save() -> None:
+        engine = engine_of(2, 3)
+        train(engine, range(2))
+        engine.save_checkpoint(str(tmp_path), tag="mine")
+        engine.destroy()
+
+    def load(ep: int, stage: int) -> dict[str, Any]:
+        engine = engine_of(ep, stage)
+        engine.load_checkpoint(str(tmp_path), tag="mine")
+        for step in range(2, STEPS):
+            tokens, targets = whole(step, 0, 4, 1)
+            ranks = engine.axes.batch
+            rows = len(tokens) // ranks.size
+            mine = slice(ranks.rank * rows, (ranks.rank + 1) * rows)
+            engine.backward(engine(tokens[mine], targets[mine]))
+            engine.step()
+        values = engine.module_state_dict()
+        engine.destroy()
+        return values
+
+    expected = alone(partial(ExpertModel, None if form == "stacked" else 1), 4, 1, adamw)
+    run_ranks(4, save)
+    layouts = ((4, 4, 1), (2, 1, 2), (1, 1, 0), (4, 2, 3))
+    results = [run_ranks(size, partial(load, ep, stage))[0] for size, ep, stage in layouts]
+    for values in results:
+        assert_close(values, expected if form == "stacked" else results[0])
+
+
+def test_accessors_put_the_experts_of_all_ranks_together() -> None:
+    def rank() -> torch.Tensor:
+        engine = start_with(make(ExpertModel), settings(2, 2))
+        return safe_get_full_fp32_param(engine.module.blocks[1].experts.up)
+
+    expected = make(ExpertModel).blocks[1].experts.up
+    for value in run_ranks(2, rank):
+        torch.testing.assert_close(value, expected)
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
+    def rank(model: Any, ep: int) -> None:
+        start_with(make(model), settings(1, ep))
+
+    with pytest.raises(ConfigError, match="4 experts cannot be divided among 3 expert-parallel ranks"):
+        run_ranks(3, lambda: rank(ExpertModel, 3))
+    with pytest.raises(ModelError, match="no layer of Linear has experts"):
+        run_ranks(2, lambda: rank(partial(torch.nn.Linear, 4, 4), 2))
+    with pytest.raises(ConfigError, match="3 does not divide the 4 ranks"):
+        run_ranks(4, lambda: rank(ExpertModel, 3))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, ModelError
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
@@ -18,13 +19,15 @@ from tests.ranks.training import adamw, batch, config, make, sgd, start_with
 STEPS = 5
 
 
-def alone(factory: Any, num_ranks: int, accumulation: int, optimizer: Any = sgd) -> dict[str, torch.Tensor]:
+def alone(
+    factory: Any, num_ranks: int, accumulation: int, optimizer: Any = sgd, length: int | None = None
+) -> dict[str, torch.Tensor]:
     model = make(factory)
     stepped = optimizer(model.parameters())
     for step in range(STEPS):
         for micro in range(accumulation):
             tokens, targets = whole(step, micro, num_ranks, accumulation)
-            (model(tokens, targets) / accumulation).backward()
+            (model(tokens[:, :length], targets[:, :length]) / accumulation).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         stepped.step()
         stepped.zero_grad()
@@ -169,3 +172,45 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
         run_ranks(2, lambda: rank(partial(torch.nn.Linear, 4, 4), 2))
     with pytest.raises(ConfigError, match="3 does not divide the 4 ranks"):
         run_ranks(4, lambda: rank(ExpertModel, 3))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["meta", "zero.Init"])
+def test_a_model_that_is_not_whole_anywhere_is_divided(how: str, stage: int) -> None:
+    def rank() -> dict[str, Any]:
+        chosen = settings(stage, 2)
+        if how == "meta":
+            with torch.device("meta"):
+                model = ExpertModel()
+            torch.manual_seed(0)
+        else:
+            with shoal.zero.Init(config_dict_or_path=chosen):
+                model = ExpertModel()
+        engine = start_with(model, chosen)
+        train(engine, range(2))
+        values = engine.module_state_dict()
+        assert values["blocks.0.experts.up"].shape[0] == NUM_EXPERTS
+        assert not torch.equal(values["blocks.0.experts.up"][0], values["blocks.0.experts.up"][2])
+        return values
+
+    first, *others = run_ranks(4, rank)
+    for values in others:
+        assert_close(values, first)
+
+
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_experts_are_divided_among_ranks_that_hold_parts_of_a_sequence(axis: str, ep: int) -> None:
+    expected = alone(ExpertModel, 2, 1, length=4)
+
+    def rank() -> dict[str, Any]:
+        engine = start_with(make(ExpertModel), settings(2, ep, parallel={axis: 2}))
+        for step in range(STEPS):
+            tokens, targets = batch(step, engine.axes.batch.rank, engine.axes.batch.size)
+            part = engine.axes.sp if axis == "sp" else engine.axes.cp
+            engine.backward(engine(*(each[:, :4].chunk(2, 1)[part.rank] for each in (tokens, targets))))
+            engine.step()
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, rank):
+        assert_close(values, expected)

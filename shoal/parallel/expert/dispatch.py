@@ -1,0 +1,289 @@
+"""Tokens sent to the ranks that hold their experts, and the experts' outputs back, weighted and summed.
+
+    hidden [tokens, width] -> rows sorted by expert -> all-to-all -> rows of this rank's experts -> ``compute``
+    -> all-to-all back -> rows of this rank's tokens -> sum over the k experts of each token
+
+A collective is issued by one autograd function and waited for by another, forward and backward alike:
+
+    function   forward                          backward
+    _Send      gather rows, issue               wait, sum the gradients of a token's rows
+    _Arrive    wait, sort by expert             sort by source, issue
+    _Return    sort by source, issue            wait, sort by expert
+    _Combine   wait, weigh and sum              gather gradients times weights, issue
+
+Whatever runs between an issue and its wait runs beside the communication. Rows move outside autograd, in
+``_Moving``; a tensor without elements joins the functions, so that every rank's backward issues all collectives, also
+where no row arrived or ``hidden`` needs no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.autograd import once_differentiable
+from shoal.comm.protocol import Communicator, Work
+from shoal.compiler import untraced
+from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.permute import gather_rows, sum_rows
+from shoal.parallel.expert.route import Route, route
+
+Compute = Callable[[Tensor, Sequence[int]], Tensor]
+
+
+@untraced
+def run_experts(
+    hidden: Tensor,
+    expert_index: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    held: ExpertsHeld,
+    *,
+    score_before: bool = False,
+    overlap: int = 1,
+    beside: Callable[[], None] | None = None,
+    may_drop: bool = True,
+    label: str = "experts",
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts, in the order of ``expert_index``.
+
+    Args:
+        hidden: [tokens, width]. Every rank has tokens of its own, in any number.
+        expert_index: [tokens, k], int64; -1: no expert, which adds zero.
+        weights: [tokens, k].
+        compute: ``compute(rows [rows, width], counts)`` runs this rank's experts on rows sorted by them, of which
+            ``counts`` has the number for each expert, and returns [rows, out width].
+        score_before: multiply the rows by their weights before the experts, not the outputs after them.
+        overlap: parts of the tokens; the rows of one are sent while the experts run on another.
+        beside: called once while rows are sent: a shared expert. It keeps its result itself.
+        may_drop: False: no index is -1. One rank then need not wait for the device.
+
+    Returns: [tokens, out width], of the dtype of ``hidden``. Sums over k are computed in fp32 at least.
+    Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
+        a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing.
+    Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
+        a gradient.
+    """
+    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held.comm, label)
+    anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
+    sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)
+    if beside is not None:
+        beside()
+    returned = []
+    for chunk, ticket in zip(chunks, sent, strict=True):
+        rows, arrived = _Arrive.apply(chunk, ticket)
+        returned.append(_Return.apply(chunk, arrived, compute(rows, chunk.route.counts)))
+    result: Tensor = _Combine.apply(chunks, hidden.dtype, None if score_before else weights, *returned)
+    return result
+
+
+class _Moving:
+    """Rows on their way to other ranks.
+
+    Args:
+        padding: rows of zeros after the received ones.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator | None,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        label: str,
+        padding: int = 0,
+    ) -> None:
+        self._work: Work | None = None
+        rows = rows.detach()
+        if comm is None or comm.size == 1:
+            self._received = torch.cat((rows, rows.new_zeros(padding, rows.shape[1]))) if padding else rows
+            return
+        num_received, width = sum(received), rows.shape[1]
+        self._received = rows.new_empty(num_received + padding, width)
+        self._received[num_received:] = 0
+        self._sent = rows.reshape(-1)
+        self._work = comm.all_to_all(
+            self._received[:num_received].view(-1),
+            self._sent,
+            out_splits=[count * width for count in received],
+            source_splits=[count * width for count in sent],
+            label=label,
+        )
+
+    def wait(self) -> Tensor:
+        """The received rows. Shape: [received, width]."""
+        if self._work is not None:
+            self._work.drain()
+        return self._received
+
+
+class _Chunk:
+    """Some of the tokens, on their way to the experts and back.
+
+    Args:
+        tokens: which of all.
+    """
+
+    def __init__(self, route: Route, tokens: slice, comm: Communicator | None, label: str) -> None:
+        self.route = route
+        self.tokens = tokens
+        self.comm = comm
+        self.label = label
+        self._moving: _Moving | None = None
+
+    def buffer(self, num_rows: int, width: int, like: Tensor) -> Tensor:
+        """Memory to send from. Shape: [num_rows, width]."""
+        if self.comm is None or self.comm.size == 1:
+            return like.new_empty(num_rows, width)
+        return self.comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
+
+    @property
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.route.order, self.route.token_of, self.route.row_of
+
+    def send_to_experts(self, rows: Tensor, label: str) -> None:
+        self._moving = _Moving(self.comm, rows, self.route.sent, self.route.received, f"{self.label} {label}")
+
+    def send_to_tokens(self, rows: Tensor, label: str) -> None:
+        padding = 1 if self.route.num_dropped else 0
+        self._moving = _Moving(self.comm, rows, self.route.received, self.route.sent, f"{self.label} {label}", padding)
+
+    def wait(self) -> Tensor:
+        assert self._moving is not None
+        moving, self._moving = self._moving, None
+        return moving.wait()
+
+    def sorted_by_expert(self, rows: Tensor) -> Tensor:
+        segments = rows.split(list(self.route.segments)) if self.route.segments else ()
+        return torch.cat([segments[at] for at in self.route.by_expert]) if segments else rows
+
+    def sorted_by_source(self, rows: Tensor) -> Tensor:
+        segments, by_expert = self.route.segments, self.route.by_expert
+        if not segments:
+            return rows
+        parts = rows.split([segments[at] for at in by_expert])
+        in_order = [part for _, part in sorted(zip(by_expert, parts, strict=True), key=lambda pair: pair[0])]
+        return torch.cat(in_order, out=self.buffer(len(rows), rows.shape[1], rows))
+
+
+def _chunks(routes: Sequence[Route], comm: Communicator | None, label: str) -> list[_Chunk]:
+    ends = list(accumulate(len(one.row_of) for one in routes))
+    return [_Chunk(one, slice(end - len(one.row_of), end), comm, label) for one, end in zip(routes, ends, strict=True)]
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, chunks: list[_Chunk], hidden: Tensor, weights: Tensor | None, anchor: Tensor
+    ) -> tuple[Tensor, ...]:
+        keeps_hidden = weights is not None and ctx.needs_input_grad[2]
+        ctx.chunks, ctx.shape, ctx.dtype = chunks, hidden.shape, hidden.dtype
+        ctx.save_for_backward(weights, hidden if keeps_hidden else None, *_indices(chunks))
+        for chunk in chunks:
+            order, token_of, _ = chunk.indices
+            rows = chunk.buffer(len(order), hidden.shape[1], hidden)
+            gather_rows(hidden[chunk.tokens], token_of, _of_rows(weights, order, chunk), rows)
+            chunk.send_to_experts(rows, "dispatch")
+        return tuple(anchor.new_empty(0) for _ in chunks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        weights, hidden, *indices = ctx.saved_tensors
+        of_hidden = weights_gradient = None
+        for chunk, (order, token_of, row_of) in zip(ctx.chunks, _by_chunk(indices), strict=True):
+            gradients = chunk.wait()
+            if ctx.needs_input_grad[1]:
+                of_hidden = gradients.new_empty(ctx.shape, dtype=ctx.dtype) if of_hidden is None else of_hidden
+                scale = None if weights is None else weights[chunk.tokens]
+                sum_rows(gradients, row_of, scale, of_hidden[chunk.tokens])
+            if hidden is not None:
+                weights_gradient = torch.zeros_like(weights) if weights_gradient is None else weights_gradient
+                rows = torch.empty_like(gradients[: len(order)])
+                dots = gather_rows(hidden[chunk.tokens], token_of, None, rows, gradients)
+                _put(weights_gradient[chunk.tokens], order, dots)
+        return None, of_hidden, weights_gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: _Chunk, ticket: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.chunk = chunk
+        return chunk.sorted_by_expert(chunk.wait()), ticket.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_rows: Tensor, of_ticket: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.chunk.send_to_tokens(ctx.chunk.sorted_by_source(of_rows), "dispatch backward")
+        return None, of_ticket
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunk: _Chunk, ticket: Tensor, outputs: Tensor) -> Tensor:
+        ctx.chunk = chunk
+        chunk.send_to_tokens(chunk.sorted_by_source(outputs), "combine")
+        return ticket.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_ticket: Tensor) -> tuple[Tensor | None, ...]:
+        return None, of_ticket, ctx.chunk.sorted_by_expert(ctx.chunk.wait())
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, chunks: list[_Chunk], dtype: torch.dtype, weights: Tensor | None, *_: Tensor) -> Tensor:
+        keeps_rows = weights is not None and ctx.needs_input_grad[2]
+        out, kept = None, []
+        for chunk in chunks:
+            rows = chunk.wait()
+            if out is None:
+                out = rows.new_empty(chunks[-1].tokens.stop, rows.shape[1], dtype=dtype)
+            sum_rows(rows, chunk.route.row_of, None if weights is None else weights[chunk.tokens], out[chunk.tokens])
+            kept.append(rows if keeps_rows else None)
+        assert out is not None
+        ctx.chunks, ctx.row_dtype = chunks, rows.dtype
+        # Indices are saved on every rank: recomputation then runs to this function, which ends the last collective.
+        ctx.save_for_backward(weights, *kept, *_indices(chunks))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        chunks: list[_Chunk] = ctx.chunks
+        weights, *saved = ctx.saved_tensors
+        kept, indices = saved[: len(chunks)], _by_chunk(saved[len(chunks) :])
+        of_weights = torch.zeros_like(weights) if ctx.needs_input_grad[2] else None
+        # Backward runs the experts of the last chunk first.
+        for chunk, rows, (order, token_of, _) in reversed(list(zip(chunks, kept, indices, strict=True))):
+            of_rows = chunk.buffer(len(order), gradient.shape[1], gradient.new_empty(0, dtype=ctx.row_dtype))
+            scale = _of_rows(weights, order, chunk)
+            dots = gather_rows(gradient[chunk.tokens], token_of, scale, of_rows, rows)
+            chunk.send_to_experts(of_rows, "combine backward")
+            if of_weights is not None:
+                _put(of_weights[chunk.tokens], order, dots)
+        return None, None, of_weights, *(gradient.new_empty(0) for _ in chunks)
+
+
+def _indices(chunks: Sequence[_Chunk]) -> list[Tensor]:
+    return [tensor for chunk in chunks for tensor in chunk.indices]
+
+
+def _by_chunk(indices: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    return [indices[at : at + 3] for at in range(0, len(indices), 3)]
+
+
+def _of_rows(weights: Tensor | None, order: Tensor, chunk: _Chunk) -> Tensor | None:
+    """The weight of each row of a chunk. Shape: [all tokens, k] -> [rows]."""
+    return None if weights is None else weights[chunk.tokens].reshape(-1)[order]
+
+
+def _put(gradient: Tensor, order: Tensor, of_rows: Tensor | None) -> None:
+    """Write the gradient of each row's weight into that of the pairs. Shape: [tokens, k], contiguous; [rows]."""
+    assert of_rows is not None
+    gradient.view(-1).index_copy_(0, order, of_rows.to(gradient.dtype))

@@ -1,0 +1,121 @@
+"""A linear for each expert, over rows that are sorted by expert: one matrix product for each expert that has rows.
+
+out[start[e] : end[e]] = rows[start[e] : end[e]] @ weight[e] + bias[e]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.autograd import once_differentiable
+from shoal.compiler import untraced
+from shoal.device import is_fake
+from shoal.parallel.expert.route import RowCounts
+from shoal.parallel.tensor.products import cast_for_autocast
+
+_grouped_mm: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+@untraced
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """``rows`` of each expert times its weight, plus its bias.
+
+    Args:
+        rows: [rows, in], sorted by expert.
+        weight: [experts, in, out]; a transposed view of [experts, out, in] is not copied.
+        counts: the rows of each expert, as :func:`run_experts` gives them; they add up to ``rows``.
+        bias: [experts, out].
+
+    Returns: [rows, out]. The gradient of an expert without rows is zero.
+    Order: the host reads ``counts``, unless torch's grouped kernel does it: bf16 on NVIDIA GPUs from Hopper on, with
+        widths that are multiples of 8.
+    """
+    rows, weight, *rest = cast_for_autocast(rows, weight, *([] if bias is None else [bias]))
+    bias = rest[0] if rest else None
+    function = _InOneKernel if _has_kernel(rows, weight) else _OneByOne
+    out: Tensor = function.apply(rows, weight, bias, counts)
+    return out
+
+
+def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Does torch's grouped kernel take these tensors? It wants strides and addresses that are multiples of 16 bytes."""
+    if not rows.is_cuda or is_fake(rows) or rows.dtype != torch.bfloat16 or weight.dtype != rows.dtype:
+        return False
+    if _grouped_mm is None or not len(rows) or rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16:
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
+
+
+class _OneByOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+        ctx.counts = counts
+        ctx.save_for_backward(rows, weight)
+        out = rows.new_empty(len(rows), weight.shape[2])
+        for expert, own in _ranges(counts):
+            if bias is None:
+                torch.mm(rows[own], weight[expert], out=out[own])
+            else:
+                torch.addmm(bias[expert], rows[own], weight[expert], out=out[own])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
+        of_rows = torch.empty_like(rows) if for_rows else None
+        of_weight = torch.empty_like(weight) if for_weight else None
+        of_bias = gradient.new_zeros(len(weight), weight.shape[2]) if for_bias else None
+        if of_weight is not None:
+            for expert, count in enumerate(ctx.counts):
+                if not count:
+                    of_weight[expert].zero_()
+        for expert, own in _ranges(ctx.counts):
+            if of_rows is not None:
+                torch.mm(gradient[own], weight[expert].t(), out=of_rows[own])
+            if of_weight is not None:
+                torch.mm(rows[own].t(), gradient[own], out=of_weight[expert])
+            if of_bias is not None:
+                torch.sum(gradient[own], 0, out=of_bias[expert])
+        return of_rows, of_weight, of_bias, None
+
+
+class _InOneKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
+        rows = rows.contiguous()
+        ends = (counts if isinstance(counts, RowCounts) else RowCounts(counts)).ends(rows.device)
+        ctx.save_for_backward(rows, weight, ends)
+        out: Tensor = _grouped_mm(rows, weight, offs=ends)
+        if bias is not None:
+            expert_of = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+            out += bias[expert_of]
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        for_rows, for_weight, for_bias, _ = ctx.needs_input_grad
+        of_rows = _grouped_mm(gradient, weight.transpose(1, 2), offs=ends) if for_rows else None
+        of_weight = _grouped_mm(rows.t(), gradient, offs=ends) if for_weight else None
+        of_bias = None
+        if for_bias:  # the kernel sums in a fixed order; 8 equal columns, because it wants 16 bytes
+            of_bias = _grouped_mm(gradient.new_ones(len(rows), 8).t(), gradient, offs=ends)[:, 0]
+        return of_rows, of_weight, of_bias, None
+
+
+def _ranges(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """The experts that have rows, and which these are."""
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, slice(start, start + count)
+        start += count

@@ -1,0 +1,217 @@
+"""Which row goes where: pairs of a token and one of its experts, sorted by the expert, and how many each rank gets.
+
+    2 ranks, 4 experts; k = 2; three tokens of rank 0
+
+    expert_index   [[2, 0], [0, 3], [2, -1]]     pairs 0 1 | 2 3 | 4 5; pair 5 is dropped
+    order          1 2 | 0 4 3                   pairs sorted by expert: 0 0 | 2 2 3; rows 0 1 go to rank 0, 2 3 4 to 1
+    token_of       0 1 | 0 2 1                   the token of each row
+    row_of         [[2, 0], [1, 4], [3, 5]]      the row of each pair; 5 = rows: there is none
+
+A row is sent once for each expert of its token. Rows that a rank receives are sorted by source, then by expert; experts
+run on rows sorted by expert, then by source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from shoal.device import is_fake, read_vector
+from shoal.errors import UsageError
+from shoal.parallel.expert.held import ExpertsHeld
+
+
+class RowCounts(Sequence[int]):
+    """Rows of each expert. The host reads them from the device when it first needs them.
+
+    Args:
+        starts: the first row of each expert and the end of the last one, on the device; shape [experts + 1].
+    """
+
+    def __init__(self, on_host: Sequence[int] | None = None, starts: Tensor | None = None) -> None:
+        assert on_host is not None or starts is not None
+        self._on_host = on_host
+        self._starts = starts
+
+    @property
+    def on_host(self) -> Sequence[int]:
+        if self._on_host is None:
+            assert self._starts is not None
+            self._on_host = [int(count) for count in read_vector(self._starts.diff(), when_fake=0.0)]
+        return self._on_host
+
+    def ends(self, device: torch.device) -> Tensor:
+        """The row after the last one of each expert: the offsets that ``grouped_mm`` takes. Shape: [experts], int32."""
+        if self._starts is not None:
+            return self._starts[1:].to(torch.int32)
+        ends = torch.tensor(list(accumulate(self.on_host)), dtype=torch.int32)
+        return ends.to(device, non_blocking=True)
+
+    def __len__(self) -> int:
+        return len(self._on_host) if self._on_host is not None else len(self._starts) - 1  # type: ignore[arg-type]
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.on_host[index]
+
+
+@dataclass
+class Route:
+    """Where the rows of some tokens go; see the module.
+
+    Args:
+        order, token_of: shape [rows].
+        row_of: shape [tokens, k]; a dropped pair has the number of rows.
+        num_dropped: pairs that are not sent.
+        counts: rows of each local expert, from all ranks.
+        sent, received: rows to and from each rank.
+        segments: rows from each rank for each local expert: the lengths, in the order in which they are received.
+        by_expert: the segments in the order in which experts run.
+    """
+
+    order: Tensor
+    token_of: Tensor
+    row_of: Tensor
+    num_dropped: int
+    counts: RowCounts
+    sent: Sequence[int]
+    received: Sequence[int]
+    segments: Sequence[int] = ()
+    by_expert: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Experts in the order in which rows are sorted.
+
+    Args:
+        slot_of: by expert; None: the expert itself.
+        owned: by rank, the slots of its experts.
+        local: for each local expert, in the order of the parameters, its place among this rank's slots.
+    """
+
+    slot_of: tuple[int, ...] | None
+    owned: tuple[range, ...]
+    local: tuple[int, ...]
+
+
+def route(index: Tensor, held: ExpertsHeld, num_chunks: int = 1, *, may_drop: bool = True) -> list[Route]:
+    """The routes of ``num_chunks`` nearly equal parts of the tokens.
+
+    Args:
+        index: the experts of each token; -1: none. Shape: [tokens, k].
+        may_drop: False: no index is -1.
+
+    Communicates: with several ranks one exchange of 8 bytes an expert and chunk.
+    Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped.
+    """
+    comm = held.comm
+    size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+    if size != held.ep_size:
+        raise UsageError(
+            f"{held.num_experts} experts are divided among {held.ep_size} ranks, and {size} are set.",
+            do="run the layer in an engine, or call experts_held.set_ranks() with the expert-parallel ranks.",
+            code="experts-without-ranks",
+        )
+    slots = _slots(held.owners, held.ids, held.num_experts, size, rank)
+    sorted_chunks = [_sort(chunk, slots, held.num_experts) for chunk in _chunks(index, num_chunks)]
+    starts = [chunk[3] for chunk in sorted_chunks]
+    counts: list[list[list[int]]] | None = None  # by chunk, source and slot
+    if index.is_meta or is_fake(index):
+        counts = [[_even(chunk[0].numel(), held.num_experts)] * size for chunk in sorted_chunks]
+    mine = torch.stack([chunk.diff() for chunk in starts])
+    if comm is not None and size > 1 and not index.is_meta:
+        every = comm.exchange(mine.flatten(), label="experts' rows").wait()
+    else:
+        every = mine.flatten()
+    if counts is None and (size > 1 or may_drop):
+        values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
+        rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
+        counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
+    return [
+        _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1])
+        for at, chunk in enumerate(sorted_chunks)
+    ]
+
+
+def _chunks(index: Tensor, num_chunks: int) -> Sequence[Tensor]:
+    return index.tensor_split(num_chunks) if num_chunks > 1 else (index,)
+
+
+def _even(rows: int, parts: int) -> list[int]:
+    return [(rows * (part + 1)) // parts - (rows * part) // parts for part in range(parts)]
+
+
+@lru_cache(maxsize=256)
+def _slots(owners: tuple[int, ...], ids: tuple[int, ...], num_experts: int, size: int, rank: int) -> _Slots:
+    if size == 1:
+        order = list(ids or range(num_experts))
+    else:
+        order = sorted(range(num_experts), key=lambda expert: (owners[expert], expert))
+    slot_of = [0] * num_experts
+    for slot, expert in enumerate(order):
+        slot_of[expert] = slot
+    counts = [num_experts] if size == 1 else [owners.count(owner) for owner in range(size)]
+    ends = list(accumulate(counts))
+    owned = tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    local = tuple(slot_of[expert] - owned[rank].start for expert in ids or range(num_experts))
+    is_in_order = order == list(range(num_experts))
+    return _Slots(None if is_in_order else tuple(slot_of), owned, local)
+
+
+def _sort(index: Tensor, slots: _Slots, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``index``, the pairs sorted by slot, the place of each pair in that order, the start of each slot."""
+    flat = index.reshape(-1)
+    if slots.slot_of is None:
+        keys = torch.where(flat < 0, num_experts, flat)
+    else:  # the last entry is that of -1
+        keys = torch.tensor([*slots.slot_of, num_experts]).to(flat.device, non_blocking=True)[flat]
+    in_order, order = torch.sort(keys, stable=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    starts = torch.searchsorted(in_order, torch.arange(num_experts + 1, device=order.device))
+    return index, order, place, starts
+
+
+def _route(
+    chunk: tuple[Tensor, Tensor, Tensor, Tensor],
+    counts: list[list[int]] | None,
+    slots: _Slots,
+    rank: int,
+    k: int,
+) -> Route:
+    index, order, place, starts = chunk
+    if counts is None:  # one rank, and nothing is dropped
+        rows = [len(order)]
+        return Route(order, order // k, place.view(index.shape), 0, RowCounts(starts=starts), rows, rows)
+    size = len(counts)
+    sent = [sum(counts[rank][slot] for slot in owned) for owned in slots.owned]
+    num_rows = sum(sent)
+    num_dropped = len(order) - num_rows
+    if num_dropped:
+        order, place = order[:num_rows], place.clamp(max=num_rows)
+    num_local, own = len(slots.local), slots.owned[rank]
+    segments = [counts[source][slot] for source in range(size) for slot in own]
+    by_expert = [source * num_local + local for local in slots.local for source in range(size)]
+    per_expert = [sum(segments[local::num_local]) for local in slots.local]
+    received = [sum(segments[source * num_local : (source + 1) * num_local]) for source in range(size)]
+    is_sorted = by_expert == list(range(len(by_expert)))
+    return Route(
+        order,
+        order // k,
+        place.view(index.shape),
+        num_dropped,
+        RowCounts(per_expert),
+        sent,
+        received,
+        () if is_sorted else segments,
+        () if is_sorted else by_expert,
+    )

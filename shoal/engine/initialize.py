@@ -113,7 +113,7 @@ def initialize(
         model, parts = stages_of(model, parts, settings, world, plan.mesh)
         optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
         plan = of_own_units(plan, model, axes.pp)
-    parts, axes = with_experts(model, parts, axes)
+    parts, axes = with_experts(model, parts, axes, settings)
     is_part = axes.pp is not None
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size, is_part=is_part)
     if is_part and made.optimizer is not None:

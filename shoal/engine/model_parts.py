@@ -59,13 +59,14 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     return declared if declared.local else split(model, comm, axes.mesh, config)
 
 
-def with_experts(model: nn.Module, parts: ModelParts, axes: Axes) -> tuple[ModelParts, Axes]:
+def with_experts(model: nn.Module, parts: ModelParts, axes: Axes, config: Config) -> tuple[ModelParts, Axes]:
     """Divide the experts of a model among the expert-parallel ranks.
 
     Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     """
-    experts = divide(model, axes.ep)
+    # Under sequence parallelism of tp, each of its ranks has a part of the tokens between the split layers.
+    experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp)
     has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
     named = replace(axes, names=axes.world) if has_lists else axes
     return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shoal.comm import autograd
+from shoal.parallel.expert.dispatch import run_experts
+from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld
 from tests.ranks.models import VOCABULARY
 
@@ -88,3 +91,31 @@ class ExpertModel(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+class RoutedExperts(StackedExperts):
+    """Two experts of each token."""
+
+    rows = 0
+
+    def forward(self, hidden: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        weights, index = share.topk(2, dim=-1)
+
+        def compute(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+            self.rows += len(rows)
+            hidden = torch.relu(grouped_linear(rows, self.up, counts))
+            return grouped_linear(hidden, self.down, counts, self.bias)
+
+        return run_experts(hidden, index, weights, compute, self.experts_held)
+
+    @staticmethod
+    def num_rows(model: nn.Module) -> int:
+        """Rows that this rank's experts have computed, of all layers."""
+        return sum(module.rows for module in model.modules() if isinstance(module, RoutedExperts))
+
+
+class RoutedModel(ExpertModel):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.experts = RoutedExperts()

@@ -13,7 +13,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, ModelError
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
-from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel
+from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel
 from tests.ranks.training import adamw, batch, config, make, sgd, start_with
 
 STEPS = 5
@@ -214,3 +214,24 @@ def test_experts_are_divided_among_ranks_that_hold_parts_of_a_sequence(axis: str
 
     for values in run_ranks(4, rank):
         assert_close(values, expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "tp", "ep", "stage"), [(2, 2, 2, 0), (4, 2, 2, 1), (4, 2, 4, 2), (4, 2, 2, 3), (8, 2, 4, 3)]
+)
+def test_tensor_parallel_ranks_hold_different_experts_and_no_token_is_computed_twice(
+    size: int, tp: int, ep: int, stage: int
+) -> None:
+    expected = alone(RoutedModel, size // tp, 1)
+
+    def rank() -> tuple[dict[str, Any], int]:
+        plan = {"blocks.*.router": "column_gather_output", "head": "vocab_head"}
+        engine = start_with(make(RoutedModel), settings(stage, ep, parallel={"tp": tp, "tp_plan": plan}))
+        train(engine, range(STEPS))
+        return engine.module_state_dict(), RoutedExperts.num_rows(engine.module)
+
+    found = run_ranks(size, rank)
+    for values, _ in found:
+        assert_close(values, expected)
+    tokens = STEPS * batch(0, 0, 1)[0].numel() * size // tp
+    assert sum(rows for _, rows in found) == tokens * 2 * 2  # two layers, two experts of each token

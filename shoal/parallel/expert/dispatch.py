@@ -19,6 +19,7 @@ where no row arrived or ``hidden`` needs no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +32,7 @@ from shoal.compiler import untraced
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
+from shoal.parallel.expert.same_tokens import on_own_tokens
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -68,6 +70,28 @@ def run_experts(
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
+    run = partial(
+        _run_own, compute=compute, held=held, score_before=score_before, overlap=overlap, beside=beside, label=label
+    )
+    if held.same_tokens is not None:
+        return on_own_tokens(run, hidden, expert_index, weights, held.same_tokens, label)
+    return run(hidden, expert_index, weights, may_drop=may_drop)
+
+
+def _run_own(
+    hidden: Tensor,
+    expert_index: Tensor,
+    weights: Tensor,
+    *,
+    compute: Compute,
+    held: ExpertsHeld,
+    score_before: bool,
+    overlap: int,
+    beside: Callable[[], None] | None,
+    label: str,
+    may_drop: bool = True,
+) -> Tensor:
+    """As ``run_experts``, of tokens that this rank alone has."""
     chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held.comm, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)

@@ -22,11 +22,14 @@ from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 
 
-def divide(model: nn.Module, comm: Communicator | None) -> dict[str, ParameterSpec]:
+def divide(
+    model: nn.Module, comm: Communicator | None, same_tokens: Communicator | None = None
+) -> dict[str, ParameterSpec]:
     """Give each layer its expert-parallel ranks, and keep this rank's experts of stacked parameters.
 
     Args:
         comm: the ranks along ``ep``; None: there is one.
+        same_tokens: the ranks that give each layer the same tokens; None: all have their own.
 
     Returns: by name in this rank's model, what each parameter of experts is of the whole model. Layers whose experts
         are all on every rank are not in it.
@@ -40,6 +43,8 @@ def divide(model: nn.Module, comm: Communicator | None) -> dict[str, ParameterSp
     if comm is None:
         return {}
     divided = [(name, module, held) for name, module, held in layers if held.ep_size > 1]
+    for _, _, held in divided:
+        held.same_tokens = same_tokens
     if not divided:
         raise ModelError(
             f"{size} expert-parallel ranks, and no layer of {type(model).__name__} has experts to divide among them"

@@ -32,6 +32,7 @@ class ExpertsHeld:
             list of the local experts, each a module.
         comm: the ranks of expert parallelism, in order; None: before the engine has set them, or one rank has all.
         ids: the experts that this rank holds, in the order of its parameters.
+        same_tokens: the tensor-parallel ranks, where they hold the same tokens; None: each rank has its own.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
     """
 
@@ -41,6 +42,7 @@ class ExpertsHeld:
     comm: Communicator | None = None
     ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
+    same_tokens: Communicator | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)

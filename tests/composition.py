@@ -36,6 +36,10 @@ def _tp(**keys: Any) -> dict[str, Any]:
     return {"parallel": {"tp": 2, "tp_plan": _PLAN, **keys}, **_run(tp=2)}
 
 
+def _experts(ep: int) -> dict[str, Any]:
+    return {"parallel": {"ep": ep, "tp_plan": {"blocks.*.router": "replicate"}}, **_run(experts=4)}
+
+
 def _optimizer(name: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": name, "params": {"lr": 0.01, "weight_decay": 0.1, **params}}}
 
@@ -66,6 +70,8 @@ AXES: dict[str, Values] = {
         "zb_h1": {"pipeline": {"schedule": "zb_h1"}},
         "zbv": {"pipeline": {"schedule": "zbv", "virtual_stages": 2}, **_run(blocks=4)},
     },
+    # A layer of experts beside the feed-forward layer of each block, over so many expert-parallel ranks.
+    "experts": {"no": {}, "ep 1": _experts(1), "ep 2": _experts(2), "ep 4": _experts(4)},
     "hybrid": {
         "no": {},
         "mics": _zero(mics_shard_size=2),
@@ -182,6 +188,7 @@ class Run:
     cp: int = 1
     pp: int = 1
     blocks: int = 3
+    experts: int = 0
     is_ragged: bool = False
     steps: int = 3
     bound: float = 0.0
@@ -250,7 +257,21 @@ def _cost(combination: Mapping[str, str]) -> int:
 def is_allowed(combination: Mapping[str, str]) -> bool:
     """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
     is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
-    return is_run and _cost(combination) <= MOST_RANKS and refusal(combination) is None
+    return (
+        is_run and _divides_experts(combination) and _cost(combination) <= MOST_RANKS and refusal(combination) is None
+    )
+
+
+def _divides_experts(combination: Mapping[str, str]) -> bool:
+    """Do the expert-parallel ranks divide those that hold one copy of the state? True, where axes are lacking."""
+    ep = int(combination.get("experts", "no").removeprefix("ep ").replace("no", "1"))
+    if ep == 1 or any(axis not in combination for axis in ("ranks", "tp", "sp", "cp", "stage", "hybrid")):
+        return True
+    groups = {"mics": int(combination["ranks"]) // 2, "replicas": 2}.get(combination["hybrid"], 1)
+    if combination["stage"] == "0":
+        groups = 1
+    holders = num_ranks({**combination, "pp": "1"}) // max(groups, 1)
+    return holders % ep == 0
 
 
 def refused() -> Iterator[tuple[Combination, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ from torch.nn import functional
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
+from shoal.parallel.expert.dispatch import run_experts
+from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.compiling import CountsGraphs, compiling
@@ -26,6 +31,29 @@ SEQUENCE = 8
 ROWS = 2
 
 Values = dict[str, torch.Tensor]
+
+
+class Experts(nn.Module):
+    """Two experts of each token; which ones, its position says, so that rounding does not change the choice."""
+
+    def __init__(self, hidden: int, num_experts: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(num_experts, hidden, hidden + 3))
+        self.down = nn.Parameter(torch.empty(num_experts, hidden + 3, hidden))
+        self.bias = nn.Parameter(torch.empty(num_experts, hidden))
+        self.experts_held = ExpertsHeld(num_experts)
+
+    def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them
+            positions = positions.split(x.shape[1])[current_world().rank % (len(positions) // x.shape[1])]
+        first = positions % 3
+        index = torch.stack([first, first + 1 - 2 * (first > 0).long()], -1).expand(len(x), -1, -1).flatten(0, 1)
+        weights = scores.flatten(0, 1).gather(1, index).softmax(-1, dtype=torch.float32)
+
+        def compute(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+            return grouped_linear(functional.gelu(grouped_linear(rows, self.up, counts)), self.down, counts, self.bias)
+
+        return run_experts(x.flatten(0, 1), index, weights.to(x.dtype), compute, self.experts_held).view(x.shape)
 
 
 class Block(nn.Module):
@@ -43,10 +71,13 @@ class Block(nn.Module):
         self.up = nn.Linear(hidden, 2 * hidden + 1)
         self.down = nn.Linear(2 * hidden + 1, hidden)
         self.scale = nn.Parameter(torch.empty(()))
+        if run.experts:
+            self.router = nn.Linear(hidden, run.experts, bias=False)
+            self.experts = Experts(hidden, run.experts)
         if run.spare == "unused":
             self.spare = nn.Parameter(torch.empty(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         query, key, value = (
             projected.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -54,7 +85,8 @@ class Block(nn.Module):
         )
         mixed = shoal.attention(query, key, value, is_causal=True)
         x = x + self.o_proj(mixed.transpose(1, 2).flatten(2)) * self.scale
-        return x + self.down(functional.gelu(self.up(x)))
+        y = self.down(functional.gelu(self.up(x)))
+        return x + y + self.experts(x, self.router(x), positions) if hasattr(self, "experts") else x + y
 
 
 def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -94,7 +126,7 @@ class Model(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions(positions)
         for block in [*self.blocks, *([self.blocks[0]] * self.is_block_used_twice)]:
-            x = block(x)
+            x = block(x, positions)
         return self.loss_function(self.head(x), targets)
 
 

@@ -37,6 +37,13 @@ def read_vector(tensor: torch.Tensor, *, when_fake: float) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
+def capability(tensor: torch.Tensor) -> tuple[int, int]:
+    """The compute capability of the NVIDIA GPU that holds ``tensor``; (0, 0): none does, or the tensor is fake."""
+    if not tensor.is_cuda or is_fake(tensor) or torch.version.cuda is None:
+        return 0, 0
+    return torch.cuda.get_device_capability(tensor.device)
+
+
 @dataclass(frozen=True)
 class MemoryReading:
     """What the allocator says, in bytes. On CPU ``allocated`` is the resident set of the process."""

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
-from shoal.comm.protocol import Communicator, Work
+from shoal.comm.protocol import Work
 from shoal.compiler import untraced
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
 from shoal.parallel.expert.same_tokens import on_own_tokens
@@ -92,7 +93,7 @@ def _run_own(
     may_drop: bool = True,
 ) -> Tensor:
     """As ``run_experts``, of tokens that this rank alone has."""
-    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held.comm, label)
+    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)
     if beside is not None:
@@ -109,40 +110,45 @@ class _Moving:
     """Rows on their way to other ranks.
 
     Args:
+        counts: rows from each rank to each.
         padding: rows of zeros after the received ones.
     """
 
-    def __init__(
-        self,
-        comm: Communicator | None,
-        rows: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-        label: str,
-        padding: int = 0,
-    ) -> None:
+    def __init__(self, held: ExpertsHeld, rows: Tensor, counts: Counts, label: str, padding: int) -> None:
+        comm = held.comm
+        self._steps: TwoStepRows | None = None
         self._work: Work | None = None
-        rows = rows.detach()
+        self._padding = padding
+        self._sent = rows = rows.detach().contiguous()
         if comm is None or comm.size == 1:
-            self._received = torch.cat((rows, rows.new_zeros(padding, rows.shape[1]))) if padding else rows
+            self._received = self._padded(rows)
             return
-        num_received, width = sum(received), rows.shape[1]
+        if held.hierarchy is not None:
+            self._steps = TwoStepRows(rows, counts, *held.hierarchy, label)
+            return
+        width = rows.shape[1]
+        received = [of_rank[comm.rank] for of_rank in counts]
+        num_received = sum(received)
         self._received = rows.new_empty(num_received + padding, width)
         self._received[num_received:] = 0
-        self._sent = rows.reshape(-1)
         self._work = comm.all_to_all(
             self._received[:num_received].view(-1),
-            self._sent,
+            rows.view(-1),
             out_splits=[count * width for count in received],
-            source_splits=[count * width for count in sent],
+            source_splits=[count * width for count in counts[comm.rank]],
             label=label,
         )
 
     def wait(self) -> Tensor:
         """The received rows. Shape: [received, width]."""
+        if self._steps is not None:
+            return self._padded(self._steps.wait())
         if self._work is not None:
             self._work.drain()
         return self._received
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        return torch.cat((rows, rows.new_zeros(self._padding, rows.shape[1]))) if self._padding else rows
 
 
 class _Chunk:
@@ -152,29 +158,31 @@ class _Chunk:
         tokens: which of all.
     """
 
-    def __init__(self, route: Route, tokens: slice, comm: Communicator | None, label: str) -> None:
+    def __init__(self, route: Route, tokens: slice, held: ExpertsHeld, label: str) -> None:
         self.route = route
         self.tokens = tokens
-        self.comm = comm
+        self.held = held
         self.label = label
         self._moving: _Moving | None = None
 
     def buffer(self, num_rows: int, width: int, like: Tensor) -> Tensor:
         """Memory to send from. Shape: [num_rows, width]."""
-        if self.comm is None or self.comm.size == 1:
+        comm = self.held.comm
+        if comm is None or comm.size == 1 or self.held.hierarchy is not None:
             return like.new_empty(num_rows, width)
-        return self.comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
+        return comm.empty(num_rows * width, like.dtype, like.device).view(num_rows, width)
 
     @property
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.route.order, self.route.token_of, self.route.row_of
 
     def send_to_experts(self, rows: Tensor, label: str) -> None:
-        self._moving = _Moving(self.comm, rows, self.route.sent, self.route.received, f"{self.label} {label}")
+        self._moving = _Moving(self.held, rows, self.route.between, f"{self.label} {label}", 0)
 
     def send_to_tokens(self, rows: Tensor, label: str) -> None:
+        back = list(zip(*self.route.between, strict=True))
         padding = 1 if self.route.num_dropped else 0
-        self._moving = _Moving(self.comm, rows, self.route.received, self.route.sent, f"{self.label} {label}", padding)
+        self._moving = _Moving(self.held, rows, back, f"{self.label} {label}", padding)
 
     def wait(self) -> Tensor:
         assert self._moving is not None
@@ -194,9 +202,9 @@ class _Chunk:
         return torch.cat(in_order, out=self.buffer(len(rows), rows.shape[1], rows))
 
 
-def _chunks(routes: Sequence[Route], comm: Communicator | None, label: str) -> list[_Chunk]:
+def _chunks(routes: Sequence[Route], held: ExpertsHeld, label: str) -> list[_Chunk]:
     ends = list(accumulate(len(one.row_of) for one in routes))
-    return [_Chunk(one, slice(end - len(one.row_of), end), comm, label) for one, end in zip(routes, ends, strict=True)]
+    return [_Chunk(one, slice(end - len(one.row_of), end), held, label) for one, end in zip(routes, ends, strict=True)]
 
 
 class _Send(torch.autograd.Function):

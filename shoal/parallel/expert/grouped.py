@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.comm.autograd import once_differentiable
 from shoal.compiler import untraced
-from shoal.device import is_fake
+from shoal.device import capability
 from shoal.parallel.expert.route import RowCounts
 from shoal.parallel.tensor.products import cast_for_autocast
 
@@ -43,11 +43,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Te
 
 def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     """Does torch's grouped kernel take these tensors? It wants strides and addresses that are multiples of 16 bytes."""
-    if not rows.is_cuda or is_fake(rows) or rows.dtype != torch.bfloat16 or weight.dtype != rows.dtype:
+    if _grouped_mm is None or capability(rows) < (9, 0) or not rows.dtype == weight.dtype == torch.bfloat16:
         return False
-    if _grouped_mm is None or not len(rows) or rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16:
-        return False
-    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)
 
 
 class _OneByOne(torch.autograd.Function):

@@ -34,6 +34,8 @@ class ExpertsHeld:
         ids: the experts that this rank holds, in the order of its parameters.
         same_tokens: the tensor-parallel ranks, where they hold the same tokens; None: each rank has its own.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
+        hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
+            nodes. Rows are then sent in two steps; see ``hierarchical``.
     """
 
     num_experts: int
@@ -43,6 +45,7 @@ class ExpertsHeld:
     ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     same_tokens: Communicator | None = None
+    hierarchy: tuple[Communicator, Communicator] | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)

@@ -73,7 +73,7 @@ class Route:
         row_of: shape [tokens, k]; a dropped pair has the number of rows.
         num_dropped: pairs that are not sent.
         counts: rows of each local expert, from all ranks.
-        sent, received: rows to and from each rank.
+        between: rows from each rank to each rank.
         segments: rows from each rank for each local expert: the lengths, in the order in which they are received.
         by_expert: the segments in the order in which experts run.
     """
@@ -83,8 +83,7 @@ class Route:
     row_of: Tensor
     num_dropped: int
     counts: RowCounts
-    sent: Sequence[int]
-    received: Sequence[int]
+    between: Sequence[Sequence[int]]
     segments: Sequence[int] = ()
     by_expert: Sequence[int] = ()
 
@@ -190,11 +189,10 @@ def _route(
 ) -> Route:
     index, order, place, starts = chunk
     if counts is None:  # one rank, and nothing is dropped
-        rows = [len(order)]
-        return Route(order, order // k, place.view(index.shape), 0, RowCounts(starts=starts), rows, rows)
+        return Route(order, order // k, place.view(index.shape), 0, RowCounts(starts=starts), [[len(order)]])
     size = len(counts)
-    sent = [sum(counts[rank][slot] for slot in owned) for owned in slots.owned]
-    num_rows = sum(sent)
+    between = [[sum(of_source[slot] for slot in owned) for owned in slots.owned] for of_source in counts]
+    num_rows = sum(between[rank])
     num_dropped = len(order) - num_rows
     if num_dropped:
         order, place = order[:num_rows], place.clamp(max=num_rows)
@@ -202,7 +200,6 @@ def _route(
     segments = [counts[source][slot] for source in range(size) for slot in own]
     by_expert = [source * num_local + local for local in slots.local for source in range(size)]
     per_expert = [sum(segments[local::num_local]) for local in slots.local]
-    received = [sum(segments[source * num_local : (source + 1) * num_local]) for source in range(size)]
     is_sorted = by_expert == list(range(len(by_expert)))
     return Route(
         order,
@@ -210,8 +207,7 @@ def _route(
         place.view(index.shape),
         num_dropped,
         RowCounts(per_expert),
-        sent,
-        received,
+        between,
         () if is_sorted else segments,
         () if is_sorted else by_expert,
     )

@@ -1,0 +1,453 @@
+"""Tokens sent to their experts over ranks: outputs and gradients beside one tensor that holds all experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from shoal.comm.fake import FakeTransport
+from shoal.comm.protocol import Communicator
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import World, current_world
+from shoal.errors import UsageError
+from shoal.mesh import Mesh, factor_axis
+from shoal.parallel.expert.dispatch import run_experts
+from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.hierarchical import hierarchical_all_to_all
+from shoal.parallel.expert.route import RowCounts
+
+NUM_EXPERTS, WIDTH, INNER, TOKENS, K = 8, 6, 10, 12, 2
+Values = dict[str, Tensor]
+Gloo = Callable[..., list[Any]]
+
+
+@dataclass
+class Case:
+    """The tokens of four groups, which 1, 2 or 4 ranks share, and their routes."""
+
+    tokens: Sequence[int] = (TOKENS,) * 4
+    k: int = K
+    index: list[Tensor] = field(default_factory=list)
+    score_before: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(self.dtype)
+
+        self.inner, self.outer = randn(NUM_EXPERTS, WIDTH, INNER), randn(NUM_EXPERTS, INNER, WIDTH)
+        self.hidden = [randn(tokens, WIDTH) for tokens in self.tokens]
+        self.weights = [randn(tokens, self.k) for tokens in self.tokens]
+        self.gradient = [randn(tokens, WIDTH) for tokens in self.tokens]
+        if not self.index:
+            self.index = [
+                torch.randint(-1, NUM_EXPERTS, (tokens, self.k), generator=generator) for tokens in self.tokens
+            ]
+
+    def expected(self) -> Values:
+        """One token and one expert at a time, by autograd, in fp64."""
+        leaves = [self.inner, self.outer, torch.cat(self.hidden), torch.cat(self.weights)]
+        inner, outer, hidden, weights = (leaf.double().requires_grad_() for leaf in leaves)
+        outputs = []
+        for token, experts in enumerate(torch.cat(self.index).tolist()):
+            output = torch.zeros(WIDTH, dtype=torch.float64)
+            for at, expert in enumerate(experts):
+                if expert >= 0:
+                    weight = weights[token, at]
+                    row = hidden[token] * weight if self.score_before else hidden[token]
+                    row = torch.relu(row @ inner[expert]) @ outer[expert]
+                    output = output + (row if self.score_before else row * weight)
+            outputs.append(output)
+        output = torch.stack(outputs)
+        named = {"inner": inner, "outer": outer, "hidden": hidden, "weights": weights}
+        loss = (output * torch.cat(self.gradient)).sum() + 0 * sum(leaf.sum() for leaf in named.values())
+        gradients = torch.autograd.grad(loss, list(named.values()))
+        return {"output": output.detach(), **dict(zip(named, gradients, strict=True))}
+
+    def found(self, ep: int, run: Callable[..., Values], place: Callable[[ExpertsHeld], None] | None = None) -> Values:
+        """What ``run`` gives on ``ep`` ranks, put together."""
+        results = run_ranks(ep, lambda: self.on_rank(run, place))
+        ids = [expert for _, held in results for expert in held]
+        values = {name: torch.cat([result[name] for result, _ in results]) for name in results[0][0]}
+        for name in ("inner", "outer"):
+            values[name] = values[name][torch.tensor(ids).argsort()]
+        return values
+
+    def on_rank(
+        self, run: Callable[..., Values], place: Callable[[ExpertsHeld], None] | None
+    ) -> tuple[Values, tuple[int, ...]]:
+        held = experts_of_this_rank()
+        if place is not None:
+            place(held)
+        rank, each = current_world().rank, 4 // held.ep_size
+        mine = slice(rank * each, (rank + 1) * each)
+        tensors = [torch.cat(of[mine]).clone() for of in (self.hidden, self.weights, self.gradient, self.index)]
+        experts = [leaf[list(held.ids)].clone().requires_grad_() for leaf in (self.inner, self.outer)]
+        return run(self, held, experts, *tensors), held.ids
+
+
+def experts_of_this_rank() -> ExpertsHeld:
+    world = current_world()
+    held = ExpertsHeld(NUM_EXPERTS, world.size)
+    held.set_ranks(world.communicator("dp", Mesh.of(world.size)) if world.size > 1 else None)
+    return held
+
+
+def moved(held: ExpertsHeld) -> None:
+    """The experts placed anew, as after rebalancing, in no order."""
+    order = [3, 6, 0, 5, 7, 1, 4, 2]
+    rank = 0 if held.comm is None else held.comm.rank
+    held.ids = tuple(order[rank * held.num_local : (rank + 1) * held.num_local])
+    held.owners = tuple(order.index(expert) // held.num_local for expert in range(NUM_EXPERTS))
+
+
+def train(
+    case: Case,
+    held: ExpertsHeld,
+    experts: list[Tensor],
+    hidden: Tensor,
+    weights: Tensor,
+    gradient: Tensor,
+    index: Tensor,
+    *,
+    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda run: run,
+    **options: Any,
+) -> Values:
+    inner, outer = experts
+
+    def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        return grouped_linear(torch.relu(grouped_linear(rows, inner, counts)), outer, counts)
+
+    def run(hidden: Tensor, weights: Tensor) -> Tensor:
+        return run_experts(hidden, index, weights, compute, held, score_before=case.score_before, **options)
+
+    hidden.requires_grad_()
+    weights.requires_grad_()
+    output = wrap(run)(hidden, weights)
+    assert output.shape == hidden.shape and output.dtype == hidden.dtype
+    output.backward(gradient)
+    values = {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
+    values |= {"inner": inner.grad, "outer": outer.grad}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def assert_close(found: Values, expected: Values, rtol: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.shape == found[name].shape, name
+        if value.numel():
+            assert (found[name] - value).abs().max() <= rtol * max(value.abs().max(), 1e-3), name
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize("overlap", [1, 2, 5])
+@pytest.mark.parametrize("score_before", [False, True])
+def test_outputs_and_all_gradients_are_those_of_one_rank_with_all_experts(
+    ep: int, overlap: int, score_before: bool
+) -> None:
+    case = Case(score_before=score_before)
+    found = case.found(ep, lambda *given: train(*given, overlap=overlap))
+    assert_close(found, case.expected())
+
+
+def routed_to(*experts: int, tokens: Sequence[int] = (TOKENS,) * 4) -> Case:
+    return Case(tokens, len(experts), [torch.tensor(experts).expand(rows, -1) for rows in tokens])
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(routed_to(5, 2), id="all tokens to two experts"),
+        pytest.param(routed_to(-1, 3), id="every first choice dropped"),
+        pytest.param(routed_to(-1, -1), id="everything dropped"),
+        pytest.param(routed_to(6, tokens=(0, 0, 1, 0)), id="one token in all"),
+        pytest.param(routed_to(0, 7, tokens=(5, 0, 3, 0)), id="ranks without tokens"),
+        pytest.param(Case(k=8), id="more choices than experts of a rank"),
+    ],
+)
+def test_any_distribution_of_tokens_works(case: Case, ep: int) -> None:
+    for overlap in (1, 2):
+        found = case.found(ep, lambda *given, parts=overlap: train(*given, overlap=parts))
+        assert_close(found, case.expected())
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_experts_may_be_on_any_rank_in_any_order(ep: int) -> None:
+    case = Case()
+    assert_close(case.found(ep, train, place=moved), case.expected())
+
+
+def test_two_all_to_alls_forward_and_two_backward_move_the_formulas_bytes() -> None:
+    tokens, ep = 16, 4
+
+    def traffic() -> tuple[list[tuple[str, str, int]], list[str]]:
+        held, world = experts_of_this_rank(), current_world()
+        # Each token goes to two experts, and as many rows to each expert.
+        index = torch.arange(tokens * K).view(tokens, K) % NUM_EXPERTS
+        hidden = torch.randn(tokens, WIDTH, requires_grad=True)
+        with world.recorder.recording() as entries:
+            output = run_experts(hidden, index, torch.ones(tokens, K), lambda rows, counts: rows * 2, held)
+            output.sum().backward()
+        return [(entry.op, entry.label, entry.nbytes) for entry in entries if entry.kind == "data"], [
+            entry.op for entry in entries if entry.kind == "control"
+        ]
+
+    nbytes = tokens * K * WIDTH * 4 * (ep - 1) // ep
+    for data, control in run_ranks(ep, traffic):
+        assert data == [
+            ("all_to_all", "experts dispatch", nbytes),
+            ("all_to_all", "experts combine", nbytes),
+            ("all_to_all", "experts combine backward", nbytes),
+            ("all_to_all", "experts dispatch backward", nbytes),
+        ]
+        assert control.count("exchange") == 1
+
+
+def test_one_rank_communicates_nothing_and_reads_no_counts_where_nothing_is_dropped() -> None:
+    held = ExpertsHeld(NUM_EXPERTS)
+    index = torch.randint(NUM_EXPERTS, (TOKENS, K))
+    seen: list[Any] = []
+
+    def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
+        assert isinstance(counts, RowCounts)
+        seen.append(counts._on_host)
+        seen.append(counts.ends(rows.device).tolist())
+        assert list(counts) == torch.bincount(index.flatten(), minlength=NUM_EXPERTS).tolist()
+        return rows
+
+    hidden = torch.randn(TOKENS, WIDTH)
+    output = run_experts(hidden, index, torch.ones(TOKENS, K), compute, held, may_drop=False)
+    assert torch.equal(output, 2 * hidden)
+    assert seen == [None, torch.bincount(index.flatten(), minlength=NUM_EXPERTS).cumsum(0).tolist()]
+
+
+def test_every_rank_issues_the_backward_collectives_also_where_hidden_needs_no_gradient() -> None:
+    def run() -> None:
+        held, is_frozen = experts_of_this_rank(), current_world().rank == 0
+        hidden = torch.randn(TOKENS, WIDTH, requires_grad=not is_frozen)
+        index, weights = torch.randint(NUM_EXPERTS, (TOKENS, K)), torch.rand(TOKENS, K)
+
+        def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            return torch.ones_like(rows) if is_frozen else 3 * rows  # ones do not depend on the rows
+
+        run_experts(hidden, index, weights, compute, held).sum().backward()
+        if is_frozen:
+            assert hidden.grad is None
+        else:
+            expected = (3 * weights * (index >= NUM_EXPERTS // 2)).sum(1, keepdim=True).expand_as(hidden)
+            assert hidden.grad is not None and torch.allclose(hidden.grad, expected)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputed_experts_give_the_same_gradients(use_reentrant: bool) -> None:
+    case = Case()
+
+    def wrap(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def recomputed(*args: Tensor) -> Tensor:
+            output: Tensor = checkpoint(run, *args, use_reentrant=use_reentrant, preserve_rng_state=False)
+            return output
+
+        return recomputed
+
+    assert_close(case.found(2, lambda *given: train(*given, overlap=2, wrap=wrap)), case.expected())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_sums_over_choices_are_rounded_once(dtype: torch.dtype) -> None:
+    case = Case(dtype=dtype)
+    alone, divided = (case.found(ep, train) for ep in (1, 2))
+    for name, value in alone.items():
+        assert value.dtype == dtype and torch.equal(value, divided[name]), name
+    assert_close(alone, case.expected(), 1e-12 if dtype == torch.float64 else 3e-2)
+    # The sum over the choices itself: one rounding of the sum in fp32.
+    hidden, index, weights = torch.randn(50, WIDTH).to(dtype), torch.randint(4, (50, 3)), torch.rand(50, 3)
+    output = run_experts(hidden, index, weights, lambda rows, counts: rows, ExpertsHeld(4))
+    exact = sum(hidden.to(torch.promote_types(dtype, torch.float32)) * weights[:, at, None] for at in range(3))
+    assert isinstance(exact, Tensor) and torch.equal(output, exact.to(dtype))
+
+
+def test_under_autocast_the_result_has_the_dtype_of_hidden() -> None:
+    case = Case()
+
+    def run(case: Case, held: ExpertsHeld, *given: Any) -> Values:
+        with torch.autocast("cpu", torch.bfloat16):
+            return train(case, held, *given)
+
+    assert_close(case.found(2, run), case.expected(), 3e-2)
+
+
+def test_parts_are_sent_before_the_experts_run_on_earlier_ones() -> None:
+    def order() -> list[str]:
+        held, world = experts_of_this_rank(), current_world()
+        events: list[str] = []
+        hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+
+        class Mark(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, rows: Tensor, name: str) -> Tensor:
+                ctx.name = name
+                note(name)
+                return rows.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+                note(f"{ctx.name} backward")
+                return gradient, None
+
+        shared: list[Tensor] = []
+        with world.recorder.recording() as entries:
+
+            def note(name: str) -> None:
+                events.extend(entry.label for entry in entries if entry.op == "all_to_all")
+                entries.clear()
+                events.append(name)
+
+            output = run_experts(
+                hidden,
+                torch.randint(NUM_EXPERTS, (TOKENS, K)),
+                torch.ones(TOKENS, K),
+                lambda rows, counts: Mark.apply(rows, "compute"),
+                held,
+                overlap=2,
+                beside=lambda: shared.append(Mark.apply(hidden, "beside")),
+            )
+            (output + shared[0]).sum().backward()
+            note("end")
+        return [event.removeprefix("experts ") for event in events]
+
+    for events in run_ranks(2, order):
+        assert events == [
+            *["dispatch", "dispatch", "beside", "compute", "combine", "compute", "combine"],
+            *["combine backward", "combine backward", "compute backward", "dispatch backward"],
+            *["compute backward", "dispatch backward", "beside backward", "end"],
+        ]
+
+
+def two_axes() -> tuple[Communicator, Communicator, Communicator]:
+    world, mesh = current_world(), Mesh.of(4)
+    local, node = (world.communicator(factor_axis("dp_shard", (2, 2), (at,)), mesh) for at in (1, 0))
+    return world.communicator("dp_shard", mesh), local, node
+
+
+def test_an_all_to_all_in_two_steps_gives_what_one_gives_and_sends_less_between_nodes() -> None:
+    counts = [[(3 * source + 2 * target) % 5 for target in range(4)] for source in range(4)]
+
+    def run() -> None:
+        comm, local, node = two_axes()
+        rank = comm.rank
+        rows = [
+            torch.arange(counts[source][target] * 3.0).view(-1, 3) + 1000 * source + 100 * target
+            for source in range(4)
+            for target in range(4)
+        ]
+        mine = torch.cat(rows[4 * rank : 4 * rank + 4]).requires_grad_()
+        with current_world().recorder.recording() as entries:
+            received = hierarchical_all_to_all(mine, counts, local, node, label="rows")
+            received.backward(2 * received.detach())
+        assert torch.equal(received, torch.cat(rows[rank::4]))
+        assert torch.equal(mine.grad, 2 * mine)  # type: ignore[arg-type]
+        beside, across = rank ^ 1, rank ^ 2  # the other rank of the node, the same coordinate of the other node
+        received_rows = [
+            counts[beside][rank] + counts[beside][across],
+            counts[across][rank] + counts[across ^ 1][rank],
+            counts[rank][beside] + counts[across][beside],
+            counts[rank][across] + counts[rank][across ^ 1],
+        ]
+        data = [(entry.axis, entry.nbytes) for entry in entries if entry.kind == "data"]
+        assert data == [
+            (axis.axis, 12 * num) for axis, num in zip((local, node, local, node), received_rows, strict=True)
+        ]
+
+    run_ranks(4, run)
+
+
+def test_experts_over_two_axes_give_what_they_give_over_one() -> None:
+    case = Case()
+
+    def run(case: Case, held: ExpertsHeld, *given: Any) -> Values:
+        held.comm, *axes = two_axes()
+        held.hierarchy = axes[0], axes[1]
+        with current_world().recorder.recording() as entries:
+            values = train(case, held, *given)
+        along = [entry.axis for entry in entries if entry.kind == "data"]
+        assert along == [axes[0].axis, axes[1].axis] * 4
+        return values
+
+    in_two_steps, at_once = case.found(4, run), case.found(4, train)
+    assert all(torch.equal(value, in_two_steps[name]) for name, value in at_once.items())
+
+
+def test_a_dry_run_sends_an_even_share_to_every_expert() -> None:
+    world = World(1, 4, 1, torch.device("cpu"), "fake", FakeTransport(1))
+    held = ExpertsHeld(NUM_EXPERTS, 4)
+    held.set_ranks(world.communicator("dp", Mesh.of(4)))
+    with FakeTensorMode(), world.recorder.recording() as entries:
+        hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        weight = torch.randn(held.num_local, WIDTH, WIDTH, requires_grad=True)
+        index = torch.zeros(TOKENS, K, dtype=torch.int64)
+
+        def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            return grouped_linear(rows, weight, counts)
+
+        output = run_experts(hidden, index, torch.ones(TOKENS, K), compute, held)
+        output.sum().backward()
+        assert output.shape == hidden.shape
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+    nbytes = TOKENS * K * WIDTH * 4 * 3 // 4
+    assert [entry.nbytes for entry in entries if entry.kind == "data"] == [nbytes] * 4
+    world.close()
+
+
+def test_tensors_without_data_find_the_shape_and_send_nothing() -> None:
+    def run() -> None:
+        held = experts_of_this_rank()
+        with current_world().recorder.recording() as entries:
+            index = torch.zeros(TOKENS, K, dtype=torch.int64, device="meta")
+            weights, hidden = (torch.ones(TOKENS, width, device="meta") for width in (K, WIDTH))
+            output = run_experts(hidden, index, weights, lambda rows, counts: rows[:, :4], held)
+        assert output.is_meta and output.shape == (TOKENS, 4) and not entries
+
+    run_ranks(2, run)
+
+
+def test_experts_without_ranks_say_what_to_do() -> None:
+    held = ExpertsHeld(NUM_EXPERTS, 2)
+    index = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(UsageError, match="divided among 2 ranks, and 1 are set") as caught:
+        run_experts(torch.ones(1, 2), index, torch.ones(1, 1), lambda rows, counts: rows, held)
+    assert caught.value.code == "experts-without-ranks"
+
+
+def in_processes(rank: int, size: int) -> Tensor:
+    from tests.ranks.test_comm_processes import own_world
+
+    world = own_world(rank, size, "experts", True)
+    held = ExpertsHeld(NUM_EXPERTS, size)
+    held.set_ranks(world.communicator("dp", Mesh.of(size)))
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator, requires_grad=True)
+    index = torch.randint(NUM_EXPERTS, (TOKENS, K), generator=generator)
+    for _ in range(3):
+        output = run_experts(hidden, index, torch.ones(TOKENS, K), lambda rows, counts: 2 * rows, held, overlap=2)
+        output.sum().backward()
+    assert hidden.grad is not None and torch.equal(hidden.grad, torch.full_like(hidden, 3 * 2 * K))
+    assert torch.equal(output, 4 * hidden)
+    world.close()
+    return torch.ones(1)
+
+
+def test_processes_exchange_rows_through_shared_memory(gloo: Gloo) -> None:
+    gloo(2, in_processes)

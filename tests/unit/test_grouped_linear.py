@@ -1,0 +1,149 @@
+"""A linear for each expert beside ``torch.nn.functional.linear`` for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from shoal.parallel.expert import grouped
+from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.route import RowCounts
+
+COUNTS = [3, 0, 7, 1, 0]
+IN, OUT = 4, 6
+
+
+def leaves(
+    dtype: torch.dtype = torch.float32, *, is_transposed: bool = False, widths: tuple[int, int] = (IN, OUT)
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, bias = torch.randn(sum(COUNTS), widths[0]), torch.randn(len(COUNTS), widths[1])
+    weight = torch.randn(len(COUNTS), *(reversed(widths) if is_transposed else widths))
+    rows, weight, bias = (tensor.to(dtype).requires_grad_() for tensor in (rows, weight, bias))
+    return rows, weight, bias
+
+
+def one_by_one(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    parts = rows.split(COUNTS)
+    return torch.cat(
+        [
+            F.linear(part, weight[expert].t(), None if bias is None else bias[expert])
+            for expert, part in enumerate(parts)
+        ]
+    )
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_and_gradients_are_those_of_a_linear_for_each_expert(
+    dtype: torch.dtype, is_transposed: bool, has_bias: bool
+) -> None:
+    rows, weight, bias = leaves(dtype, is_transposed=is_transposed)
+    used = weight.transpose(1, 2) if is_transposed else weight
+    wanted = [rows, weight, *([bias] if has_bias else [])]
+    expected = one_by_one(rows, used, bias if has_bias else None)
+    gradient = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, wanted, gradient)
+    output = grouped_linear(rows, used, COUNTS, bias if has_bias else None)
+    rtol = 1e-6 if dtype == torch.float32 else 2e-2
+    assert output.dtype == dtype
+    torch.testing.assert_close(output, expected, rtol=rtol, atol=rtol)
+    for found, right in zip(torch.autograd.grad(output, wanted, gradient), gradients, strict=True):
+        torch.testing.assert_close(found, right, rtol=rtol, atol=rtol)
+
+
+def test_an_expert_without_rows_has_zero_gradients() -> None:
+    rows, weight, bias = leaves()
+    grouped_linear(rows, weight, COUNTS, bias).sum().backward()
+    assert weight.grad is not None and bias.grad is not None
+    for gradient in (weight.grad, bias.grad):
+        is_zero = [not part.any() for part in gradient]
+        assert is_zero == [count == 0 for count in COUNTS]
+
+
+def test_no_rows_at_all_give_no_output_and_zero_gradients() -> None:
+    _, weight, bias = leaves()
+    rows = torch.empty(0, IN, requires_grad=True)
+    output = grouped_linear(rows, weight, [0] * len(COUNTS), bias)
+    assert output.shape == (0, OUT)
+    output.sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+    assert rows.grad is not None and rows.grad.shape == rows.shape
+
+
+def test_the_gradient_of_a_transposed_weight_is_laid_out_as_the_weight() -> None:
+    rows, weight, _ = leaves(is_transposed=True)
+    gradient = torch.autograd.grad(grouped_linear(rows, weight.transpose(1, 2), COUNTS).sum(), weight)[0]
+    assert gradient.is_contiguous()
+
+
+def test_what_needs_no_gradient_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, weight, _ = leaves()
+    output = grouped_linear(rows.detach(), weight, COUNTS)
+    products: list[Any] = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args, **options: (products.append(args), mm(*args, **options)))
+    output.sum().backward()
+    assert len(products) == sum(count > 0 for count in COUNTS)
+
+
+def test_under_autocast_products_are_in_its_dtype_and_gradients_in_the_parameters() -> None:
+    rows, weight, bias = leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = grouped_linear(rows, weight, COUNTS, bias)
+    assert output.dtype == torch.bfloat16
+    output.sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+    torch.testing.assert_close(output.float(), one_by_one(rows, weight, bias), rtol=3e-2, atol=3e-2)
+
+
+def test_a_dry_run_finds_the_shapes() -> None:
+    with FakeTensorMode():
+        rows, weight, bias = leaves()
+        output = grouped_linear(rows, weight, COUNTS, bias)
+        output.sum().backward()
+        assert output.shape == (sum(COUNTS), OUT)
+        assert weight.grad is not None and weight.grad.shape == weight.shape
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at each input
+def test_a_compiled_caller_runs_it() -> None:
+    rows, weight, bias = leaves()
+    compiled = torch.compile(lambda rows: grouped_linear(rows * 2, weight, COUNTS, bias) + 1, backend="eager")
+    torch.testing.assert_close(compiled(rows), grouped_linear(rows * 2, weight, COUNTS, bias) + 1)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_grouped_kernel_gives_what_the_loop_gives(monkeypatch: pytest.MonkeyPatch, is_transposed: bool) -> None:
+    if grouped._grouped_mm is None:
+        pytest.skip("this torch has no grouped kernel")
+    rows, weight, bias = leaves(torch.bfloat16, is_transposed=is_transposed, widths=(16, 24))
+    used = weight.transpose(1, 2) if is_transposed else weight
+    wanted = (rows, weight, bias)
+    expected = grouped_linear(rows, used, COUNTS, bias)
+    gradients = torch.autograd.grad(expected.sum(), wanted)
+    monkeypatch.setattr(grouped, "_has_kernel", lambda rows, weight: True)
+    for counts in (COUNTS, RowCounts(starts=torch.tensor([0, *torch.tensor(COUNTS).cumsum(0).tolist()]))):
+        output = grouped_linear(rows, used, counts, bias)
+        torch.testing.assert_close(output, expected, rtol=2e-2, atol=2e-2)
+        for found, right in zip(torch.autograd.grad(output.sum(), wanted), gradients, strict=True):
+            torch.testing.assert_close(found, right, rtol=2e-2, atol=2e-2)
+
+
+def test_the_grouped_kernel_is_only_used_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped, "_grouped_mm", lambda *args, **options: None)
+    rows, weight = torch.zeros(3, 16, dtype=torch.bfloat16), torch.zeros(2, 16, 8, dtype=torch.bfloat16)
+    assert not grouped._has_kernel(rows, weight)  # on a CPU
+    monkeypatch.setattr(grouped, "capability", lambda tensor: (9, 0))
+    assert grouped._has_kernel(rows, weight)
+    assert not grouped._has_kernel(rows.float(), weight.float())
+    assert not grouped._has_kernel(rows[:, :12], weight[:, :12])
+    assert not grouped._has_kernel(rows, weight[:, :, 1:])
+    assert not grouped._has_kernel(rows[:0], weight)
+    monkeypatch.setattr(grouped, "capability", lambda tensor: (8, 0))
+    assert not grouped._has_kernel(rows, weight)

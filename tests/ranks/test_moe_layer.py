@@ -14,7 +14,7 @@ import shoal
 from shoal.comm.world import current_world
 from shoal.errors import NonFiniteError, NotBuiltError, UsageError
 from shoal.parallel.expert.layer import MoE
-from tests.fixtures.experts.cases import CONFIG, EXPERTS, WIDTH, TwoLinears, build_model, train
+from tests.fixtures.experts.cases import CONFIG, EXPERTS, VOCABULARY, WIDTH, TwoLinears, build_model, train
 
 RECORDED = Path(__file__).resolve().parent.parent / "fixtures" / "experts" / "training.safetensors"
 RANKS, TOKENS = 4, 6
@@ -141,3 +141,29 @@ def test_a_layer_that_has_no_ranks_yet_is_an_error() -> None:
         layer(torch.randn(3, WIDTH))
     with pytest.raises(NotBuiltError, match="not neighbours"):
         layer.set_deepspeed_parallelism(use_data_before_expert_parallel_=True)
+
+
+def train_with_a_bad_router(is_bad_on: int) -> str:
+    rank = current_world().rank
+    model = build_model(MoE)
+    engine = shoal.initialize(model=model, config={**CONFIG, "gradient_accumulation_steps": 2})[0]
+    train(engine)
+    router = model.blocks[2].deepspeed_moe.gate.wg.weight
+    tokens = torch.randint(VOCABULARY, (3, 8))
+    value = float(router.data[0, 0])
+    if rank == is_bad_on:
+        router.data[0, 0] = torch.nan
+    engine.backward(engine(tokens))
+    router.data[0, 0] = value
+    engine.step()
+    engine.backward(engine(tokens))
+    with pytest.raises(NonFiniteError) as found:
+        engine.step()
+    engine.destroy()
+    return str(found.value)
+
+
+def test_nan_in_a_router_is_an_error_on_all_ranks_that_names_the_layer(ranks: Callable[..., Any]) -> None:
+    for message in ranks(2, train_with_a_bad_router, 1):
+        assert "the loss of rank 1 is not finite" in message
+        assert "The router of 'blocks.2.deepspeed_moe' gave scores that are not finite." in message

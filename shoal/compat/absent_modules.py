@@ -25,9 +25,7 @@ _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
 _MUON = "name Muon as optimizer.type in the config."
 _STAGES = "Shoal runs any schedule through initialize() and train_batch(); this is a part of DeepSpeed's own runtime."
-_EXPERTS = (
-    "expert parallelism is not built yet: keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
-)
+_EXPERTS = "use deepspeed.moe.layer.MoE, or the section expert_parallel in the config for a model of Transformers."
 _SEQUENCE = "use DistributedAttention or UlyssesSPAttentionHF for attention, and activation checkpointing for the rest."
 _BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
 _HYBRID = "train with deepspeed.initialize(), and generate inside deepspeed.zero.unwrap_model_for_generation(engine)."
@@ -185,10 +183,6 @@ ABSENT: dict[str, tuple[str, str]] = {
     "checkpoint.zero_checkpoint": (_CHECKPOINTS, "ZeROCheckpoint"),
     "elasticity.elastic_agent": (_ELASTIC, "DSElasticAgent"),
     "linear": (_LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig Init init_lora"),
-    "moe.experts": (_EXPERTS, "Experts"),
-    "moe.layer": (_EXPERTS, "MoE"),
-    "moe.mappings": (_EXPERTS, "gather_tokens drop_tokens"),
-    "moe.sharded_moe": (_EXPERTS, "TopKGate MOELayer top1gating top2gating topkgating"),
     "runtime.comm.coalesced_collectives": (_ONE_BIT, "all_to_all_quant_reduce"),
     "runtime.hybrid_engine": (_HYBRID, "DeepSpeedHybridEngine"),
     "sequence.auto_sp": (_SEQUENCE, "auto_wrap_model_for_sp"),

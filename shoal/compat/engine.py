@@ -29,6 +29,8 @@ from shoal.engine.settings import dtype_of
 from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
+from shoal.parallel.expert.held import modules_with_experts
+from shoal.parallel.expert.layer import MOELayer, TopKGate
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
 
@@ -43,15 +45,12 @@ class DeepSpeedEngine(Engine):
     # Of parts that Shoal does not have: the values of a DeepSpeed engine without them.
     mpu: Any = None
     mesh_device = None
-    has_moe_layers = False
     pipeline_parallelism = False
     loaded_checkpoint_mp_world_size = None
     use_ds_comm = False
 
     def __getattr__(self, name: str) -> Any:
         refuse(name)
-        if name in ("num_experts", "moe_layers", "gate_modules"):
-            return []
         return super().__getattr__(name)
 
     # where DeepSpeed answers otherwise
@@ -252,6 +251,47 @@ class DeepSpeedEngine(Engine):
         """Milliseconds of ``fwd``, ``bwd`` and ``step``, with ``wall_clock_breakdown``; reading them resets nothing."""
         names = ("fwd", "bwd", "step") if self.timers.is_on else ()
         return {name: self.timers(name).elapsed(reset=False) for name in names}
+
+    # experts
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Does the model have layers of experts?"""
+        return bool(self.num_experts)
+
+    @property
+    def num_experts(self) -> list[int]:
+        """The experts of each layer that has some, in the model's order."""
+        return [held.num_experts for _, _, held in modules_with_experts(self.module)]
+
+    @property
+    def moe_layers(self) -> list[MOELayer]:
+        """The ``MOELayer`` of each ``moe.layer.MoE``."""
+        return [module for module in self.module.modules() if isinstance(module, MOELayer)]
+
+    @property
+    def gate_modules(self) -> list[TopKGate]:
+        """The ``TopKGate`` of each ``moe.layer.MoE``."""
+        return [module for module in self.module.modules() if isinstance(module, TopKGate)]
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """Torch's process group of the ranks that hold different experts, by its name; see ``expert_group_name``."""
+        return self._groups_of_experts("ep")
+
+    @property
+    def expert_data_parallel_group(self) -> dict[str, Any]:
+        """Torch's process group of the ranks that hold the same experts, by the name of the others' group."""
+        return self._groups_of_experts("expert_data")
+
+    def _groups_of_experts(self, axis: str) -> dict[str, Any]:
+        """The first time, every rank calls."""
+        mesh, is_alone = self.axes.mesh, process_group() is None
+        sizes = sorted({held.ep_size for _, _, held in modules_with_experts(self.module)})
+        return {
+            f"ep_size_{size}": None if is_alone else self.world.process_group(axis, replace(mesh, ep=size))
+            for size in sizes
+        }
 
     # data
 

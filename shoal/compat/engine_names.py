@@ -166,7 +166,6 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
 _GRADIENTS = "gradients are reduced unit by unit during backward; take no_sync() to leave it out"
 _CURRICULUM = "the section data_efficiency is not built yet; feed the batches that you want, or use curriculum_learning"
 _DEEPCOMPILE = "DeepCompile is not built; take engine.compile()"
-_EXPERTS = "expert parallelism is not built yet; experts train as ordinary modules"
 _DATASETS = "engine.deepspeed_io() takes either kind of dataset"
 _MEASURED = "take engine.timers (with wall_clock_breakdown) or engine.memory_report()"
 NOT_HERE = {
@@ -184,9 +183,7 @@ NOT_HERE = {
     "is_iterable_style_dataset": _DATASETS,
     "zero_parameter_alignment": "parameters lie in buckets at offsets of Shoal's own",
     "zero_compute_grad_norm": "get_global_grad_norm() has the norm of each step",
-    "load_moe_state_dict": _EXPERTS,
-    "expert_parallel_group": _EXPERTS,
-    "expert_data_parallel_group": _EXPERTS,
+    "load_moe_state_dict": "load_checkpoint() reads experts with the rest",
     "register_compile_pass": _DEEPCOMPILE,
     "get_deepcompile_backend": _DEEPCOMPILE,
     "get_deepspeed_compile_backend": _DEEPCOMPILE,

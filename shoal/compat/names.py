@@ -13,7 +13,9 @@ _ACCELERATOR = "shoal.compat.accelerator"
 _BUILDERS = "shoal.compat.op_builders"
 _CONFIG = "shoal.compat.config_models"
 _CONSTANTS = "shoal.compat.constants"
+_EXPERTS = "shoal.compat.experts"
 _LAYERS = "shoal.pipeline.layers"
+_MOE_LAYER = "shoal.parallel.expert.layer"
 _MONITORS = "shoal.compat.monitors"
 _OPTIMIZERS = "shoal.compat.optimizers"
 _SEQUENCE = "shoal.compat.sequence_parallel"
@@ -67,11 +69,21 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "moe": {},
+    "moe.experts": {_MOE_LAYER: "Experts"},
+    "moe.layer": {_MOE_LAYER: "Experts MOELayer MoE TopKGate"},
+    "moe.mappings": {_EXPERTS: "drop_tokens gather_tokens"},
+    "moe.sharded_moe": {
+        _MOE_LAYER: "MOELayer TopKGate",
+        "shoal.parallel.expert.dense": "top1gating top2gating topkgating",
+        _EXPERTS: "drop_tokens gather_tokens",
+    },
     "moe.utils": {
-        _SMALL: (
+        _EXPERTS: (
             "configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group"
-            " split_params_into_different_moe_groups_for_optimizer"
+            " split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer"
+            " split_params_into_shared_and_expert_params"
         ),
+        _MOE_LAYER: "MoE",
     },
     "monitor": {},
     "monitor.comet": {_MONITORS: "CometMonitor"},

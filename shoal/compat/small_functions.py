@@ -6,7 +6,7 @@ import fcntl
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.comm.world import current_world
-from shoal.compat.absent import absent_function, not_built
+from shoal.compat.absent import absent_function
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.config_models import OffloadStateTypeEnum
 from shoal.compat.parameters import part_of
@@ -181,44 +181,6 @@ def _numbers(version: Any) -> tuple[int, ...]:
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Call ``hook(param)`` once its gradient is accumulated. Returns: the handle."""
     return param.register_post_accumulate_grad_hook(hook)
-
-
-# deepspeed.moe.utils: for a model without experts its functions do nothing
-
-_EXPERTS = "keep all experts on each rank as plain modules, sharded by ZeRO stage 3."
-
-
-def is_moe_param(param: torch.Tensor) -> bool:
-    """Is it marked as an expert's (``allreduce`` is False), so that data-parallel ranks do not share it?"""
-    return hasattr(param, "allreduce") and not param.allreduce
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    return bool(param_group.get("moe", False))
-
-
-def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether the model has DeepSpeed's MoE layers, and how many experts. Shoal has no such layer."""
-    return False, 0
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float = 178956971
-) -> list[dict[str, Any]]:
-    """The groups, as they are. Raises: NotBuiltError: a parameter is marked as an expert's."""
-    groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
-    for group in groups:
-        group["params"] = list(group["params"])
-        if any(is_moe_param(param) for param in group["params"]):
-            raise not_built("parameters of experts in a group of their own: expert parallelism", _EXPERTS)
-    return groups
-
-
-def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[dict[str, Any]]:
-    """Parameters or groups as groups. Raises: NotBuiltError: a parameter is marked as an expert's."""
-    entries = list(model_parameters)
-    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    return split_params_into_different_moe_groups_for_optimizer(groups)
 
 
 # deepspeed.utils.nvtx

@@ -1,6 +1,7 @@
 """Decides about a step whose loss or gradients are NaN or infinite: raise, skip, or apply with a warning.
 
-The error or the message names the rank, the step and the parameter.
+The error or the message names the rank, the step, the parameter and, in a model with experts, the layer whose router
+gave scores that are not finite.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
+from shoal.parallel.expert.router_check import first_bad_router
 from shoal.zero.step_status import GlobalStatus, first_bad_parameter
 
 # Steps in a row whose loss, before scaling, is not finite. A smaller loss scale repairs none of them.
@@ -38,7 +40,7 @@ class NonFinite:
         """Is the step to be applied?
 
         Raises: NonFiniteError: on every rank; the parameters are untouched.
-        Communicates: a name per rank, when the gradients are not finite.
+        Communicates: two names per rank, when the gradients are not finite.
         """
         is_loss_bad = bool(status.bad_loss_ranks)
         self._num_bad_losses = self._num_bad_losses + 1 if is_loss_bad else 0
@@ -98,12 +100,13 @@ class NonFinite:
     def _describe(self, status: GlobalStatus, step: int, *, is_loss_known: bool) -> tuple[str, str]:
         comm = self._comm
         mine = first_bad_parameter(self._sharding.groups) if comm.rank in status.bad_gradient_ranks else None
-        names = comm.gather_objects(mine, label="first bad parameter")
-        first = next((name for name in names if name), None)
+        names = comm.gather_objects([mine, first_bad_router(self._sharding.module)], label="first bad parameter")
+        first, router = (next((name for name in column if name), None) for column in zip(*names, strict=True))
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
+        experts = f" The router of {router!r} gave scores that are not finite." if router else ""
         if status.bad_loss_ranks:
             ranks = ", ".join(map(str, status.bad_loss_ranks))
-            return f"the loss of rank {ranks} is not finite.", f"rank {ranks}, {where}"
+            return f"the loss of rank {ranks} is not finite.{experts}", f"rank {ranks}, {where}"
         if is_loss_known:
-            return "the gradients are not finite though the loss is.", where
-        return "the gradients are not finite.", where
+            return f"the gradients are not finite though the loss is.{experts}", where
+        return f"the gradients are not finite.{experts}", where

@@ -113,12 +113,13 @@ MODULES = {
     "linear": "Init LoRAConfig OptimizedLinear QuantizationConfig init_lora",
     "moe": "",
     "moe.experts": "Experts",
-    "moe.layer": "MoE",
+    "moe.layer": "Experts MOELayer MoE TopKGate",
     "moe.mappings": "drop_tokens gather_tokens",
-    "moe.sharded_moe": "MOELayer TopKGate top1gating top2gating topkgating",
+    "moe.sharded_moe": "MOELayer TopKGate drop_tokens gather_tokens top1gating top2gating topkgating",
     "moe.utils": """
-        configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
-        split_params_into_different_moe_groups_for_optimizer""",
+        MoE configure_moe_param_groups has_moe_layers is_moe_param is_moe_param_group
+        split_params_grads_into_shared_and_expert_params split_params_into_different_moe_groups_for_optimizer
+        split_params_into_shared_and_expert_params""",
     "monitor": "",
     "monitor.comet": "CometMonitor",
     "monitor.config": "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig get_monitor_config",

@@ -38,7 +38,12 @@ THERE = {
         DEEPSPEED_ENVIRONMENT_NAME main parse_args fetch_hostfile parse_resource_filter
         parse_inclusion_exclusion""",
     "deepspeed.launcher.constants": "PDSH_LAUNCHER OPENMPI_LAUNCHER SLURM_LAUNCHER",
+    "deepspeed.moe.experts": "Experts",
+    "deepspeed.moe.layer": "MoE",
+    "deepspeed.moe.mappings": "gather_tokens drop_tokens",
+    "deepspeed.moe.sharded_moe": "TopKGate MOELayer top1gating top2gating topkgating",
     "deepspeed.moe.utils": """
+        split_params_into_shared_and_expert_params
         has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer
         configure_moe_param_groups is_moe_param_group""",
     "deepspeed.monitor.monitor": "MonitorMaster Monitor",
@@ -127,6 +132,11 @@ THERE = {
         _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
         _get_sequence_data_parallel_group _get_sequence_data_parallel_world_size
         _get_sequence_data_parallel_rank _get_expert_parallel_group _get_expert_data_parallel_group
+        _get_expert_parallel_world_size _get_expert_parallel_rank _get_expert_parallel_src_rank
+        _get_expert_data_parallel_world_size _get_expert_data_parallel_rank _get_expert_broadcast_src_rank
+        _get_expert_parallel_group_dict _get_expert_data_parallel_group_dict _get_expert_parallel_group_ranks
+        _get_expert_data_parallel_group_ranks _get_max_expert_size _get_max_expert_size_name
+        _get_max_expert_parallel_group _get_expert_model_parallel_world_size
         get_tensor_model_parallel_group get_tensor_model_parallel_world_size get_tensor_model_parallel_rank
         get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank get_data_parallel_group
         get_data_parallel_world_size get_data_parallel_rank initialize""",
@@ -152,8 +162,6 @@ NOT_THERE = {
     "deepspeed.elasticity": "DSElasticAgent",
     "deepspeed.inference.engine": "InferenceEngine",
     "deepspeed.linear": "OptimizedLinear LoRAConfig QuantizationConfig",
-    "deepspeed.moe.layer": "MoE",
-    "deepspeed.moe.sharded_moe": "TopKGate MOELayer top1gating top2gating topkgating",
     "deepspeed.ops.sparse_attention": "SparseSelfAttention",
     "deepspeed.ops.transformer": "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
     "deepspeed.runtime.data_pipeline.data_routing.helper": "convert_to_random_ltd",
@@ -235,12 +243,12 @@ def test_a_module_that_nobody_knows_is_not_found() -> None:
 
 
 def test_a_class_that_is_not_built_can_be_a_base_and_has_no_instances() -> None:
-    from deepspeed.moe.layer import MoE
+    from deepspeed.linear import OptimizedLinear
 
-    class Model(MoE): ...
+    class Model(OptimizedLinear): ...
 
-    assert not isinstance(object(), MoE)
-    with pytest.raises(NotBuiltError, match="MoE, the base of Model, is not a part"):
+    assert not isinstance(object(), OptimizedLinear)
+    with pytest.raises(NotBuiltError, match="OptimizedLinear, the base of Model, is not a part"):
         Model(hidden_size=1)
 
 

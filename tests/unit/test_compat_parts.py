@@ -270,8 +270,14 @@ def test_groups_are_those_of_data_parallelism() -> None:
 
     assert (groups._get_data_parallel_world_size(), groups._get_data_parallel_rank()) == (1, 0)
     assert (groups._get_sequence_parallel_world_size(), groups.get_model_parallel_rank()) == (1, 0)
-    with pytest.raises(NotBuiltError, match="expert parallelism"):
+    assert (groups._get_expert_parallel_world_size("ep_size_1"), groups._get_expert_parallel_rank("ep_size_1")) == (
+        1,
+        0,
+    )
+    with pytest.raises(AssertionError, match="expert parallel group is not initialized: 'ep_size_2'"):
         groups._get_expert_parallel_group("ep_size_2")
+    with pytest.raises(UsageError, match="pass ep_size to"):
+        groups.initialize(ep_size=2)
 
 
 def test_an_engine_is_made_and_known_by_its_stage_and_clipping_is_its_own() -> None:

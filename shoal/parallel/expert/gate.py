@@ -1,0 +1,160 @@
+"""Gates: the experts that each token goes to, with which weights, and the loss that balances them.
+
+    k     first expert                    second expert                        tokens beyond the capacity
+    1     the most probable (RSample:     -                                    dropped at random, or (use_rts=False)
+          of logits with Gumbel noise)                                         by torch.topk's order of equal values
+    2     the most probable               the most probable other, of logits   the last ones; second experts after all
+                                          with Gumbel noise                    first ones
+    more  the k most probable             ...                                  the least probable
+
+The capacity is counted over what one rank routes, so the same tokens are dropped however the experts are divided among
+ranks. Without drops nothing has a capacity.
+
+Source: GShard (arXiv:2006.16668), Switch Transformers (arXiv:2101.03961); DeepSpeed's numbers and random draws.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch.nn import functional
+
+from shoal.parallel.expert.capacity import capacity_of, kept_by_score, positions
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Args:
+        expert_index: -1: the token is dropped. Shape: [tokens, k], int64.
+        weights: of the experts' outputs; 0 where the token is dropped. Shape: [tokens, k].
+        l_aux: the auxiliary loss. Shape: [].
+        exp_counts: tokens routed to each expert, before any is dropped. Shape: [experts], int64.
+        capacity: tokens that an expert takes; None: no token is dropped.
+    """
+
+    expert_index: torch.Tensor
+    weights: torch.Tensor
+    l_aux: torch.Tensor
+    exp_counts: torch.Tensor
+    capacity: int | None
+
+
+def jitter(tensor: torch.Tensor, epsilon: float = 1e-2) -> torch.Tensor:
+    """``tensor`` times uniform random numbers between ``1 - epsilon`` and ``1 + epsilon``."""
+    low, high = numpy.float32(1.0 - epsilon), numpy.float32(1.0 + epsilon)
+    noise = torch.rand(tensor.shape, dtype=torch.float32, device=tensor.device)
+    return tensor * noise.mul_(float(high - low)).add_(float(low))
+
+
+def gumbel(like: torch.Tensor) -> torch.Tensor:
+    """Random numbers of the standard Gumbel distribution, in fp32 and of the shape of ``like``."""
+    limits = torch.finfo(torch.float32)
+    noise = torch.rand(like.shape, dtype=torch.float32, device=like.device)
+    # A draw of 0 becomes the smallest number and 1 is never drawn, so that both logarithms are finite.
+    return noise.mul_(1.0 - limits.eps).add_(limits.tiny).log_().neg_().log_().neg_()
+
+
+def route_top1(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    used_token: torch.Tensor | None = None,
+    noisy_gate_policy: str | None = None,
+    drop_tokens: bool = True,
+    use_rts: bool = True,
+) -> Routing:
+    """Route each token to one expert.
+
+    Args:
+        logits: scores of the router, in fp32. Shape: [tokens, experts].
+        used_token: 0 or false for tokens that go nowhere. Shape: [tokens]; None: all are used.
+        noisy_gate_policy: ``RSample``: choose by logits with Gumbel noise.
+        use_rts: drop tokens at random, not by their place.
+    """
+    num_tokens, num_experts = logits.shape
+    noisy = logits + gumbel(logits) if noisy_gate_policy == "RSample" else None
+    gates = functional.softmax(logits, dim=1)
+    index = (gates if noisy is None else noisy).argmax(dim=1, keepdim=True)
+    is_kept = torch.ones_like(index, dtype=torch.bool) if used_token is None else used_token.bool().view(-1, 1)
+    counts = _counts(index, num_experts, is_kept)
+    l_aux = (gates.mean(dim=0) * (counts.float() / num_tokens)).sum() * num_experts
+    capacity = capacity_of(num_tokens, num_experts, capacity_factor, min_capacity) if drop_tokens else None
+    # Drawn without drops too: the numbers that are drawn after these are those of a run with DeepSpeed.
+    draws = torch.rand_like(gates.detach()) if use_rts else 1
+    if capacity is not None:
+        routed = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, index, is_kept.long())
+        is_kept = is_kept & kept_by_score(routed * draws, capacity).gather(1, index)
+    return Routing(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
+
+
+def route_top2(
+    logits: torch.Tensor,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    top2_2nd_expert_sampling: bool = True,
+) -> Routing:
+    """Route each token to two experts.
+
+    Args:
+        logits: scores of the router, in fp32. Shape: [tokens, experts].
+        top2_2nd_expert_sampling: choose the second expert by logits with Gumbel noise.
+    """
+    num_tokens, num_experts = logits.shape
+    gates = functional.softmax(logits, dim=1)
+    first = gates.argmax(dim=1, keepdim=True)
+    noisy = logits.detach() + gumbel(logits) if top2_2nd_expert_sampling else logits.detach()
+    second = noisy.scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
+    of_first, of_second = _counts(first, num_experts), _counts(second, num_experts)
+    l_aux = (gates.mean(dim=0) * (of_first.float() / num_tokens)).mean() * num_experts * num_experts
+    index = torch.cat([first, second], dim=1)
+    capacity = capacity_of(num_tokens, num_experts, capacity_factor * 2, min_capacity) if drop_tokens else None
+    is_kept = torch.ones_like(index, dtype=torch.bool)
+    if capacity is not None:
+        is_kept = (positions(index.t().reshape(-1), num_experts) < capacity).view(2, -1).t()
+    weights = _normalized(gates.gather(1, index) * is_kept)
+    return Routing(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
+
+
+def route_topk(
+    logits: torch.Tensor,
+    k: int,
+    capacity_factor: float,
+    min_capacity: int,
+    drop_tokens: bool = True,
+    drop_policy: str = "probs",
+) -> Routing:
+    """Route each token to its ``k`` most probable experts.
+
+    Args:
+        logits: scores of the router, in fp32. Shape: [tokens, experts].
+        drop_policy: ``probs`` drops the least probable tokens of an expert, ``position`` the last ones.
+    """
+    num_tokens, num_experts = logits.shape
+    gates = functional.softmax(logits, dim=1)
+    top, index = torch.topk(gates, k=k, dim=1)
+    counts = _counts(index, num_experts)
+    l_aux = (gates.mean(dim=0) * (counts.float() / num_tokens)).mean() * num_experts * num_experts / k
+    capacity = capacity_of(num_tokens, num_experts, capacity_factor * k, min_capacity) if drop_tokens else None
+    is_kept = torch.ones_like(index, dtype=torch.bool)
+    if capacity is not None and drop_policy == "position":
+        is_kept = (positions(index.reshape(-1), num_experts) < capacity).view_as(index)
+    elif capacity is not None:
+        scores = torch.zeros_like(gates).scatter(1, index, top.detach())
+        is_kept = kept_by_score(scores, capacity).gather(1, index)
+    return Routing(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
+
+
+def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Entries of ``index`` by expert. No value comes to the host, as it would in ``torch.bincount`` on a GPU."""
+    ones = torch.ones_like(index) if is_counted is None else is_counted.long()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(0, index.reshape(-1), ones.reshape(-1))
+
+
+def _normalized(weights: torch.Tensor) -> torch.Tensor:
+    """Each token's weights divided by their sum; zeros stay zeros."""
+    return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)

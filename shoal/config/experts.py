@@ -23,7 +23,6 @@ class ExpertParallel(Section):
     preset_model: str | None = key(
         None, f"names of a model family's layers: {', '.join(PRESETS)}; null: found from the model"
     )
-    use_grouped_mm: bool = key(True, "compute all experts in one grouped product where it is the fastest")
     moe_layer_pattern: str | None = key(
         None, "regular expression over the whole name: which modules are mixture-of-experts layers; null: by preset"
     )

@@ -50,7 +50,7 @@ class Routing:
             logits: [tokens, num_experts].
             correction: [num_experts], added to the scores when experts are chosen (DeepSeek-V3, arXiv:2412.19437).
         """
-        wide = logits.float()
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = wide.softmax(-1) if self.score == "softmax" else wide.sigmoid()
         choices = scores if correction is None else scores + correction
         if self.groups is not None and self.groups > 1:

@@ -204,7 +204,7 @@ def test_a_model_without_experts_is_an_error_that_lists_what_was_looked_for() ->
     config = transformers.LlamaConfig(**{k: v for k, v in _SHAPE.items() if k != "num_experts_per_tok"})
     model = transformers.LlamaForCausalLM(config)
     section = load({"expert_parallel": {"enabled": True}}).expert_parallel
-    with pytest.raises(ModelError, match="LlamaForCausalLM has no expert layer. Looked for: a module with stacked"):
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM has no expert layer. Looked for: a module with stacked"):
         prepare_experts(model, None, section)
     section = load({"expert_parallel": {"enabled": True, "preset_model": "mixtral"}}).expert_parallel
     with pytest.raises(ModelError, match=r"modules whose names end in .* with the attributes 'gate' and 'experts'"):

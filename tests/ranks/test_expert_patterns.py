@@ -89,7 +89,9 @@ def test_patterns_find_layers_of_any_name() -> None:
 def test_a_rank_without_tokens_on_its_experts_takes_part() -> None:
     model = ListedExperts("deepseek_v3")
     for layer in model.layers:
-        layer.mlp.gate.e_score_correction_bias.data = torch.tensor([9.0, 9.0, 0.0, 0.0], dtype=torch.float64)  # group 0 alone
+        layer.mlp.gate.e_score_correction_bias.data = torch.tensor(
+            [9.0, 9.0, 0.0, 0.0], dtype=torch.float64
+        )  # group 0 alone
     compare(model, 2)
 
 

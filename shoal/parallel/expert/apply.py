@@ -7,7 +7,6 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
-from shoal.parallel.expert.bias import add_bias, bias_of
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.huggingface import INTERFACE, Dispatch, is_stack, use_list, use_stack
 from shoal.parallel.expert.patterns import (
@@ -59,9 +58,7 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
             use_stack(module, dispatch)
     for layer in layers:
         if layer.routing is not None:
-            replace_router(layer.router, layer.routing)
-            if section.load_balance_coeff is not None and bias_of(layer.router, layer.routing.num_experts) is None:
-                add_bias(layer.router, layer.routing.num_experts)
+            replace_router(layer.router, layer.routing, needs_bias=section.load_balance_coeff is not None)
     return list(found)
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
 from shoal.parallel.expert.huggingface import INTERFACE, is_stack
-from shoal.parallel.expert.router import Routing
+from shoal.parallel.expert.router import Routing, bias_of_router
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,8 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
         assert router is not None and experts is not None
         is_list = isinstance(block.get_submodule(experts), nn.ModuleList)
         num_experts = _check_experts(f"{name}.{experts}", block.get_submodule(experts), preset, config_of(model))
-        own_router = not is_list and not sets_router and section.load_balance_coeff is None
+        needs_bias = section.load_balance_coeff is not None and bias_of_router(block.get_submodule(router)) is None
+        own_router = not (is_list or sets_router or needs_bias)
         routing = None if own_router else routing_of(model, block.get_submodule(router), preset, section, num_experts)
         if routing is not None:
             _check_router(f"{name}.{router}", block.get_submodule(router), num_experts)

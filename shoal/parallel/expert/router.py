@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.parallel.expert.bias import BIAS_NAMES
+BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's; Transformers' (DeepSeek-V3, GLM)
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,7 @@ class TokenChoiceTopKRouter(nn.Module):
         if self.routing.in_fp32:
             tokens, weight, bias = tokens.float(), weight.float(), None if bias is None else bias.float()
         logits = F.linear(tokens, weight, bias)
-        correction = next((value for name in BIAS_NAMES if (value := getattr(self, name, None)) is not None), None)
-        return logits, *self.routing.choose(logits, correction)
+        return logits, *self.routing.choose(logits, bias_of_router(self))
 
 
 def _of_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -105,7 +104,20 @@ def _of_class(base: type[nn.Module]) -> type[nn.Module]:
 _router_class = cast(Callable[[type[nn.Module]], type[nn.Module]], cache(_of_class))
 
 
-def replace_router(router: nn.Module, routing: Routing) -> None:
-    """Make a module with a ``weight`` [experts, width] a ``TokenChoiceTopKRouter``."""
+def bias_of_router(router: nn.Module) -> torch.Tensor | None:
+    """What a router adds to the scores when it chooses; None: nothing."""
+    return next((bias for name in BIAS_NAMES if (bias := getattr(router, name, None)) is not None), None)
+
+
+def replace_router(router: nn.Module, routing: Routing, *, needs_bias: bool) -> None:
+    """Make a module with a ``weight`` [experts, width] a ``TokenChoiceTopKRouter``.
+
+    Args:
+        needs_bias: give it a bias of zeros to choose by, if it has none. It stays in fp32.
+    """
     router.__class__ = _router_class(type(router))
     router.routing = routing  # type: ignore[assignment]  # nn.Module declares tensors and modules as attributes
+    if needs_bias and bias_of_router(router) is None:
+        router.register_buffer(BIAS_NAMES[0], torch.zeros(routing.num_experts))
+        kept = getattr(router, "_keep_in_fp32_modules_strict", None) or ()
+        router._keep_in_fp32_modules_strict = {*kept, BIAS_NAMES[0]}  # type: ignore[assignment]

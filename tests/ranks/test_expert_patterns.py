@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.checkpoint.formats.huggingface import write_huggingface
+from shoal.checkpoint.loading_hf import load_hf
+from shoal.checkpoint.manifest import MODEL
 from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.config import load
-from shoal.errors import ModelError
+from shoal.errors import CheckpointError, ModelError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import prepare_experts
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.held import ExpertsHeld, global_names
 from shoal.parallel.expert.router import Routing
 from tests.ranks.expert_layers import LISTED, NUM_EXPERTS, WIDTH, ListedExperts
 from tests.ranks.tensor_cases import difference
+from tests.unit.formats_source import MemorySource
 
 HIDDEN = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 PATTERNS = {"moe_layer_pattern": r"layers\.\d+\.mixture", "router_pattern": "ga.*", "expert_pattern": "experts"}
@@ -140,3 +145,29 @@ def test_groups_are_chosen_by_their_highest_score_or_their_two_highest() -> None
     by_sum = Routing(NUM_EXPERTS, 2, "sigmoid", groups=2, limited_groups=1, group_score="top2_sum")
     assert sorted(by_max.choose(logits)[1][0].tolist()) == [0, 1]
     assert sorted(by_sum.choose(logits)[1][0].tolist()) == [2, 3]
+
+
+def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
+    model = ListedExperts("mixtral")
+    values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    write_huggingface(MemorySource({MODEL: values}), tmp_path)
+
+    def job() -> dict[str, torch.Tensor]:
+        mine = ListedExperts("mixtral")
+        prepare_experts(mine, ep(), section())
+        for parameter in mine.parameters():
+            parameter.data.zero_()
+        load_hf(mine, tmp_path)
+        rename = global_names(mine)
+        return {rename(name): value.detach() for name, value in mine.named_parameters()}
+
+    ranks = run_ranks(2, job)
+    assert {name for rank in ranks for name in rank} == set(values)
+    assert all(torch.equal(value, values[name]) for rank in ranks for name, value in rank.items())
+    del values["layers.1.block_sparse_moe.experts.3.w2.weight"]
+    write_huggingface(MemorySource({MODEL: values}), tmp_path / "less")
+    mine = ListedExperts("mixtral")
+    with pytest.raises(
+        CheckpointError, match=r"missing in the folder \(1\):\n    layers.1.block_sparse_moe.experts.3.w2"
+    ):
+        load_hf(mine, tmp_path / "less")

@@ -4,11 +4,15 @@ parameter                         what a rank reads of it
 of shoal.zero.Init                its shard: one range of bytes
 of a live engine, sharded         what it owns of the bucket: one range of bytes
 split over tensor parallel ranks  its part: ranges of bytes, or of rows where it is split by columns
+of experts                        those that it holds
 any other                         all of it
+
+Experts that the folder has one by one are stacked where the model has them so.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.errors import CheckpointError, UsageError
+from shoal.parallel.expert.held import global_names, modules_with_experts
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import read_part
 from shoal.zero.engine_parameters import EngineParameters
@@ -69,9 +75,10 @@ def load_hf(
         code has accessed are broadcast first.
     Memory: the largest range that this rank reads, once in the file's dtype.
     """
-    with suspended(), SafetensorsWeights(folder) as weights:
+    with suspended(), SafetensorsWeights(folder) as stored:
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
+        weights = ExpertWeights(stored, [name for home in parameters for name in home.names])
         _refuse(parameters, dtype)
         known = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
@@ -102,7 +109,9 @@ def _homes(model: nn.Module) -> tuple[list[_Home], list[_Home]]:
         for key in module._non_persistent_buffers_set
     }
     buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name not in skipped]
-    return _by_tensor(model.named_parameters(remove_duplicate=False)), _by_tensor(buffers)
+    rename = global_names(model)
+    named = [(rename(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    return _by_tensor(named), _by_tensor((rename(name), buffer) for name, buffer in buffers)
 
 
 def _by_tensor(named: Iterable[tuple[str, torch.Tensor]]) -> list[_Home]:
@@ -148,7 +157,7 @@ def _is_gathered(parameter: torch.Tensor) -> bool:
 def _matched(
     model: nn.Module,
     homes: Sequence[_Home],
-    weights: SafetensorsWeights,
+    weights: ExpertWeights,
     strict: bool,
     parts: Mapping[str, ParameterSpec],
 ) -> dict[tuple[str, ...], str]:
@@ -172,7 +181,8 @@ def _matched(
         theirs = weights.tensors[present[0]].shape
         if theirs != ours:
             shapes.append(f"{home.names[0]} is {list(theirs)} in the folder and {list(ours)} in the model")
-    unexpected = [name for name in weights.tensors if name not in used]
+    is_elsewhere = _experts_elsewhere(model)
+    unexpected = [name for name in weights.tensors if name not in used and not is_elsewhere(name)]
     missing = _unignored(missing, model, "_keys_to_ignore_on_load_missing")
     unexpected = _unignored(unexpected, model, "_keys_to_ignore_on_load_unexpected")
     lines = _listed("shapes differ", shapes)
@@ -200,6 +210,20 @@ def _renaming(model: nn.Module, homes: Sequence[_Home], present: Mapping[str, ob
     return max(choices, key=lambda choice: sum(choice(name) in present for name in names))
 
 
+def _experts_elsewhere(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name in the folder is of an expert in a list whose other experts this rank holds."""
+    lists = {name: held for name, _, held in modules_with_experts(model) if held.form == "listed"}
+
+    def is_elsewhere(name: str) -> bool:
+        for prefix, held in lists.items():
+            found = re.search(rf"(?:^|\.){re.escape(prefix)}\.(\d+)\.", name)
+            if found and int(found[1]) < held.num_experts:
+                return int(found[1]) not in held.ids
+        return False
+
+    return is_elsewhere
+
+
 def _unignored(names: list[str], model: nn.Module, attribute: str) -> list[str]:
     """Without those that the model itself says do not matter (transformers' patterns)."""
     patterns = next((vars(cls)[attribute] for cls in type(model).__mro__ if vars(cls).get(attribute)), None) or ()
@@ -218,18 +242,24 @@ def _listed(title: str, names: Sequence[str]) -> list[str]:
 
 def _fill(
     parameter: torch.Tensor,
-    weights: SafetensorsWeights,
+    weights: ExpertWeights,
     name: str,
     dtype: torch.dtype | None,
     part: ParameterSpec | None,
 ) -> None:
     owner = OWNERS.get(parameter)
 
+    offset = None if part is None else _first_element(part)
+
     def read() -> torch.Tensor:
         return weights.read(name) if part is None else read_part(part, partial(weights.read_range, name))
 
     def read_range(begin: int, end: int) -> torch.Tensor:
-        return weights.read_range(name, begin, end) if part is None else read().view(-1)[begin:end]
+        if part is None:
+            return weights.read_range(name, begin, end)
+        if offset is not None:
+            return weights.read_range(name, offset + begin, offset + end)
+        return read().view(-1)[begin:end]
 
     wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
     if owner is not None:
@@ -241,6 +271,14 @@ def _fill(
         parameter.data = read().to(parameter.device, wanted)
     else:
         parameter.copy_(read())
+
+
+def _first_element(part: ParameterSpec) -> int | None:
+    """Where a part begins in the flattened tensor, if its elements are neighbours there: rows, as those of experts."""
+    is_whole = [own == ((0, size),) for own, size in zip(part.local, part.global_shape, strict=True)]
+    if not part.local or len(part.local[0]) != 1 or not all(is_whole[1:]):
+        return None
+    return part.local[0][0][0] * math.prod(part.global_shape[1:])
 
 
 # building

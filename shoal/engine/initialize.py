@@ -53,6 +53,7 @@ from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
 from shoal.optim.host_rules import host_note
+from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import ep_size_of
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
@@ -108,6 +109,7 @@ def initialize(
     world.mesh = plan.mesh
     axes = _timed(_make_axes(world, plan), world, settings)
     _check_same_everywhere(axes, settings, model)
+    prepare_experts(model, axes.ep, settings.expert_parallel)
     parts = parts_of(model, axes, settings, world.device)
     if axes.pp is not None or isinstance(model, StageModule):
         model, parts = stages_of(model, parts, settings, world, plan.mesh)

@@ -1,0 +1,143 @@
+"""The experts of Hugging Face's models, divided among ranks; the router and everything else stay the model's own.
+
+    experts.gate_up_proj [E, 2 I, D]    becomes    [E / ep, 2 I, D]: the experts of this rank
+    experts.down_proj    [E, D, I]                 [E / ep, D, I]
+
+Transformers 5 gives the experts of all its models one interface (``use_experts_implementation``): a module with stacked
+parameters, called with the tokens, the experts that the router chose and their weights. Older models and those of
+remote code have a list of modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from shoal.comm.protocol import Communicator
+from shoal.errors import NotBuiltError
+from shoal.parallel.expert.dispatch import Compute, run_experts
+from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.tensor.layers import split_class
+from shoal.sharding.parameter_buffer import is_placeholder
+
+_INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
+INTERFACE = "a module with stacked parameters (gate_up_proj or up_proj, down_proj), as Transformers 5 makes them"
+
+
+class ExpertParallelStack(nn.Module):
+    """Transformers' interface of stacked experts, of which this rank holds some."""
+
+    experts_held: ExpertsHeld
+    dispatch: Dispatch
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        compute = partial(_compute_stack, self)
+        return self.dispatch.run(hidden_states, top_k_index, top_k_weights, compute, self.experts_held)
+
+
+class ExpertParallelList(nn.ModuleList):
+    """A list of experts, each a module, of which this rank holds some."""
+
+    experts_held: ExpertsHeld
+    dispatch: Dispatch
+
+    def forward(self, hidden: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.dispatch.run(hidden, expert_index, weights, partial(_compute_list, self), self.experts_held)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """How tokens are sent to experts.
+
+    Args:
+        score_before: multiply the tokens by their weights before the experts, not the outputs after them.
+        overlap: parts of the tokens; one is sent while another is computed.
+    """
+
+    score_before: bool = False
+    overlap: int = 1
+
+    def run(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, compute: Compute, held: ExpertsHeld
+    ) -> torch.Tensor:
+        return run_experts(
+            hidden,
+            index,
+            weights,
+            compute,
+            held,
+            score_before=self.score_before,
+            overlap=self.overlap,
+            may_drop=False,
+        )
+
+
+def _compute_stack(module: nn.Module, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    experts = cast(Any, module)  # each model's own attributes
+    up = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _linear(experts, up, rows, counts)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    out = _linear(experts, "down_proj", inner, counts)
+    return cast(torch.Tensor, experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out)
+
+
+def _linear(experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    return grouped_linear(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts, bias)
+
+
+def _compute_list(experts: nn.ModuleList, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    # Every expert is called, also without rows: all ranks gather parameters at the same places.
+    parts = rows.split(list(counts))
+    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+
+
+def is_stack(module: nn.Module) -> bool:
+    """Whether a module is of Transformers' interface, and none of Shoal's yet."""
+    own = dict(module.named_parameters(recurse=False))
+    down = own.get("down_proj")
+    if down is None or not all(hasattr(module, name) for name in _INTERFACE) or hasattr(module, "experts_held"):
+        return False
+    up = own.get("gate_up_proj" if module.has_gate else "up_proj")
+    return up is not None and down.dim() == up.dim() == 3 and len(down) == len(up) == module.num_experts
+
+
+def use_stack(module: nn.Module, dispatch: Dispatch) -> None:
+    """Make a module of Transformers' interface one whose experts can be divided. Its parameters stay whole."""
+    _replace_class(module, ExpertParallelStack, ExpertsHeld(int(cast(Any, module).num_experts)), dispatch)
+
+
+def use_list(name: str, experts: nn.ModuleList, comm: Communicator | None, dispatch: Dispatch) -> None:
+    """Keep this rank's experts of a list.
+
+    Raises: NotBuiltError: ``zero.Init`` has sharded the experts, one by one.
+    Memory: this rank's experts; the other modules are released.
+    """
+    held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
+    held.set_ranks(comm)
+    if comm is not None and any(is_placeholder(parameter.data) for parameter in experts.parameters()):
+        raise NotBuiltError(
+            f"{name} is a list of experts that zero.Init has sharded, each over all ranks.",
+            do="build the model on the meta device, or whole on the CPU: each rank keeps its experts only.",
+            code="expert-parallel-init",
+        )
+    own = [experts[expert] for expert in held.ids]
+    del experts[:]
+    experts.extend(own)
+    _replace_class(experts, ExpertParallelList, held, dispatch)
+
+
+def _replace_class(module: nn.Module, behaviour: type[nn.Module], held: ExpertsHeld, dispatch: Dispatch) -> None:
+    module.__class__ = split_class(type(module), behaviour)
+    # nn.Module declares tensors and modules as attributes; these are data.
+    module.experts_held = held  # type: ignore[assignment]
+    module.dispatch = dispatch  # type: ignore[assignment]

@@ -1,0 +1,123 @@
+"""``TokenChoiceTopKRouter``: each token chooses the experts with the highest scores.
+
+logits = hidden W^T + b                     [tokens, experts]
+scores = softmax(logits) or sigmoid(logits)
+the experts: the top k of scores + bias, of the groups that the token may use
+the weights: scores of these experts, without the bias, normalised and scaled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's; Transformers' (DeepSeek-V3, GLM)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router scores experts and chooses among them.
+
+    Args:
+        normalises: the weights of a token are divided by their sum.
+        scale: factor on the weights.
+        groups: the experts are divided into so many groups of neighbours; None: no groups.
+        limited_groups: the groups that one token may use.
+        group_score: of a group: its highest score (DeepSeek-V2), or the sum of its two highest (DeepSeek-V3).
+        in_fp32: whether the logits are computed in fp32.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalises: bool = True
+    scale: float = 1.0
+    groups: int | None = None
+    limited_groups: int | None = None
+    group_score: Literal["max", "top2_sum"] = "max"
+    in_fp32: bool = False
+
+    def choose(self, logits: torch.Tensor, correction: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights and the experts of each token, both [tokens, top_k].
+
+        Args:
+            logits: [tokens, num_experts].
+            correction: [num_experts], added to the scores when experts are chosen (DeepSeek-V3, arXiv:2412.19437).
+        """
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = wide.softmax(-1) if self.score == "softmax" else wide.sigmoid()
+        choices = scores if correction is None else scores + correction
+        if self.groups is not None and self.groups > 1:
+            choices = choices.masked_fill(~self._allowed(choices), float("-inf"))
+        chosen = choices.topk(self.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if self.normalises:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return weights * self.scale, chosen
+
+    def _allowed(self, choices: torch.Tensor) -> torch.Tensor:
+        """Which experts are in groups that the token may use: [tokens, num_experts]."""
+        assert self.groups is not None and self.limited_groups is not None
+        grouped = choices.view(len(choices), self.groups, -1)
+        if self.group_score == "max":
+            best = grouped.amax(-1)
+        else:
+            best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        used = torch.zeros_like(best, dtype=torch.bool).scatter_(
+            1, best.topk(self.limited_groups, dim=-1).indices, True
+        )
+        return used.unsqueeze(-1).expand_as(grouped).reshape(choices.shape)
+
+
+class TokenChoiceTopKRouter(nn.Module):
+    """A router with the parameters of the module whose class it extends: ``weight`` [experts, width], ``bias``.
+
+    Returns: the logits, the weights and the experts of each token, as Transformers' routers do.
+    """
+
+    routing: Routing
+    weight: nn.Parameter
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, weight, bias = (
+            hidden.reshape(-1, hidden.shape[-1]),
+            cast(torch.Tensor, self.weight),
+            getattr(self, "bias", None),
+        )
+        if self.routing.in_fp32:
+            tokens, weight, bias = tokens.float(), weight.float(), None if bias is None else bias.float()
+        logits = F.linear(tokens, weight, bias)
+        return logits, *self.routing.choose(logits, bias_of_router(self))
+
+
+def _of_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of ``base`` that is a ``TokenChoiceTopKRouter``; one for all calls."""
+    return type(f"TokenChoice{base.__name__}", (TokenChoiceTopKRouter, base), {})
+
+
+_router_class = cast(Callable[[type[nn.Module]], type[nn.Module]], cache(_of_class))
+
+
+def bias_of_router(router: nn.Module) -> torch.Tensor | None:
+    """What a router adds to the scores when it chooses; None: nothing."""
+    return next((bias for name in BIAS_NAMES if (bias := getattr(router, name, None)) is not None), None)
+
+
+def replace_router(router: nn.Module, routing: Routing, *, needs_bias: bool) -> None:
+    """Make a module with a ``weight`` [experts, width] a ``TokenChoiceTopKRouter``.
+
+    Args:
+        needs_bias: give it a bias of zeros to choose by, if it has none. It stays in fp32.
+    """
+    router.__class__ = _router_class(type(router))
+    router.routing = routing  # type: ignore[assignment]  # nn.Module declares tensors and modules as attributes
+    if needs_bias and bias_of_router(router) is None:
+        router.register_buffer(BIAS_NAMES[0], torch.zeros(routing.num_experts))
+        kept = getattr(router, "_keep_in_fp32_modules_strict", None) or ()
+        router._keep_in_fp32_modules_strict = {*kept, BIAS_NAMES[0]}  # type: ignore[assignment]

@@ -1,0 +1,179 @@
+"""Mixture-of-experts models of Transformers through the engine: training, building on the meta device, loading."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shoal
+from shoal.checkpoint.formats.huggingface import SafetensorsWeights
+from shoal.checkpoint.loading_hf import load_hf
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from tests.clients.test_expert_models import TOKENS, build
+
+transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
+
+pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("default")]
+
+transformers.utils.logging.disable_progress_bar()  # its thread would stay
+
+STEPS = 3
+
+
+def settings(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "gradient_clipping": 0.5,
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+        **more,
+    }
+
+
+def train_alone(model: nn.Module) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(STEPS):
+        for tokens in TOKENS:
+            (model(input_ids=tokens[None], labels=tokens[None]).loss / len(TOKENS)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(engine: Any) -> dict[str, torch.Tensor]:
+    tokens = TOKENS[engine.axes.batch.rank][None]
+    for _ in range(STEPS):
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+    values: dict[str, torch.Tensor] = engine.module_state_dict()
+    return values
+
+
+@pytest.mark.parametrize(("family", "stage"), [("mixtral", 0), ("gpt_oss", 1), ("deepseek_v3", 2), ("mixtral", 3)])
+def test_a_family_trains_as_on_one_rank(family: str, stage: int) -> None:
+    model = build(family)
+    copies = [copy.deepcopy(model) for _ in TOKENS]
+    expected = train_alone(model)
+
+    def job() -> dict[str, torch.Tensor]:
+        engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(stage))
+        return train(engine)
+
+    for found in run_ranks(2, job):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+LAYOUTS = ("one by one", "stacked")
+
+
+def save(model: Any, folder: Path, layout: str) -> Path:
+    """In the layout of the Hub, or in that of the model."""
+    if layout == "stacked":
+        from safetensors.torch import save_file
+
+        folder.mkdir()
+        save_file(
+            {name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors"
+        )
+    else:
+        model.save_pretrained(folder)
+    return folder
+
+
+class WholeExperts(TorchDispatchMode):
+    """Records tensors with all experts of a layer that are not on the meta device."""
+
+    def __init__(self, shapes: set[torch.Size]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.device.type != "meta" and out.shape in self.shapes:
+            self.found.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_model_of_the_meta_device_is_loaded_by_ranks_that_hold_and_read_their_experts_only(
+    tmp_path: Path, family: str, layout: str
+) -> None:
+    model = build(family)
+    folder = save(model, tmp_path / "model", layout)
+    names = SafetensorsWeights(folder).tensors
+    assert any(".experts.7." in name for name in names) == (layout == "one by one")
+    is_old = family == "mixtral" and layout == "one by one"
+    assert any(".block_sparse_moe." in name for name in names) == is_old
+    values = model.state_dict()
+    experts = [value for name, value in values.items() if ".experts." in name]
+    read: dict[int, Counter[bool]] = {rank: Counter() for rank in range(2)}
+    original = SafetensorsWeights.read_range
+
+    def read_range(self: Any, name: str, begin: int, end: int) -> torch.Tensor:
+        read[current_world().rank][".experts." in name] += end - begin
+        return original(self, name, begin, end)
+
+    def job() -> tuple[dict[str, torch.Tensor], int]:
+        with torch.device("meta"):
+            empty = type(model)(copy.deepcopy(model.config))
+        with WholeExperts({value.shape for value in experts}) as whole:
+            engine, *_ = shoal.initialize(model=empty, config=settings(2))
+            load_hf(empty, folder)
+        assert whole.found == []
+        stored = sum(p.numel() for name, p in empty.named_parameters() if ".experts." in name)
+        return engine.module_state_dict(), stored
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SafetensorsWeights, "read_range", read_range)
+        for found, stored in run_ranks(2, job):
+            assert stored == sum(value.numel() for value in experts) // 2
+            for name, value in values.items():
+                assert torch.equal(found[name], value), name
+    for counts in read.values():
+        assert counts[True] == sum(value.numel() for value in experts) // 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_of_zero_init_reads_its_shards_of_all_experts(tmp_path: Path, layout: str) -> None:
+    model = build("mixtral")
+    folder = save(model, tmp_path / "model", layout)
+    model.config.architectures = ["MixtralForCausalLM"]
+
+    def job() -> dict[str, torch.Tensor]:
+        loaded = load_hf(copy.deepcopy(model.config), folder)
+        engine, *_ = shoal.initialize(model=loaded, config=settings(3))
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        return values
+
+    for found in run_ranks(2, job):
+        for name, value in model.state_dict().items():
+            assert torch.equal(found[name], value), name
+
+
+def test_the_weights_that_shoal_saves_are_whole_and_load_in_transformers(tmp_path: Path) -> None:
+    model = build("qwen3_moe")
+    copies = [copy.deepcopy(model) for _ in TOKENS]
+
+    def job() -> None:
+        engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(3))
+        engine.save_16bit_model(tmp_path)
+
+    run_ranks(2, job)
+    model.config.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name

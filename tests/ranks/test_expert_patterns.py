@@ -1,0 +1,173 @@
+"""Layers with a list of experts, found by preset or pattern: parity with their own loops, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.checkpoint.formats.huggingface import write_huggingface
+from shoal.checkpoint.loading_hf import load_hf
+from shoal.checkpoint.manifest import MODEL
+from shoal.comm.protocol import Communicator
+from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.config import load
+from shoal.errors import CheckpointError, ModelError
+from shoal.mesh import Mesh
+from shoal.parallel.expert.apply import prepare_experts
+from shoal.parallel.expert.held import ExpertsHeld, global_names
+from shoal.parallel.expert.router import Routing
+from tests.ranks.expert_layers import LISTED, NUM_EXPERTS, WIDTH, ListedExperts
+from tests.ranks.tensor_cases import difference
+from tests.unit.formats_source import MemorySource
+
+HIDDEN = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+PATTERNS = {"moe_layer_pattern": r"layers\.\d+\.mixture", "router_pattern": "ga.*", "expert_pattern": "experts"}
+
+
+def section(**keys: Any) -> Any:
+    return load({"expert_parallel": {"enabled": True, **keys}}).expert_parallel
+
+
+def ep() -> Communicator | None:
+    world = current_world()
+    return world.communicator("ep", Mesh.of(world.size, ep=world.size)) if world.size > 1 else None
+
+
+def compare(model: ListedExperts, size: int, **keys: Any) -> None:
+    """Compare outputs and gradients on ranks that have different tokens with those of the model's own loops."""
+    batches = HIDDEN.chunk(size)
+    copies = [copy.deepcopy(model) for _ in batches]
+    expected = [model(hidden) for hidden in batches]
+    sum(out.square().mean() for out in expected).backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+
+    def on_a_rank() -> dict[str, torch.Tensor | None]:
+        rank, mine = current_world().rank, copies[current_world().rank]
+        assert len(prepare_experts(mine, ep(), section(**keys))) == 2
+        out = mine(batches[rank])
+        assert difference(out, expected[rank]) < 1e-6
+        out.square().mean().backward()
+        return global_gradients(mine)
+
+    ranks = run_ranks(size, on_a_rank)
+    for name, gradient in wanted.items():
+        found = [rank[name] for rank in ranks if rank.get(name) is not None]
+        if gradient is None:
+            assert not found, name
+            continue
+        assert len(found) == (1 if ".experts." in name else size)
+        assert difference(torch.stack(found).sum(0), gradient) < 1e-6, name
+
+
+def global_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """By the name in the whole model."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for name, module in model.named_modules():
+        held = getattr(module, "experts_held", None)
+        if isinstance(held, ExpertsHeld):
+            assert held.form == "listed" and isinstance(module, nn.ModuleList)
+            for number, expert in zip(held.ids, module, strict=True):
+                names.update({id(p): f"{name}.{number}.{inner}" for inner, p in expert.named_parameters()})
+    return {names[id(p)]: p.grad for p in model.parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", LISTED)
+def test_the_preset_of_the_models_type_computes_what_the_loop_does(family: str, size: int) -> None:
+    compare(ListedExperts(family), size)
+
+
+def test_patterns_find_layers_of_any_name() -> None:
+    model = ListedExperts("mixtral")
+    model.config.model_type = "my_own"
+    for block in model.layers:
+        block.add_module("mixture", block._modules.pop("block_sparse_moe"))
+    compare(model, 2, **PATTERNS, route_norm=True, expert_w1="w1", expert_w2="w2", expert_w3="w3")
+
+
+def test_a_rank_without_tokens_on_its_experts_takes_part() -> None:
+    model = ListedExperts("deepseek_v3")
+    for layer in model.layers:
+        layer.mlp.gate.e_score_correction_bias.data = torch.tensor(
+            [9.0, 9.0, 0.0, 0.0], dtype=torch.float64
+        )  # group 0 alone
+    compare(model, 2)
+
+
+def test_one_token_in_all() -> None:
+    model = ListedExperts("mixtral")
+    mine = copy.deepcopy(model)
+    prepare_experts(mine, None, section())
+    torch.testing.assert_close(mine(HIDDEN[:1, :1]), model(HIDDEN[:1, :1]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_rank_holds_its_experts_only() -> None:
+    def job() -> tuple[int, list[int]]:
+        model = ListedExperts("mixtral")
+        prepare_experts(model, ep(), section())
+        layer = model.layers[0].block_sparse_moe
+        assert type(layer).__mro__[2].__name__ == "MixtralLayer" and isinstance(layer(HIDDEN), tuple)
+        return len(layer.experts), list(layer.experts.experts_held.ids)
+
+    assert run_ranks(2, job) == [(2, [0, 1]), (2, [2, 3])]
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"preset_model": "gpt_oss", "moe_layer_pattern": r".*block_sparse_moe"}, "no attribute 'router', its router"),
+        ({"expert_pattern": "ffn"}, "MixtralLayer has no attribute 'ffn', its experts"),
+        ({"expert_w1": "gate_proj"}, "Gated has no attribute 'gate_proj'"),
+        ({"expert_pattern": "gate"}, "Linear is neither a module with stacked parameters"),
+        ({"num_experts_attr": "num_experts_per_tok"}, "4 experts, and num_experts_per_tok of the model's config is 2"),
+        ({"top_k_attr": "missing"}, r"its experts for each token are None of 4 \(missing of the model's config\)"),
+        ({"shared_experts_pattern": "shared"}, "no attribute 'shared', its shared experts"),
+        ({"num_expert_groups": 3, "num_limited_groups": 1}, "4 experts cannot be divided into 3 groups"),
+    ],
+)
+def test_what_does_not_match_is_named_and_the_model_stays(keys: dict[str, Any], what: str) -> None:
+    model = ListedExperts("mixtral")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ModelError, match=what):
+        prepare_experts(model, None, section(**keys))
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_groups_are_chosen_by_their_highest_score_or_their_two_highest() -> None:
+    logits = torch.tensor([[3.0, -9.0, 2.0, 2.0]])
+    by_max = Routing(NUM_EXPERTS, 2, "sigmoid", groups=2, limited_groups=1)
+    by_sum = Routing(NUM_EXPERTS, 2, "sigmoid", groups=2, limited_groups=1, group_score="top2_sum")
+    assert sorted(by_max.choose(logits)[1][0].tolist()) == [0, 1]
+    assert sorted(by_sum.choose(logits)[1][0].tolist()) == [2, 3]
+
+
+def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
+    model = ListedExperts("mixtral")
+    values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    write_huggingface(MemorySource({MODEL: values}), tmp_path)
+
+    def job() -> dict[str, torch.Tensor]:
+        mine = ListedExperts("mixtral")
+        prepare_experts(mine, ep(), section())
+        for parameter in mine.parameters():
+            parameter.data.zero_()
+        load_hf(mine, tmp_path)
+        rename = global_names(mine)
+        return {rename(name): value.detach() for name, value in mine.named_parameters()}
+
+    ranks = run_ranks(2, job)
+    assert {name for rank in ranks for name in rank} == set(values)
+    assert all(torch.equal(value, values[name]) for rank in ranks for name, value in rank.items())
+    del values["layers.1.block_sparse_moe.experts.3.w2.weight"]
+    write_huggingface(MemorySource({MODEL: values}), tmp_path / "less")
+    mine = ListedExperts("mixtral")
+    with pytest.raises(
+        CheckpointError, match=r"missing in the folder \(1\):\n    layers.1.block_sparse_moe.experts.3.w2"
+    ):
+        load_hf(mine, tmp_path / "less")

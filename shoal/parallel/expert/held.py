@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ConfigError
+from shoal.parallel.expert.load import ExpertLoad
 
 Form = Literal["stacked", "listed"]
 
@@ -34,6 +35,7 @@ class ExpertsHeld:
         ids: the experts that this rank holds, in the order of its parameters.
         same_tokens: the tensor-parallel ranks, where they hold the same tokens; None: each rank has its own.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
+        load: counts this rank's tokens by expert; None: nothing asks for them.
     """
 
     num_experts: int
@@ -43,6 +45,7 @@ class ExpertsHeld:
     ids: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
     same_tokens: Communicator | None = None
+    load: ExpertLoad | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)

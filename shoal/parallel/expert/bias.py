@@ -22,7 +22,8 @@ def add_bias(gate: nn.Module, num_experts: int) -> torch.Tensor:
     """Give ``gate`` a bias of zeros as a buffer, which stays in fp32 where parameters are 16-bit. Shape: [experts]."""
     bias = torch.zeros(num_experts)
     gate.register_buffer(BIAS_NAMES[0], bias)
-    gate._keep_in_fp32_modules_strict = {*(getattr(gate, "_keep_in_fp32_modules_strict", None) or ()), BIAS_NAMES[0]}
+    named = getattr(gate, "_keep_in_fp32_modules_strict", None) or ()
+    vars(gate)["_keep_in_fp32_modules_strict"] = {*named, BIAS_NAMES[0]}
     return bias
 
 

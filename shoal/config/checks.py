@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from shoal.config.batch import MICRO, STEPS, TRAIN
 from shoal.config.curriculum import schedule_problems
 from shoal.config.elastic import elastic_problems
+from shoal.config.experts import expert_problems
 from shoal.config.normalise import Normalised
 from shoal.config.pipeline import pipeline_problems
 from shoal.config.problems import Problem, shown
@@ -63,6 +64,7 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
             "set prescale_gradients to false, or leave the factor out.",
         )
     problems += pipeline_problems(config.pipeline)
+    problems += expert_problems(config.expert_parallel)
     if config.curriculum_learning.enabled:
         for name, what, do in schedule_problems(config.curriculum_learning.model_dump()):
             problem(f"curriculum_learning.{name}", what, do)

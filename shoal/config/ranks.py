@@ -23,6 +23,8 @@ def _asked(config: Schema) -> dict[str, dict[str, int]]:
     found["pp"]["pipeline.stages"] = config.pipeline.stages
     found["tp"]["tensor_parallel.autotp_size"] = config.tensor_parallel.autotp_size or None
     found["tp"]["tensor_parallel.tp.tp_size"] = config.tensor_parallel.tp.tp_size
+    if config.expert_parallel.enabled:
+        found["ep"]["expert_parallel.autoep_size"] = config.expert_parallel.autoep_size
     found["sp"]["sequence_parallel_size"] = config.sequence_parallel_size
     for axis in (*MODEL_AXES, "ep"):  # 1 asks for nothing
         if axis == "pp" and len({*found[axis].values()} - {"auto"}) > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from shoal.config.base import Dtype, Section, key, section
+from shoal.config.experts import ExpertParallel
 from shoal.config.optimizer import Optimizer, Scheduler
 from shoal.config.own import Data, Debug, OffloadActivation, Units
 from shoal.config.parallel import Parallel, TensorParallel
@@ -96,6 +97,7 @@ class Schema(Section):
     compat: str | None = key(None, "a DeepSpeed version (`ds-0.18`) whose defaults apply; null: the newest")
     strict: bool | Literal["warn"] = key(True, "an unknown key is an error (true), or a warning ('warn')")
     tensor_parallel: TensorParallel = section(TensorParallel, "layers split over ranks")
+    expert_parallel: ExpertParallel = section(ExpertParallel, "experts divided among ranks")
     sequence_parallel_size: int | None = key(None, "sequence-parallel ranks; null: parallel.sp", ge=1)
     data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
     pipeline: Pipeline = section(Pipeline, "a model cut into pipeline stages")

@@ -112,7 +112,9 @@ class Engine(nn.Module):
         self._was_step_applied = False
         self._is_destroyed = False
         self._same_inputs = SameInputs(properties.axes.tp)
-        self._expert_balance = ExpertBalance(self.module, properties, None)
+        self._expert_balance = ExpertBalance(
+            self.module, properties, properties.config.expert_parallel.load_balance_coeff
+        )
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)

@@ -9,7 +9,7 @@ part of the layer its parameters are, and gives it the ranks that hold the other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +73,16 @@ class ExpertsHeld:
         self.comm = comm
         self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
         self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+
+    def place(self, placement: Sequence[Sequence[int]]) -> None:
+        """Say where the experts are now.
+
+        Args:
+            placement: by rank, the experts that it holds, in the order of its parameters.
+        """
+        self.ids = tuple(placement[0 if self.comm is None else self.comm.rank])
+        owner = {expert: rank for rank, ids in enumerate(placement) for expert in ids}
+        self.owners = tuple(owner[expert] for expert in range(self.num_experts))
 
 
 def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsHeld]]:

@@ -112,9 +112,7 @@ class Engine(nn.Module):
         self._was_step_applied = False
         self._is_destroyed = False
         self._same_inputs = SameInputs(properties.axes.tp)
-        self._expert_balance = ExpertBalance(
-            self.module, properties, properties.config.expert_parallel.load_balance_coeff
-        )
+        self._expert_balance = ExpertBalance(sharding, properties)
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
@@ -284,7 +282,6 @@ class Engine(nn.Module):
                 self.sharded_optimizer.overflow = not self._was_step_applied
         if self._was_step_applied:
             self._update(status, self._norm)
-        self._expert_balance.after_step(was_applied=self._was_step_applied)
         self._nonfinite.adapt_scale(status, self.global_steps)
         if self.sharded_optimizer is not None and accumulation.loss_scale is not None:
             self.sharded_optimizer.loss_scale = accumulation.loss_scale.scale
@@ -293,6 +290,7 @@ class Engine(nn.Module):
         counters.global_steps += 1
         self.run_state.curriculum.go_to(self.global_steps)
         self._end_step()
+        self._expert_balance.after_step(self.global_steps, was_applied=self._was_step_applied)
         self.checkpointing.poll()
         unused = self._activations.recompute.unused_note() if self.global_steps == 1 else None
         if unused is not None:
@@ -813,6 +811,7 @@ class Engine(nn.Module):
         try:
             self.checkpointing.close()
             self.sharding.wait()
+            self._expert_balance.restore()
         finally:
             self._tear_down()
 

@@ -1,4 +1,4 @@
-"""The load of the model's experts after each step, and what the engine does with it: biases and events."""
+"""The load of the model's experts after each step, and what follows: biases, events, experts that change ranks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal.engine.log import say_on_rank_0
 from shoal.engine.over_stages import from_stages
 from shoal.engine.properties import Properties
-from shoal.errors import ConfigError
+from shoal.engine.sharding import Sharding
+from shoal.errors import ConfigError, NotBuiltError
 from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import Event, is_monitored
 from shoal.parallel.expert.bias import bias_of, update_bias
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.load import ExpertLoad
+from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_placement
+from shoal.zero.move_experts import can_move, move_experts
 
 _EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Layer:
     name: str  # of the module that holds the experts
+    module: nn.Module
+    whole: nn.Module  # experts and router
     held: ExpertsHeld
     load: ExpertLoad
-    whole: nn.Module  # of the layer: experts and router
+    initial: Placement
+    placement: Placement
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -34,70 +41,81 @@ class _Layer:
 
 
 class ExpertBalance:
-    """Counts tokens by layer and expert, and updates the biases that balance them.
+    """Counts tokens by layer and expert, updates biases, and moves experts between ranks.
 
-    Args:
-        model: its layers with experts count from now on.
-        coeff: how far a step moves the biases; None: it does not.
-
-    Raises: ConfigError: a coefficient, and no layer whose router has a bias.
+    Raises: ConfigError: ``load_balance_coeff``, and no layer whose router has a bias. NotBuiltError:
+        ``rebalance_every``, and experts with buffers.
     """
 
-    def __init__(self, model: nn.Module, properties: Properties, coeff: float | None) -> None:
-        self._axes, self._device = properties.axes, properties.device.torch_device
-        self._comm = self._axes.pipeline_stage
-        self._coeff = coeff or 0.0
-        self._layers = []
-        found = list(modules_with_experts(model))
-        for name, module, held in found:
-            held.load = ExpertLoad(module, held.num_experts)
-            parent = name.rpartition(".")[0]
-            is_alone = sum(other.startswith(f"{parent}.") or not parent for other, _, _ in found) == 1
-            self._layers.append(_Layer(name, held, held.load, model.get_submodule(parent) if is_alone else module))
+    def __init__(self, sharding: Sharding, properties: Properties) -> None:
         config = properties.config
+        self._sharding, self._axes = sharding, properties.axes
+        self._rank, self._device = properties.rank, properties.device.torch_device
+        self._layers = _layers_of(sharding.module)
+        self._coeff = config.expert_parallel.load_balance_coeff or 0.0
+        self._move_every = config.expert_parallel.rebalance_every
         every = config.steps_per_print
-        is_finite = every is not None and math.isfinite(every) and every > 0
-        self._events_every = int(every or 0) if is_finite else _EVENTS_EVERY
+        self._events_every = int(every) if every and every > 0 and math.isfinite(every) else _EVENTS_EVERY
         self._has_events = is_monitored(config)
-        self._last: torch.Tensor | None = None  # tokens of the last step, by expert, the layers one after the other
+        # Tokens by expert, the layers one after the other: of the last step, and of this rank since experts moved.
+        sizes = [layer.held.num_experts for layer in self._layers]
+        self._last = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        self._since = torch.zeros_like(self._last)
         self._is_of_all_ranks = False
-        if self._coeff and not any(from_stages(self._axes.pp, self._has_bias, "biases of experts")):
+        if self._coeff:
+            self._check_biases()
+        if self._move_every:
+            self._check_buffers()
+
+    def _check_biases(self) -> None:
+        own = any(layer.bias is not None for layer in self._layers)
+        if not any(from_stages(self._axes.pp, own, "biases of experts")):
             raise ConfigError(
-                f"expert_parallel.load_balance_coeff is {coeff}, and no layer with experts has a bias for its router.",
+                f"expert_parallel.load_balance_coeff is {self._coeff}, and no layer with experts has a bias for its"
+                " router.",
                 do="set it to null, or use a model whose routers have the buffer e_score_correction_bias or expert_bias"
                 " (shoal.parallel.expert.bias.add_bias).",
                 code="expert-bias",
             )
 
-    @property
-    def _has_bias(self) -> bool:
-        return any(layer.bias is not None for layer in self._layers)
+    def _check_buffers(self) -> None:
+        for layer in self._layers:
+            if any(True for _ in layer.module.buffers()):
+                raise NotBuiltError(
+                    f"expert_parallel.rebalance_every: the experts of {layer.name} have buffers.",
+                    do="set it to 0.",
+                )
 
-    def after_step(self, *, was_applied: bool) -> None:
-        """Take the counts of the step; update the biases.
+    # after a step
 
-        Communicates: with a coefficient: one all-reduce of the layers' counts. Order: does not block the host.
+    def after_step(self, step: int, *, was_applied: bool) -> None:
+        """Take the counts of the step; update the biases; move experts where it is time to.
+
+        Communicates: with ``load_balance_coeff``: one all-reduce of the layers' counts. Each ``rebalance_every``
+            steps: another, and the experts that move.
+        Order: does not block the host, except where experts may move.
         """
         if not self._layers:
             return
-        self._last = torch.cat([layer.load.take(self._device) for layer in self._layers]).float()
+        self._last = torch.cat([layer.load.take(self._device) for layer in self._layers]).double()
+        self._since += self._last
         self._is_of_all_ranks = False
-        if not self._coeff or not was_applied:
-            return
-        for layer, load in zip(self._layers, self._sums(), strict=True):
-            bias = layer.bias
-            if bias is not None:
-                update_bias(bias, load, self._coeff)
+        if self._coeff and was_applied:
+            for layer, load in zip(self._layers, self._sums(), strict=True):
+                if (bias := layer.bias) is not None:
+                    update_bias(bias, load, self._coeff)
+        if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
+            self._rebalance(step)
+
+    def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
+        return list(loads.split([layer.held.num_experts for layer in self._layers]))
 
     def _sums(self) -> list[torch.Tensor]:
         """The tokens of the last step over all ranks, by layer. Each shape: [experts]."""
-        sizes = [layer.held.num_experts for layer in self._layers]
-        if self._last is None:
-            self._last = torch.zeros(sum(sizes), device=self._device)
-        if not self._is_of_all_ranks:
-            self._comm.all_reduce(self._last, label="tokens per expert").drain()
+        if not self._is_of_all_ranks and self._layers:
+            self._axes.pipeline_stage.all_reduce(self._last, label="tokens per expert").drain()
             self._is_of_all_ranks = True
-        return list(self._last.split(sizes))
+        return self._by_layer(self._last)
 
     def load(self) -> dict[str, list[int]]:
         """The tokens of the last step, by layer and expert, of all ranks and pipeline stages. Every rank calls."""
@@ -116,3 +134,65 @@ class ExpertBalance:
         if not self._has_events or step % self._events_every:
             return []
         return load_events(self.load(), x)
+
+    # experts that change ranks
+
+    def _rebalance(self, step: int) -> None:
+        comm = self._axes.pipeline_stage
+        comm.all_reduce(self._since, label="tokens per expert").drain()
+        wanted: list[tuple[_Layer, Placement]] = []
+        was = now = 1.0
+        for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
+            loads = load.tolist()
+            placement = plan_placement(loads, layer.placement)
+            if placement != layer.placement:
+                was = max(was, most_loaded(loads, layer.placement))
+                now = max(now, most_loaded(loads, placement))
+                wanted.append((layer, placement))
+        self._since.zero_()
+        if not wanted:
+            return
+        moved = sum(num_moved(layer.placement, placement) for layer, placement in wanted)
+        if not self._move(wanted):
+            self._move_every = 0
+            say_on_rank_0(self._rank, "experts stay where they are: their optimizer state cannot be exchanged.")
+            return
+        say_on_rank_0(
+            self._rank,
+            f"step {step}: {moved} experts of {len(wanted)} layers changed ranks; the most loaded rank had {was:.2f}"
+            f" times the mean, and would have had {now:.2f}.",
+        )
+
+    def _move(self, wanted: list[tuple[_Layer, Placement]]) -> bool:
+        """Were the experts moved?"""
+        ep = self._axes.ep
+        assert ep is not None
+        self._sharding.wait()
+        if not can_move([group for group in self._sharding.groups if group.parts is ep], ep):
+            return False
+        self._axes.drain()  # peers may still be reading the parameters that are about to change
+        for layer, placement in wanted:
+            move_experts(self._sharding.model, layer.name, layer.module, layer.held, layer.placement, placement)
+            layer.placement = placement
+        return True
+
+    def restore(self) -> None:
+        """Move all experts to where they were at first. Communicates: the experts that are elsewhere."""
+        moved = [(layer, layer.initial) for layer in self._layers if layer.placement != layer.initial]
+        if moved and self._sharding.failure is None:
+            self._move(moved)
+
+
+def _layers_of(model: nn.Module) -> list[_Layer]:
+    """The layers with experts, which count their tokens from now on."""
+    found = list(modules_with_experts(model))
+    layers = []
+    for name, module, held in found:
+        held.load = ExpertLoad(module, held.num_experts)
+        parent = name.rpartition(".")[0]
+        is_alone = sum(not parent or other.startswith(f"{parent}.") for other, _, _ in found) == 1
+        size = held.num_local
+        placement = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
+        whole = model.get_submodule(parent) if is_alone else module
+        layers.append(_Layer(name, module, whole, held, held.load, placement, placement))
+    return layers

@@ -55,3 +55,8 @@ def most_loaded(loads: Sequence[float], placement: Placement) -> float:
     """
     totals = [sum(loads[expert] for expert in own) for own in placement]
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+
+
+def num_moved(before: Placement, after: Placement) -> int:
+    """How many experts change ranks."""
+    return sum(a != b for old, new in zip(before, after, strict=True) for a, b in zip(old, new, strict=True))

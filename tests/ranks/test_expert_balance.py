@@ -1,0 +1,256 @@
+"""Loads, biases and experts that change ranks, in engines: training is the same wherever an expert is."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.comm.threads import run_ranks
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.parallel.expert.bias import add_bias
+from shoal.parallel.expert.losses import tokens_per_expert
+from shoal.zero.engine_parameters import safe_get_full_optimizer_state
+from tests.ranks.expert_cases import NUM_EXPERTS, WIDTH, ListedExperts, StackedExperts
+from tests.ranks.models import VOCABULARY
+from tests.ranks.training import BF16, adamw, batch, config, make, sgd, start_with
+
+STEPS = 6
+
+
+class Router(nn.Module):
+    """Prefers experts 0 and 1, which one rank has at first."""
+
+    def __init__(self, num_experts: int, k: int = 1) -> None:
+        super().__init__()
+        self.k = k
+        self.weight = nn.Parameter(torch.randn(num_experts, WIDTH) / 8)
+        self.preference: torch.Tensor
+        self.register_buffer("preference", torch.tensor([0.6, 0.5] + [0.0] * (num_experts - 2)), persistent=False)
+        self.bias = add_bias(self, num_experts)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = (hidden @ self.weight.T).sigmoid() + self.preference
+        index = (scores + self.get_buffer("expert_bias")).topk(self.k).indices
+        return index, scores.gather(1, index)
+
+
+class Routed(nn.Module):
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = Router(NUM_EXPERTS)
+        self.experts = experts
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        flat = self.norm(hidden).flatten(0, -2)
+        index, weights = self.gate(flat)
+        held = self.experts.experts_held
+        if held.load is not None:
+            held.load.add(tokens_per_expert(index, NUM_EXPERTS))
+        share = torch.zeros(len(flat), NUM_EXPERTS, dtype=weights.dtype).scatter(1, index, weights)
+        return hidden + self.experts(flat, share).view(hidden.shape)
+
+
+class RoutedModel(nn.Module):
+    def __init__(self, ep_size: int | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            Routed(StackedExperts() if ep_size is None else ListedExperts(ep_size)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def settings(stage: int, ep: int | None, *, every: int = 0, coeff: float | None = None, **more: Any) -> dict[str, Any]:
+    made = config(stage, gradient_clipping=0.5, **more)
+    experts = {"rebalance_every": every, "load_balance_coeff": coeff}
+    return {**made, "expert_parallel": experts, "parallel": {} if ep is None else {"ep": ep}}
+
+
+def engine_of(form: str, stage: int, ep: int, optimizer: Any = sgd, **more: Any) -> Any:
+    is_listed = form == "listed"
+    model = make(partial(RoutedModel, ep if is_listed else None))
+    return start_with(model, settings(stage, None if is_listed else ep, **more), optimizer)
+
+
+def train(engine: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = engine(*batch(step, engine.axes.batch.rank, engine.axes.batch.size))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def owners(engine: Any) -> list[tuple[int, ...]]:
+    return [block.experts.experts_held.owners for block in engine.module.blocks]
+
+
+HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+HOST_PARAMETERS = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize("form", ["stacked", "listed"])
+@pytest.mark.parametrize(
+    ("size", "ep", "stage", "more"),
+    [(2, 2, 0, {}), (2, 2, 3, {}), (4, 2, 1, {}), (4, 2, 2, HOST), (4, 2, 3, HOST_PARAMETERS), (4, 2, 3, BF16)],
+)
+def test_training_with_and_without_moved_experts_is_the_same(
+    form: str, size: int, ep: int, stage: int, more: dict[str, Any]
+) -> None:
+    def rank(every: int) -> tuple[list[float], dict[str, Any], Any, Any]:
+        engine = engine_of(form, stage, ep, sgd if more is BF16 else adamw, every=every, **more)
+        losses = train(engine, range(STEPS))
+        state = {
+            name: safe_get_full_optimizer_state(parameter, "momentum_buffer" if more is BF16 else "exp_avg")
+            for name, parameter in engine.module.named_parameters()
+            if "experts" not in name or form == "stacked"
+        }
+        values, places = engine.module_state_dict(), owners(engine)
+        engine.destroy()
+        return losses, values, state, (places, owners(engine))
+
+    still, moving = run_ranks(size, partial(rank, 0)), run_ranks(size, partial(rank, 2))
+    atol = 2e-2 if more is BF16 else 1e-6
+    for (losses, values, state, places), (expected, fixed, fixed_state, _) in zip(moving, still, strict=True):
+        before, after = places
+        assert any(own != (0, 0, 1, 1) for own in before)
+        assert after == [(0, 0, 1, 1)] * 2
+        assert losses == pytest.approx(expected, rel=atol)
+        assert set(values) == set(fixed)
+        for name, value in fixed.items():
+            torch.testing.assert_close(values[name], value, rtol=atol, atol=atol, msg=name)
+        for name, value in fixed_state.items():
+            torch.testing.assert_close(state[name], value, rtol=atol, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("form", ["stacked", "listed"])
+def test_a_checkpoint_of_moved_experts_loads_where_they_have_not_moved(tmp_path: Path, form: str) -> None:
+    def save() -> dict[str, Any]:
+        engine = engine_of(form, 2, 2, adamw, every=1)
+        train(engine, range(3))
+        assert any(own != (0, 0, 1, 1) for own in owners(engine))
+        engine.save_checkpoint(str(tmp_path), tag="mine")
+        train(engine, range(3, STEPS))
+        return engine.module_state_dict()
+
+    def load(ep: int, stage: int) -> dict[str, Any]:
+        engine = engine_of(form, stage, ep, adamw, every=0)
+        engine.load_checkpoint(str(tmp_path), tag="mine")
+        train(engine, range(3, STEPS))
+        return engine.module_state_dict()
+
+    expected = run_ranks(4, save)[0]
+    for ep, stage in ((2, 3), (4, 1)):
+        for name, value in run_ranks(4, partial(load, ep, stage))[0].items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_load_is_of_all_ranks_and_micro_batches() -> None:
+    def rank() -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        engine = engine_of("stacked", 1, 2, gradient_accumulation_steps=2)
+        nothing = engine.expert_load()
+        engine.train()
+        for micro in range(2):
+            engine.backward(engine(*batch(micro, engine.axes.batch.rank, 2)))
+            engine.step()
+        with torch.no_grad():
+            engine.eval()(*batch(9, engine.axes.batch.rank, 2))
+        return nothing, engine.expert_load()
+
+    def alone() -> dict[str, list[int]]:
+        model, counts = make(RoutedModel), Counter[tuple[str, int]]()
+
+        def count(name: str, _module: Any, _args: Any, chosen: Any) -> None:
+            counts.update((name, expert) for expert in chosen[0].flatten().tolist())
+
+        for index, block in enumerate(model.blocks):
+            block.gate.register_forward_hook(partial(count, f"blocks.{index}.experts"))
+        for micro in range(2):
+            model(*(torch.cat([batch(micro, r, 2)[i] for r in range(2)]) for i in range(2)))
+        return {f"blocks.{i}.experts": [counts[f"blocks.{i}.experts", e] for e in range(NUM_EXPERTS)] for i in range(2)}
+
+    expected = alone()
+    for nothing, load in run_ranks(2, rank):
+        assert nothing == {name: [0] * NUM_EXPERTS for name in expected}
+        assert load == expected
+
+
+def test_biases_move_against_the_load_alike_on_all_ranks_and_are_in_checkpoints(tmp_path: Path) -> None:
+    def rank() -> tuple[list[list[float]], list[list[float]], dict[str, list[int]], list[list[float]]]:
+        engine = engine_of("stacked", 2, 2, coeff=0.5)
+        gates = [block.gate for block in engine.module.blocks]
+        train(engine, range(1))
+        load, first = engine.expert_load(), [gate.expert_bias.tolist() for gate in gates]
+        train(engine, range(1, 3))
+        engine.save_checkpoint(str(tmp_path), tag="mine")
+        kept = [gate.expert_bias.tolist() for gate in gates]
+        for gate in gates:
+            gate.expert_bias.zero_()
+        engine.load_checkpoint(str(tmp_path), tag="mine")
+        return first, kept, load, [gate.expert_bias.tolist() for gate in gates]
+
+    found = run_ranks(4, rank)
+    for first, kept, load, loaded in found:
+        for bias, tokens in zip(first, load.values(), strict=True):
+            mean = sum(tokens) / len(tokens)
+            assert bias == [0.5 * ((mean > count) - (mean < count)) for count in tokens]
+        assert kept == loaded == found[0][1]
+
+
+def test_biases_balance_the_load() -> None:
+    def rank(coeff: float | None) -> float:
+        engine = engine_of("stacked", 1, 2, coeff=coeff)
+        train(engine, range(30))
+        load = engine.expert_load()["blocks.0.experts"]
+        return max(load) * len(load) / sum(load)
+
+    assert max(run_ranks(2, partial(rank, None))) > 2
+    assert max(run_ranks(2, partial(rank, 0.05))) < 1.7
+
+
+def test_loads_are_written_at_the_print_interval(tmp_path: Path) -> None:
+    def rank() -> None:
+        monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
+        engine = engine_of("stacked", 1, 2, csv_monitor=monitor, steps_per_print=2)
+        train(engine, range(4))
+        engine.destroy()
+
+    run_ranks(2, rank)
+    rows = (tmp_path / "run" / "experts_blocks.1.experts_load_0.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "4", "12"]  # samples, as of the other values
+    assert len(list((tmp_path / "run").glob("experts_*"))) == 2 * (1 + NUM_EXPERTS)
+
+
+def test_what_cannot_be_balanced_is_an_error_on_every_rank() -> None:
+    def without_bias() -> None:
+        model = make(RoutedModel)
+        for block in model.blocks:
+            del block.gate.expert_bias
+        start_with(model, settings(1, 2, coeff=0.001))
+
+    with pytest.raises(ConfigError, match="no layer with experts has a bias") as caught:
+        run_ranks(2, without_bias)
+    assert caught.value.code == "expert-bias"
+
+    def with_buffers() -> None:
+        model = make(RoutedModel)
+        model.blocks[1].experts.register_buffer("scale", torch.ones(NUM_EXPERTS))
+        start_with(model, settings(1, 2, every=1))
+
+    with pytest.raises(NotBuiltError, match=re.escape("the experts of blocks.1.experts have buffers")):
+        run_ranks(2, with_buffers)

@@ -57,6 +57,7 @@ class ExpertBalance:
         every = config.steps_per_print
         self._events_every = int(every) if every and every > 0 and math.isfinite(every) else _EVENTS_EVERY
         self._has_events = is_monitored(config)
+        self._are_tokens_split = config.parallel.tp_sequence_parallel
         # Tokens by expert, the layers one after the other: of the last step, and of this rank since experts moved.
         sizes = [layer.held.num_experts for layer in self._layers]
         self._last = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
@@ -97,7 +98,7 @@ class ExpertBalance:
         """
         if not self._layers:
             return
-        self._last = torch.cat([layer.load.take(self._device) for layer in self._layers]).double()
+        self._last = torch.cat([layer.load.take(self._device) / self._copies(layer) for layer in self._layers]).double()
         self._since += self._last
         self._is_of_all_ranks = False
         if self._coeff and was_applied:
@@ -106,6 +107,11 @@ class ExpertBalance:
                     update_bias(bias, load, self._coeff)
         if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
             self._rebalance(step)
+
+    def _copies(self, layer: _Layer) -> int:
+        """How many ranks have counted the same tokens."""
+        tp = self._axes.tp
+        return 1 if tp is None or self._are_tokens_split or layer.held.same_tokens is not None else tp.size
 
     def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
         return list(loads.split([layer.held.num_experts for layer in self._layers]))
@@ -119,7 +125,7 @@ class ExpertBalance:
 
     def load(self) -> dict[str, list[int]]:
         """The tokens of the last step, by layer and expert, of all ranks and pipeline stages. Every rank calls."""
-        own = {layer.name: load.long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)}
+        own = {layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)}
         stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, own, "tokens per expert")
         return {name: counts for stage in stages for name, counts in stage.items()}
 

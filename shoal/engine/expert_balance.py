@@ -25,7 +25,7 @@ _EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
 
 
 @dataclass
-class _Layer:
+class _BalancedLayer:
     name: str  # of the module that holds the experts
     module: nn.Module
     whole: nn.Module  # experts and router
@@ -63,6 +63,7 @@ class ExpertBalance:
         self._last = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
         self._since = torch.zeros_like(self._last)
         self._is_of_all_ranks = False
+        self._has_layers: bool | None = None  # on some pipeline stage; None: not asked yet
         if self._coeff:
             self._check_biases()
         if self._move_every:
@@ -108,7 +109,7 @@ class ExpertBalance:
         if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
             self._rebalance(step)
 
-    def _copies(self, layer: _Layer) -> int:
+    def _copies(self, layer: _BalancedLayer) -> int:
         """How many ranks have counted the same tokens."""
         tp = self._axes.tp
         return 1 if tp is None or self._are_tokens_split or layer.held.same_tokens is not None else tp.size
@@ -125,6 +126,10 @@ class ExpertBalance:
 
     def load(self) -> dict[str, list[int]]:
         """The tokens of the last step, by layer and expert, of all ranks and pipeline stages. Every rank calls."""
+        if self._has_layers is None:
+            self._has_layers = any(from_stages(self._axes.pp, bool(self._layers), "layers with experts"))
+        if not self._has_layers:
+            return {}
         own = {layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)}
         stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, own, "tokens per expert")
         return {name: counts for stage in stages for name, counts in stage.items()}
@@ -146,7 +151,7 @@ class ExpertBalance:
     def _rebalance(self, step: int) -> None:
         comm = self._axes.pipeline_stage
         comm.all_reduce(self._since, label="tokens per expert").drain()
-        wanted: list[tuple[_Layer, Placement]] = []
+        wanted: list[tuple[_BalancedLayer, Placement]] = []
         was = now = 1.0
         for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
             loads = load.tolist()
@@ -169,7 +174,7 @@ class ExpertBalance:
             f" times the mean, and would have had {now:.2f}.",
         )
 
-    def _move(self, wanted: list[tuple[_Layer, Placement]]) -> bool:
+    def _move(self, wanted: list[tuple[_BalancedLayer, Placement]]) -> bool:
         """Were the experts moved?"""
         ep = self._axes.ep
         assert ep is not None
@@ -189,7 +194,7 @@ class ExpertBalance:
             self._move(moved)
 
 
-def _layers_of(model: nn.Module) -> list[_Layer]:
+def _layers_of(model: nn.Module) -> list[_BalancedLayer]:
     """The layers with experts, which count their tokens from now on."""
     found = list(modules_with_experts(model))
     layers = []
@@ -200,5 +205,5 @@ def _layers_of(model: nn.Module) -> list[_Layer]:
         size = held.num_local
         placement = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
         whole = model.get_submodule(parent) if is_alone else module
-        layers.append(_Layer(name, module, whole, held, held.load, placement, placement))
+        layers.append(_BalancedLayer(name, module, whole, held, held.load, placement, placement))
     return layers

@@ -42,6 +42,7 @@ from shoal.device import Device
 from shoal.engine.pipeline import PipelineEngine
 from shoal.errors import NonFiniteError, ShoalError
 from shoal.models import GPT, GPTConfig
+from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.pipeline.draw import svg
@@ -233,7 +234,7 @@ class _Run:
                 )
             reading = self._read(step, loss, num_steps * per_step / (now - last))
             self.tokens += num_steps * per_step
-            self.monitor.write_events(reading.events())
+            self.monitor.write_events([*reading.events(), *load_events(self.engine.expert_load(), step)])
             self.progress.show(reading, self.budget.fraction(step))
             losses.zero_()
             num_steps, last = 0, now

@@ -16,6 +16,7 @@ from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
+from shoal.engine.expert_balance import ExpertBalance
 from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
 from shoal.engine.log import say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
@@ -111,6 +112,7 @@ class Engine(nn.Module):
         self._was_step_applied = False
         self._is_destroyed = False
         self._same_inputs = SameInputs(properties.axes.tp)
+        self._expert_balance = ExpertBalance(sharding, properties)
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
@@ -288,6 +290,7 @@ class Engine(nn.Module):
         counters.global_steps += 1
         self.run_state.curriculum.go_to(self.global_steps)
         self._end_step()
+        self._expert_balance.after_step(self.global_steps, was_applied=self._was_step_applied)
         self.checkpointing.poll()
         unused = self._activations.recompute.unused_note() if self.global_steps == 1 else None
         if unused is not None:
@@ -296,6 +299,9 @@ class Engine(nn.Module):
             callback(self)
         numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
         self._progress.after_step(counters, numbers, self.memory_report)
+        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
+        if self._progress.monitor is not None and events:
+            self._progress.monitor.write_events(events)
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """The loss of the step that is logged."""
@@ -542,6 +548,13 @@ class Engine(nn.Module):
     def loss_scale(self) -> float:
         """The factor of losses under fp16; 1 otherwise."""
         return 1.0 if self.accumulation.loss_scale is None else self.accumulation.loss_scale.scale
+
+    def expert_load(self) -> dict[str, list[int]]:
+        """The tokens that each expert got in the last step, by layer: of all micro-batches and ranks. Every rank calls.
+
+        Communicates: one all-reduce of a number for each expert. Order: blocks the host.
+        """
+        return self._expert_balance.load()
 
     def memory_report(self) -> Ledger:
         """Bytes by kind, tier and unit, and the allocator's figures."""
@@ -798,6 +811,7 @@ class Engine(nn.Module):
         try:
             self.checkpointing.close()
             self.sharding.wait()
+            self._expert_balance.restore()
         finally:
             self._tear_down()
 

@@ -241,6 +241,11 @@ def _name_of(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
+def is_monitored(config: Config) -> bool:
+    """Do the config's sections ask for a monitor? (Only rank 0 has it.)"""
+    return any(s.enabled for s in (config.tensorboard, config.csv_monitor, config.wandb, config.comet))
+
+
 def make_monitor(config: Config, rank: int) -> Monitor | None:
     """The monitor that the config's sections ask for; None where there is none, and on every rank but 0."""
     if rank != 0:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.observe.chart import Chart, Line, draw, short
+from shoal.observe.expert_load import PREFIX, load_section
 from shoal.observe.monitor import read_json_lines
 from shoal.observe.report_page import SCRIPT, STYLE
 from shoal.text import format_bytes, format_count
@@ -91,6 +92,7 @@ def render(record: RunRecord, series: Series) -> str:
         _facts(record.facts),
         _messages(record.messages),
         *(_chart(chart) for chart in _charts(series)),
+        load_section(series),
         _drawing("Pipeline", record.pipeline),
         _sample(record.prompt, record.sample),
         _ledger(record.ledger, record.allocator),
@@ -153,7 +155,8 @@ def _charts(series: Series) -> list[Chart]:
         "memory/allocated_bytes",
         "memory/peak_bytes",
     }
-    others = [Chart(name, "", line(name, name, 1)) for name in sorted(series) if name not in named]
+    unknown = [name for name in sorted(series) if name not in named and not name.startswith(PREFIX)]
+    others = [Chart(name, "", line(name, name, 1)) for name in unknown]
     return [chart for chart in known + others if chart.lines]
 
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 STYLE = """
 :root{--page:#f6f7f9;--card:#fff;--ink:#16202c;--soft:#5b6878;--rule:#e3e7ec;--tint:#eef5f6;--accent:#0b7285;
 --series-1:#0b7285;--series-2:#d9480f;--series-3:#2f6fce;--series-4:#7048a8;--series-5:#3a7d33;
+--load-0:#b9c0c9;--load-1:#1f5fae;--load-2:#6b9bd6;--load-3:#b5cfec;--load-4:#eef1f4;--load-5:#fbc99b;--load-6:#ee8336;
+--load-7:#b33a06;
 --mono:ui-monospace,"SF Mono","Cascadia Mono","DejaVu Sans Mono",Menlo,Consolas,monospace}
 @media (prefers-color-scheme:dark){:root{--page:#10151b;--card:#181f27;--ink:#e4eaf0;--soft:#93a1b0;--rule:#29323c;
 --tint:#17303a;--accent:#4fc3d6;--series-1:#4fc3d6;--series-2:#ff9457;--series-3:#74a9ff;--series-4:#bf9bf0;
---series-5:#7fcf74}}
+--series-5:#7fcf74;--load-0:#4a5562;--load-1:#7fb4ff;--load-2:#4a83cf;--load-3:#2c4f7c;--load-4:#232c36;
+--load-5:#6e4526;--load-6:#c96a22;--load-7:#ff9f5c}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif;-webkit-text-size-adjust:100%}
@@ -36,6 +39,16 @@ border-radius:6px;background:var(--card)}
 .legend i{display:inline-block;width:14px;height:3px;border-radius:2px;margin-right:6px;vertical-align:middle}
 .legend b{color:var(--ink);font-weight:600;font-variant-numeric:tabular-nums}
 .chart{display:block;width:100%;height:auto;overflow:visible}
+.loads{display:block;width:100%;height:auto}
+.load-0{fill:var(--load-0);background:var(--load-0)}
+.load-1{fill:var(--load-1);background:var(--load-1)}
+.load-2{fill:var(--load-2);background:var(--load-2)}
+.load-3{fill:var(--load-3);background:var(--load-3)}
+.load-4{fill:var(--load-4);background:var(--load-4)}
+.load-5{fill:var(--load-5);background:var(--load-5)}
+.load-6{fill:var(--load-6);background:var(--load-6)}
+.load-7{fill:var(--load-7);background:var(--load-7)}
+.legend i[class]{height:10px}
 .grid{stroke:var(--rule);stroke-width:1}
 .tick{fill:var(--soft);font-size:11px;font-variant-numeric:tabular-nums}
 .line{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}

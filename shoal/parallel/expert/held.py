@@ -9,7 +9,7 @@ part of the layer its parameters are, and gives it the ranks that hold the other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ConfigError
+from shoal.parallel.expert.load import ExpertLoad
 
 Form = Literal["stacked", "listed"]
 
@@ -36,6 +37,7 @@ class ExpertsHeld:
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``hierarchical``.
+        load: counts this rank's tokens by expert; None: nothing asks for them.
     """
 
     num_experts: int
@@ -46,6 +48,7 @@ class ExpertsHeld:
     owners: tuple[int, ...] = ()
     same_tokens: Communicator | None = None
     hierarchy: tuple[Communicator, Communicator] | None = None
+    load: ExpertLoad | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -73,6 +76,16 @@ class ExpertsHeld:
         self.comm = comm
         self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
         self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+
+    def place(self, placement: Sequence[Sequence[int]]) -> None:
+        """Say where the experts are now.
+
+        Args:
+            placement: by rank, the experts that it holds, in the order of its parameters.
+        """
+        self.ids = tuple(placement[0 if self.comm is None else self.comm.rank])
+        owner = {expert: rank for rank, ids in enumerate(placement) for expert in ids}
+        self.owners = tuple(owner[expert] for expert in range(self.num_experts))
 
 
 def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ExpertsHeld]]:

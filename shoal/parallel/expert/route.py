@@ -128,6 +128,8 @@ def route(index: Tensor, held: ExpertsHeld, num_chunks: int = 1, *, may_drop: bo
     if index.is_meta or is_fake(index):
         counts = [[_even(chunk[0].numel(), held.num_experts)] * size for chunk in sorted_chunks]
     mine = torch.stack([chunk.diff() for chunk in starts])
+    if held.load is not None and not index.is_meta:
+        held.load.add(_by_expert(mine.sum(0), slots))
     if comm is not None and size > 1 and not index.is_meta:
         every = comm.exchange(mine.flatten(), label="experts' rows").wait()
     else:
@@ -140,6 +142,13 @@ def route(index: Tensor, held: ExpertsHeld, num_chunks: int = 1, *, may_drop: bo
         _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1])
         for at, chunk in enumerate(sorted_chunks)
     ]
+
+
+def _by_expert(of_slots: Tensor, slots: _Slots) -> Tensor:
+    """One number for each slot, in the order of the experts."""
+    if slots.slot_of is None:
+        return of_slots
+    return of_slots[torch.tensor(slots.slot_of).to(of_slots.device, non_blocking=True)]
 
 
 def _chunks(index: Tensor, num_chunks: int) -> Sequence[Tensor]:

@@ -1,0 +1,209 @@
+"""The load of the model's experts after each step, and what follows: biases, events, experts that change ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.engine.log import say_on_rank_0
+from shoal.engine.over_stages import from_stages
+from shoal.engine.properties import Properties
+from shoal.engine.sharding import Sharding
+from shoal.errors import ConfigError, NotBuiltError
+from shoal.observe.expert_load import load_events
+from shoal.observe.monitor import Event, is_monitored
+from shoal.parallel.expert.bias import bias_of, update_bias
+from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
+from shoal.parallel.expert.load import ExpertLoad
+from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_placement
+from shoal.zero.move_experts import can_move, move_experts
+
+_EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
+
+
+@dataclass
+class _BalancedLayer:
+    name: str  # of the module that holds the experts
+    module: nn.Module
+    whole: nn.Module  # experts and router
+    held: ExpertsHeld
+    load: ExpertLoad
+    initial: Placement
+    placement: Placement
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Found anew each time: a module that moves to another device gets new buffers."""
+        return bias_of(self.whole, self.held.num_experts)
+
+
+class ExpertBalance:
+    """Counts tokens by layer and expert, updates biases, and moves experts between ranks.
+
+    Raises: ConfigError: ``load_balance_coeff``, and no layer whose router has a bias. NotBuiltError:
+        ``rebalance_every``, and experts with buffers.
+    """
+
+    def __init__(self, sharding: Sharding, properties: Properties) -> None:
+        config = properties.config
+        self._sharding, self._axes = sharding, properties.axes
+        self._rank, self._device = properties.rank, properties.device.torch_device
+        self._layers = _layers_of(sharding.module)
+        self._coeff = config.expert_parallel.load_balance_coeff or 0.0
+        self._move_every = config.expert_parallel.rebalance_every
+        every = config.steps_per_print
+        self._events_every = int(every) if every and every > 0 and math.isfinite(every) else _EVENTS_EVERY
+        self._has_events = is_monitored(config)
+        self._are_tokens_split = config.parallel.tp_sequence_parallel
+        # Tokens by expert, the layers one after the other: of the last step, and of this rank since experts moved.
+        sizes = [layer.held.num_experts for layer in self._layers]
+        self._last = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
+        self._since = torch.zeros_like(self._last)
+        self._is_of_all_ranks = False
+        self._has_layers: bool | None = None  # on some pipeline stage; None: not asked yet
+        if self._coeff:
+            self._check_biases()
+        if self._move_every:
+            self._check_buffers()
+
+    def _check_biases(self) -> None:
+        own = any(layer.bias is not None for layer in self._layers)
+        if not any(from_stages(self._axes.pp, own, "biases of experts")):
+            raise ConfigError(
+                f"expert_parallel.load_balance_coeff is {self._coeff}, and no layer with experts has a bias for its"
+                " router.",
+                do="set it to null, or use a model whose routers have the buffer e_score_correction_bias or expert_bias"
+                " (shoal.parallel.expert.bias.add_bias).",
+                code="expert-bias",
+            )
+
+    def _check_buffers(self) -> None:
+        for layer in self._layers:
+            if any(True for _ in layer.module.buffers()):
+                raise NotBuiltError(
+                    f"expert_parallel.rebalance_every: the experts of {layer.name} have buffers.",
+                    do="set it to 0.",
+                )
+
+    # after a step
+
+    def after_step(self, step: int, *, was_applied: bool) -> None:
+        """Take the counts of the step; update the biases; move experts where it is time to.
+
+        Communicates: with ``load_balance_coeff``: one all-reduce of the layers' counts. Each ``rebalance_every``
+            steps: another, and the experts that move.
+        Order: does not block the host, except where experts may move.
+        """
+        if not self._layers:
+            return
+        self._last = torch.cat([layer.load.take(self._device) / self._copies(layer) for layer in self._layers]).double()
+        self._since += self._last
+        self._is_of_all_ranks = False
+        if self._coeff and was_applied:
+            for layer, load in zip(self._layers, self._sums(), strict=True):
+                if (bias := layer.bias) is not None:
+                    update_bias(bias, load, self._coeff)
+        if self._move_every and step % self._move_every == 0 and self._axes.ep is not None:
+            self._rebalance(step)
+
+    def _copies(self, layer: _BalancedLayer) -> int:
+        """How many ranks have counted the same tokens."""
+        tp = self._axes.tp
+        return 1 if tp is None or self._are_tokens_split or layer.held.same_tokens is not None else tp.size
+
+    def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
+        return list(loads.split([layer.held.num_experts for layer in self._layers]))
+
+    def _sums(self) -> list[torch.Tensor]:
+        """The tokens of the last step over all ranks, by layer. Each shape: [experts]."""
+        if not self._is_of_all_ranks and self._layers:
+            self._axes.pipeline_stage.all_reduce(self._last, label="tokens per expert").drain()
+            self._is_of_all_ranks = True
+        return self._by_layer(self._last)
+
+    def load(self) -> dict[str, list[int]]:
+        """The tokens of the last step, by layer and expert, of all ranks and pipeline stages. Every rank calls."""
+        if self._has_layers is None:
+            self._has_layers = any(from_stages(self._axes.pp, bool(self._layers), "layers with experts"))
+        if not self._has_layers:
+            return {}
+        own = {layer.name: load.round().long().tolist() for layer, load in zip(self._layers, self._sums(), strict=True)}
+        stages: list[dict[str, list[int]]] = from_stages(self._axes.pp, own, "tokens per expert")
+        return {name: counts for stage in stages for name, counts in stage.items()}
+
+    def events(self, step: int, x: int) -> list[Event]:
+        """The loads, for a monitor, at each ``steps_per_print``; else none.
+
+        Args:
+            x: of the events.
+
+        Communicates: at those steps, as ``load()``. Order: blocks the host.
+        """
+        if not self._has_events or step % self._events_every:
+            return []
+        return load_events(self.load(), x)
+
+    # experts that change ranks
+
+    def _rebalance(self, step: int) -> None:
+        comm = self._axes.pipeline_stage
+        comm.all_reduce(self._since, label="tokens per expert").drain()
+        wanted: list[tuple[_BalancedLayer, Placement]] = []
+        was = now = 1.0
+        for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
+            loads = load.tolist()
+            placement = plan_placement(loads, layer.placement)
+            if placement != layer.placement:
+                was = max(was, most_loaded(loads, layer.placement))
+                now = max(now, most_loaded(loads, placement))
+                wanted.append((layer, placement))
+        self._since.zero_()
+        if not wanted:
+            return
+        moved = sum(num_moved(layer.placement, placement) for layer, placement in wanted)
+        if not self._move(wanted):
+            self._move_every = 0
+            say_on_rank_0(self._rank, "experts stay where they are: their optimizer state cannot be exchanged.")
+            return
+        say_on_rank_0(
+            self._rank,
+            f"step {step}: {moved} experts of {len(wanted)} layers changed ranks; the most loaded rank had {was:.2f}"
+            f" times the mean, and would have had {now:.2f}.",
+        )
+
+    def _move(self, wanted: list[tuple[_BalancedLayer, Placement]]) -> bool:
+        """Were the experts moved?"""
+        ep = self._axes.ep
+        assert ep is not None
+        self._sharding.wait()
+        if not can_move([group for group in self._sharding.groups if group.parts is ep], ep):
+            return False
+        self._axes.drain()  # peers may still be reading the parameters that are about to change
+        for layer, placement in wanted:
+            move_experts(self._sharding.model, layer.name, layer.module, layer.held, layer.placement, placement)
+            layer.placement = placement
+        return True
+
+    def restore(self) -> None:
+        """Move all experts to where they were at first. Communicates: the experts that are elsewhere."""
+        moved = [(layer, layer.initial) for layer in self._layers if layer.placement != layer.initial]
+        if moved and self._sharding.failure is None:
+            self._move(moved)
+
+
+def _layers_of(model: nn.Module) -> list[_BalancedLayer]:
+    """The layers with experts, which count their tokens from now on."""
+    found = list(modules_with_experts(model))
+    layers = []
+    for name, module, held in found:
+        held.load = ExpertLoad(module, held.num_experts)
+        parent = name.rpartition(".")[0]
+        is_alone = sum(not parent or other.startswith(f"{parent}.") for other, _, _ in found) == 1
+        size = held.num_local
+        placement = tuple(tuple(range(rank * size, (rank + 1) * size)) for rank in range(held.ep_size))
+        whole = model.get_submodule(parent) if is_alone else module
+        layers.append(_BalancedLayer(name, module, whole, held, held.load, placement, placement))
+    return layers

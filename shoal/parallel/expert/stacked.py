@@ -34,7 +34,6 @@ class StackedExperts(nn.Module):
         super().__init__()
         self.std = std
         self.experts_held = ExpertsHeld(num_experts)
-        self.experts_held.set_ranks(None)
         self.up = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.down = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.reset_parameters()

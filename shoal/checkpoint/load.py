@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import directory, tree
+from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
@@ -96,7 +97,7 @@ class Load:
                 code="checkpoint-storage",
             )
         assert reader is not None
-        return Chosen(storage, folder, reader.manifest), reader
+        return Chosen(storage, folder, with_groups(reader.manifest, len(self._wanted.names))), reader
 
     def _open_deepspeeds(self, storage: Storage, folder: str) -> StateReader:
         """Each rank compares the checksums in its share of the files."""

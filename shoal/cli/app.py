@@ -128,6 +128,10 @@ def train(
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per block.")] = None,
     vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size; the tokenizer's, or more.")] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Feed-forward layers of each block, of which each token uses some. [none]")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts that each token uses. [2]")] = None,
     text: Annotated[
         list[str] | None,
         typer.Option(help="A file, folder or pattern to train on; may be given often. [Python's docs]"),
@@ -145,6 +149,7 @@ def train(
     tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks: parts of each layer. [1]")] = None,
     sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). [1]")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). [1]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks: other experts. [1]")] = None,
     precision: Annotated[PrecisionOption | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [8]")] = None,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. [1]")] = None,
@@ -185,6 +190,8 @@ def train(
         heads=heads,
         vocab=vocab,
         sequence=sequence,
+        experts=experts,
+        top_k=top_k,
         text=tuple(text or ()),
         tokenizer=None if tokenizer is None else str(tokenizer),
         ranks=ranks or _default_ranks(),
@@ -195,6 +202,7 @@ def train(
         tp=tp,
         sp=sp,
         cp=cp,
+        ep=ep,
         precision=None if precision is None else precision.value,
         micro_batch=micro_batch,
         accumulation=accumulation,

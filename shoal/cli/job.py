@@ -17,6 +17,7 @@ CHECKPOINTS = "checkpoints"
 _DEFAULT_SHAPE = "tiny"
 _DEFAULT_STAGE = 3
 _DEFAULT_MICRO_BATCH = 8
+_DEFAULT_TOP_K = 2
 _DEFAULT_CLIP = 1.0
 _DEFAULT_MINUTES = 3.0
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -33,6 +34,8 @@ class TrainJob:
     heads: int | None = None
     vocab: int | None = None
     sequence: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     ranks: int = 1
@@ -42,6 +45,7 @@ class TrainJob:
     tp: int | None = None
     sp: int | None = None
     cp: int | None = None
+    ep: int | None = None
     stage: int | None = None
     precision: str | None = None
     micro_batch: int | None = None
@@ -79,7 +83,8 @@ class TrainJob:
     def shape(self, vocab_size: int) -> GPTConfig:
         """The model for a tokenizer of ``vocab_size`` tokens.
 
-        Raises: UsageError: two ways to choose a shape at once, or a vocabulary smaller than the tokenizer's.
+        Raises: UsageError: two ways to choose a shape at once, a vocabulary smaller than the tokenizer's, or options of
+            experts that do not fit each other.
             ModelError: a shape that does not exist.
         """
         if self.model is not None and self.parameters is not None:
@@ -100,7 +105,22 @@ class TrainJob:
         if heads is None:
             heads = shape.num_heads if self.hidden is None else _heads_for(hidden)
         layers = shape.num_layers if self.layers is None else self.layers
-        return dataclasses.replace(shape, num_layers=layers, hidden_size=hidden, num_heads=heads)
+        shape = dataclasses.replace(shape, num_layers=layers, hidden_size=hidden, num_heads=heads)
+        return self._with_experts(shape)
+
+    def _with_experts(self, shape: GPTConfig) -> GPTConfig:
+        if self.experts is None:
+            for option, value in (("--top-k", self.top_k), ("--ep", self.ep)):
+                if value is not None and (value, option) != (1, "--ep"):
+                    raise UsageError(f"{option} {value} is of experts, and the model has none.", do="give --experts.")
+            return shape
+        if self.ep is not None and self.experts % self.ep:
+            raise UsageError(
+                f"--ep {self.ep} does not divide --experts {self.experts}.",
+                do="give each rank the same number of experts.",
+            )
+        per_token = min(_DEFAULT_TOP_K, self.experts) if self.top_k is None else self.top_k
+        return dataclasses.replace(shape, num_experts=self.experts, experts_per_token=per_token)
 
 
 def checkpoint_folder(run: Path) -> Path:
@@ -144,7 +164,7 @@ def effective_config(
     zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
     if job.config is None and zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = 0  # small models are sharded too: here that is what is to be seen
-    for axis in ("pp", "tp", "sp", "cp"):
+    for axis in ("pp", "tp", "sp", "cp", "ep"):
         degree = getattr(job, axis)
         if degree is not None:
             overrule(f"--{axis}", degree, "parallel", axis)
@@ -241,11 +261,14 @@ def _heads_for(hidden: int) -> int:
 
 
 def describe_shape(shape: GPTConfig) -> str:
-    """The shape's name, or its layers and width."""
+    """The shape's name, or its layers and width; and its experts."""
     same = (
         name
         for name, other in NAMED_SHAPES.items()
         if (other.num_layers, other.hidden_size, other.num_heads)
         == (shape.num_layers, shape.hidden_size, shape.num_heads)
     )
-    return next(same, f"{shape.num_layers} layers of {shape.hidden_size}")
+    name = next(same, f"{shape.num_layers} layers of {shape.hidden_size}")
+    return (
+        f"{name} with {shape.num_experts} experts, {shape.experts_per_token} per token" if shape.num_experts else name
+    )

@@ -45,6 +45,7 @@ from shoal.models import GPT, GPTConfig
 from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import CsvWriter, JsonLinesWriter, Monitor, TensorBoardWriter
 from shoal.observe.report import METRICS_FILE, RunRecord, write_report
+from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.pipeline.draw import svg
 from shoal.pipeline.simulate import simulate
 from shoal.text import format_bytes, format_count
@@ -116,7 +117,7 @@ class _Run:
             tokenize(texts, self.tokenizer), _VALIDATION_FRACTION, self.shape.sequence_length
         )
         self.config, self.messages = effective_config(
-            job, read_config(job), self.shape.num_parameters(), has_accelerator=world.device.type != "cpu"
+            job, read_config(job), self.shape.num_active_parameters(), has_accelerator=world.device.type != "cpu"
         )
         for message in self.messages:
             self.progress.say(message)
@@ -174,13 +175,13 @@ class _Run:
     def _make_engine(self) -> tuple[Engine, Iterator[Any]]:
         torch.manual_seed(self.job.seed)
         parallel, pipeline = self.config.get("parallel", {}), self.config.get("pipeline", {})
-        if max(parallel.get("tp", 1), parallel.get("pp", 1), pipeline.get("stages", 1)) > 1:
+        if max(*(parallel.get(axis, 1) for axis in ("tp", "pp", "ep")), pipeline.get("stages", 1)) > 1:
             with torch.device("meta"):  # each rank makes its layers, or its part of each, only
-                model = GPT(self.shape)
+                model = GPT(self.shape, experts=ExpertFeedForward)
         else:
             is_sharded = self.config["zero_optimization"]["stage"] == 3
             with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
-                model = GPT(self.shape)
+                model = GPT(self.shape, experts=ExpertFeedForward)
         model.attend_by(shoal.attention)
         own_schedule = None
         if "scheduler" not in self.config:
@@ -381,7 +382,11 @@ class _Run:
         return RunRecord(
             title=_title(self.shape, self.config, self.world.size),
             facts=self._facts(),
-            model={**asdict(self.shape), "parameters": self.shape.num_parameters()},
+            model={
+                **asdict(self.shape),
+                "parameters": self.shape.num_parameters(),
+                "active_parameters": self.shape.num_active_parameters(),
+            },
             config=self.config,
             environment={
                 "device": str(self.engine.device),
@@ -432,10 +437,12 @@ class _Run:
 def _title(shape: GPTConfig, config: dict[str, Any], num_ranks: int) -> str:
     ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
     stage = config["zero_optimization"]["stage"]
-    count = format_count(shape.num_parameters())
-    names = ("pp", "tp", "sp", "cp")
+    count = f"{format_count(shape.num_parameters())} parameters"
+    if shape.num_experts:
+        count += f", {format_count(shape.num_active_parameters())} active"
+    names = ("pp", "tp", "sp", "cp", "ep")
     axes = "".join(f", {axis} {degree}" for axis, degree in config.get("parallel", {}).items() if axis in names)
-    return f"GPT {describe_shape(shape)} ({count} parameters), ZeRO-{stage} on {ranks}{axes}"
+    return f"GPT {describe_shape(shape)} ({count}), ZeRO-{stage} on {ranks}{axes}"
 
 
 def _duration(seconds: float) -> str:

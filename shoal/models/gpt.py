@@ -1,4 +1,4 @@
-"""A GPT: pre-norm blocks, rotary positions, causal attention, one loss.
+"""A GPT: pre-norm blocks, rotary positions, causal attention, one loss; with experts as an option.
 
     tokens [B, L] -> embedding [B, L, D] -> blocks -> norm -> head -> logits [B, L, V] -> loss []
 
@@ -9,6 +9,9 @@ the order in which ``modules()`` lists them. So a model built on the meta device
 same bits as one that was built directly from the same seed. Rotations are computed in each forward pass, once for all
 blocks, so that there are no buffers to lose or to round.
 
+With experts, a block's feed-forward layer is one that the caller gives (``shoal.parallel.expert.stacked``), and the
+losses of the routers are summed from block to block.
+
 Source: GPT-2's shape and initialisation (Radford et al. 2019), rotary positions (arXiv:2104.09864).
 """
 
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +30,9 @@ from shoal.errors import ModelError, UsageError
 
 Attend = Callable[..., Tensor]  # as torch.nn.functional.scaled_dot_product_attention
 HeadLoss = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden [B, L, D], weight [V, D], targets [B, L] -> loss []
+ExpertLayer = Callable[["GPTConfig"], nn.Module]  # whose forward is: hidden [B, L, D] -> the same, loss []
 
-_INIT_STD = 0.02
+INIT_STD = 0.02
 _ROTARY_BASE = 10_000.0
 
 
@@ -44,8 +48,12 @@ class GPTConfig:
         num_heads: attention heads per block, H.
         tied: whether the head's weight is the embedding's.
         dropout: probability that an element of a block's two outputs is zeroed while training.
+        num_experts: feed-forward layers in each block, of which each token uses some; 0: one, for all tokens.
+        experts_per_token: how many.
+        auxiliary_loss: weight of the loss that balances the experts.
+        z_loss: weight of the loss that keeps the routers' scores small.
 
-    Raises: ModelError: a size that is not positive, or a hidden size that does not divide.
+    Raises: ModelError: a size that is not positive, a hidden size that does not divide, or too few experts.
     """
 
     vocab_size: int
@@ -55,6 +63,10 @@ class GPTConfig:
     num_heads: int
     tied: bool = True
     dropout: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    auxiliary_loss: float = 0.01
+    z_loss: float = 0.001
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "sequence_length", "num_layers", "hidden_size", "num_heads"):
@@ -67,6 +79,12 @@ class GPTConfig:
                 where="GPTConfig",
                 do=f"take a hidden_size that is a multiple of {2 * self.num_heads}.",
             )
+        if self.num_experts < 0 or (self.num_experts and not 1 <= self.experts_per_token <= self.num_experts):
+            raise ModelError(
+                f"{self.experts_per_token} experts per token of {self.num_experts} experts.",
+                where="GPTConfig",
+                do="take at least 1 expert per token, and at most all of them.",
+            )
 
     @property
     def head_size(self) -> int:
@@ -74,8 +92,15 @@ class GPTConfig:
 
     def num_parameters(self) -> int:
         """The number of distinct parameters (a tied weight counts once)."""
+        return self._count(self.num_experts or 1)
+
+    def num_active_parameters(self) -> int:
+        """Those that one token uses."""
+        return self._count(self.experts_per_token if self.num_experts else 1)
+
+    def _count(self, num_experts: int) -> int:
         hidden = self.hidden_size
-        block = 12 * hidden * hidden + 2 * hidden
+        block = (4 + 8 * num_experts) * hidden * hidden + (2 + self.num_experts) * hidden
         embeddings = self.vocab_size * hidden * (1 if self.tied else 2)
         return self.num_layers * block + embeddings + hidden
 
@@ -84,7 +109,9 @@ class GPTConfig:
 
         Source: Megatron-LM (arXiv:2104.04473), section 5.1, without recomputation.
         """
-        matrices = 12 * self.num_layers * self.hidden_size**2 + self.vocab_size * self.hidden_size
+        experts = self.experts_per_token if self.num_experts else 1
+        block = (4 + 8 * experts) * self.hidden_size**2 + self.num_experts * self.hidden_size
+        matrices = self.num_layers * block + self.vocab_size * self.hidden_size
         scores = 2 * self.num_layers * self.hidden_size * self.sequence_length
         return 6 * (matrices + scores)
 
@@ -95,13 +122,13 @@ class Embedding(nn.Embedding):
     weight: nn.Parameter  # [V, D]
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=_INIT_STD)
+        nn.init.normal_(self.weight, std=INIT_STD)
 
 
 class Linear(nn.Linear):
     """A matrix without a bias, normal with a given standard deviation."""
 
-    def __init__(self, in_features: int, out_features: int, std: float = _INIT_STD) -> None:
+    def __init__(self, in_features: int, out_features: int, std: float = INIT_STD) -> None:
         self.std = std  # set first: the base class's constructor calls reset_parameters()
         super().__init__(in_features, out_features, bias=False)
 
@@ -131,7 +158,7 @@ class Head(nn.Module):
     def reset_parameters(self) -> None:
         """Fill the weight, unless it is tied: then the embedding, its owner, does."""
         if not self.is_tied:
-            nn.init.normal_(self.weight, std=_INIT_STD)
+            nn.init.normal_(self.weight, std=INIT_STD)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """The logits; or, with targets, what ``loss`` computes without them."""
@@ -148,7 +175,7 @@ class Attention(nn.Module):
         self.num_heads = config.num_heads
         self.attention: Attend = F.scaled_dot_product_attention
         self.qkv = Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out = Linear(config.hidden_size, config.hidden_size, _residual_std(config))
+        self.out = Linear(config.hidden_size, config.hidden_size, residual_std(config))
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.qkv(hidden).unflatten(-1, (3, self.num_heads, -1))  # [B, L, 3, H, E]
@@ -165,7 +192,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.up = Linear(config.hidden_size, 4 * config.hidden_size)
-        self.down = Linear(4 * config.hidden_size, config.hidden_size, _residual_std(config))
+        self.down = Linear(4 * config.hidden_size, config.hidden_size, residual_std(config))
 
     def forward(self, hidden: Tensor) -> Tensor:
         out: Tensor = self.down(F.gelu(self.up(hidden), approximate="tanh"))
@@ -173,24 +200,34 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each after a norm and added to its input."""
+    """Attention and feed-forward, each after a norm and added to its input.
 
-    def __init__(self, config: GPTConfig) -> None:
+    Args:
+        experts: makes the feed-forward layer; None: ``FeedForward``, which all tokens use.
+    """
+
+    def __init__(self, config: GPTConfig, experts: ExpertLayer | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config) if experts is None else experts(config)
         self.dropout = config.dropout
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, loss: Tensor | None = None) -> Any:
         """
         Args:
             hidden: [B, L, D].
             cos, sin: [L, E / 2], in the dtype of ``hidden``.
+            loss: with experts: [], the sum of the routers' losses of the blocks before.
+
+        Returns: [B, L, D]; with experts also the sum of the routers' losses up to here.
         """
         hidden = hidden + self._drop(self.attention(self.attention_norm(hidden), cos, sin))
-        return hidden + self._drop(self.feed_forward(self.feed_forward_norm(hidden)))
+        if loss is None:
+            return hidden + self._drop(self.feed_forward(self.feed_forward_norm(hidden)))
+        out, own = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + self._drop(out), loss + own
 
     def _drop(self, hidden: Tensor) -> Tensor:
         return F.dropout(hidden, self.dropout, self.training) if self.dropout else hidden
@@ -202,14 +239,25 @@ class GPT(nn.Module):
     Args:
         loss: of the last hidden states, the head's weight and the targets, as
             ``shoal.parallel.loss.linear_cross_entropy``; None: logits, then cross-entropy.
+        experts: makes the feed-forward layers of a model with ``num_experts``, as
+            ``shoal.parallel.expert.stacked.ExpertFeedForward``.
+
+    Raises: ModelError: experts without such a layer.
     """
 
-    def __init__(self, config: GPTConfig, *, loss: HeadLoss | None = None) -> None:
+    def __init__(self, config: GPTConfig, *, loss: HeadLoss | None = None, experts: ExpertLayer | None = None) -> None:
         super().__init__()
+        if config.num_experts and experts is None:
+            raise ModelError(
+                f"the shape has {config.num_experts} experts, and no layer was given for them.",
+                where="GPT",
+                do="hand over experts=shoal.parallel.expert.stacked.ExpertFeedForward.",
+            )
         self.config = config
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        experts = experts if config.num_experts else None
+        self.blocks = nn.ModuleList(Block(config, experts) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size, bias=False)
         self.head = Head(config, self.embedding.weight if config.tied else None, loss)
 
@@ -220,6 +268,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """The mean loss per target when targets are given, else the logits.
+
+        While training a model with experts, the loss includes those of the routers.
 
         Args:
             tokens: [B, L], int64.
@@ -240,15 +290,20 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(length, device=hidden.device)
         cos, sin = rotations(positions, self.config.head_size, hidden.dtype)
+        auxiliary = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for block in self.blocks:
-            hidden = block(hidden, cos, sin)
+            if self.config.num_experts:
+                hidden, auxiliary = block(hidden, cos, sin, auxiliary)
+            else:
+                hidden = block(hidden, cos, sin)
         if targets is not None and self.head.loss is not None:
-            fused: Tensor = self.head(self.norm(hidden), targets)
-            return fused
-        logits: Tensor = self.head(self.norm(hidden))
-        if targets is None:
-            return logits
-        return self.loss_function(logits, targets)
+            loss: Tensor = self.head(self.norm(hidden), targets)
+        else:
+            logits: Tensor = self.head(self.norm(hidden))
+            if targets is None:
+                return logits
+            loss = self.loss_function(logits, targets)
+        return loss + auxiliary if self.config.num_experts and self.training else loss
 
     @torch.no_grad()
     def generate(
@@ -306,9 +361,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def _residual_std(config: GPTConfig) -> float:
+def residual_std(config: GPTConfig) -> float:
     """Smaller for what is added to the residual stream, so that its variance does not grow with depth."""
-    return _INIT_STD / math.sqrt(2 * config.num_layers)
+    return INIT_STD / math.sqrt(2 * config.num_layers)
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def losses(folder: Path, ranks: int, **degrees: int) -> dict[str, list[float]]:
 def test_unequal_parts_train_as_one_process(
     degrees: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gpt(shape: GPTConfig) -> GPT:
-        model = GPT(shape)
+    def gpt(shape: GPTConfig, **given: Any) -> GPT:
+        model = GPT(shape, **given)
         generator = torch.Generator().manual_seed(0)  # ranks that are threads share torch's own
         for parameter in model.parameters():
             parameter.data.normal_(std=0.1, generator=generator)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.cli.job import TrainJob, effective_config, usual_learning_rate
+from shoal.cli.job import TrainJob, describe_shape, effective_config, usual_learning_rate
 from shoal.cli.start import start
 from shoal.errors import ModelError, UsageError
 
@@ -112,6 +112,30 @@ def test_a_shape_chosen_twice_and_too_small_a_vocabulary_are_refused() -> None:
         TrainJob(model="tiny", parameters="1M").shape(256)
     with pytest.raises(UsageError, match=r"--vocab 100 is smaller than the tokenizer's 256"):
         TrainJob(vocab=100).shape(256)
+
+
+def test_experts_are_added_to_a_shape_and_divided_among_ranks() -> None:
+    assert TrainJob().shape(256).num_experts == 0
+    shape = TrainJob(experts=8, ep=2).shape(256)
+    assert (shape.num_experts, shape.experts_per_token) == (8, 2)
+    assert TrainJob(experts=1).shape(256).experts_per_token == 1
+    assert TrainJob(experts=8, top_k=4).shape(256).experts_per_token == 4
+    assert describe_shape(shape) == "tiny with 8 experts, 2 per token"
+    config, _ = configure(TrainJob(experts=8, ep=2))
+    assert config["parallel"] == {"ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (TrainJob(top_k=1), "--top-k 1 is of experts, and the model has none"),
+        (TrainJob(ep=2), "--ep 2 is of experts, and the model has none"),
+        (TrainJob(experts=6, ep=4), "--ep 4 does not divide --experts 6"),
+    ],
+)
+def test_options_of_experts_that_do_not_fit_are_refused(job: TrainJob, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        job.shape(256)
 
 
 def test_time_limits_a_run_unless_steps_do() -> None:

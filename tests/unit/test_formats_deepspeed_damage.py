@@ -128,8 +128,7 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("layer_0_expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers"),
-        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts layers"),
+        ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers in files without the layer's number"),
         ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
         ("offloaded_tensors", "state offloaded to NVMe"),
     ],
@@ -146,7 +145,7 @@ def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_
     ("key", "value", "what"),
     [
         ("module", None, "pipeline parallelism"),
-        ("num_experts", [4], "mixture-of-experts layers"),
+        ("autoep_layers", [{"ep_size": 2}], "experts of AutoEP"),
     ],
 )
 def test_a_model_file_of_a_part_that_is_not_built_is_refused(

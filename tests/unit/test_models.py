@@ -10,6 +10,7 @@ import torch
 from shoal.errors import ModelError, UsageError
 from shoal.models import GPT, NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
 from shoal.models.gpt import rotate, rotations
+from shoal.parallel.expert.stacked import ExpertFeedForward
 
 SHAPE = GPTConfig(vocab_size=50, sequence_length=16, num_layers=2, hidden_size=32, num_heads=4)
 
@@ -168,3 +169,110 @@ def test_what_is_no_number_of_parameters_is_refused(text: str) -> None:
 def test_a_number_too_small_for_any_shape_is_refused() -> None:
     with pytest.raises(ModelError, match="a smaller vocabulary"):
         nearest_config(1000, vocab_size=50304)
+
+
+# Experts
+
+EXPERTS = dataclasses.replace(SHAPE, num_experts=4, experts_per_token=2, auxiliary_loss=0.1, z_loss=0.01)
+
+
+def with_experts(config: GPTConfig = EXPERTS) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config, experts=ExpertFeedForward)
+
+
+def token_by_token(layer: torch.nn.Module, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``ExpertFeedForward`` computes, one token and expert after the other."""
+    assert isinstance(layer, ExpertFeedForward)
+    rows = hidden.flatten(0, -2)
+    logits = rows @ layer.router.weight.T
+    probabilities = logits.softmax(-1)
+    outputs, chosen = [], torch.zeros(layer.router.out_features)
+    for row, scores in zip(rows, probabilities, strict=True):
+        best = scores.topk(layer.experts_per_token).indices.tolist()
+        total = sum(scores[expert] for expert in best)
+        own = []
+        for expert in best:
+            chosen[expert] += 1
+            inner = torch.nn.functional.gelu(row @ layer.experts.up[expert], approximate="tanh")
+            own.append(scores[expert] / total * (inner @ layer.experts.down[expert]))
+        outputs.append(torch.stack(own).sum(0))
+    balance = len(chosen) * (chosen / chosen.sum() * probabilities.mean(0)).sum()
+    z = logits.logsumexp(-1).square().mean()
+    return torch.stack(outputs).view_as(hidden), layer.auxiliary_loss * balance + layer.z_loss * z
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 4])
+def test_experts_compute_what_each_token_would_alone(per_token: int) -> None:
+    layer = ExpertFeedForward(dataclasses.replace(EXPERTS, experts_per_token=per_token))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    hidden = torch.randn(2, 5, 32, requires_grad=True)
+    results = []
+    for compute in (layer, lambda rows: token_by_token(layer, rows)):
+        out, loss = compute(hidden)
+        (out.square().sum() + loss).backward()
+        gradients = [hidden.grad, *(parameter.grad for parameter in layer.parameters())]
+        results.append([out, loss, *(gradient.clone() for gradient in gradients if gradient is not None)])
+        layer.zero_grad()
+        hidden.grad = None
+    assert len(results[0]) == 6
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_expert_without_a_token_and_all_tokens_on_one_expert() -> None:
+    layer = ExpertFeedForward(dataclasses.replace(EXPERTS, experts_per_token=1))
+    torch.nn.init.zeros_(layer.router.weight)
+    with torch.no_grad():
+        layer.router.weight[2, 0] = 1.0
+    hidden = torch.rand(1, 6, 32) + 0.1
+    out, _ = layer(hidden)
+    torch.testing.assert_close(out, token_by_token(layer, hidden)[0])
+    out.sum().backward()
+    assert layer.experts.up.grad is not None
+    assert [bool(each.any()) for each in layer.experts.up.grad] == [False, False, True, False]
+
+
+def test_parameters_of_all_experts_and_those_of_one_token_are_counted() -> None:
+    counted = sum(parameter.numel() for parameter in with_experts().parameters())
+    assert counted == EXPERTS.num_parameters()
+    unused = 2 * (4 - 2) * 8 * 32 * 32  # blocks, experts that a token does not use, the size of one
+    assert EXPERTS.num_active_parameters() == counted - unused
+    assert SHAPE.num_active_parameters() == SHAPE.num_parameters()
+    routers = 2 * 4 * 32
+    two_experts = 6 * (2 * 8 * 32 * 32 + routers)
+    assert EXPERTS.flops_per_token() == SHAPE.flops_per_token() + two_experts
+
+
+def test_the_routers_losses_are_of_training_alone() -> None:
+    model = with_experts()
+    tokens = torch.randint(50, (2, 16))
+    trained = model(tokens, tokens)
+    model.eval()
+    plain = model(tokens, tokens)
+    hidden, routers = model.embedding(tokens), 0.0
+    cos, sin = rotations(torch.arange(16), SHAPE.head_size, torch.float32)
+    for block in model.blocks:
+        hidden, own = block(hidden, cos, sin, torch.zeros(()))
+        routers += own.item()
+    assert trained.item() - plain.item() == pytest.approx(routers, rel=1e-4)
+    assert routers > 2 * 0.1 * 0.99  # balanced experts have a loss of 1
+    assert model(tokens).shape == (2, 16, 50)
+
+
+def test_a_model_with_experts_from_the_meta_device_has_the_same_bits() -> None:
+    direct = with_experts()
+    with torch.device("meta"):
+        late = GPT(EXPERTS, experts=ExpertFeedForward)
+    torch.manual_seed(0)
+    materialise(late)
+    for (name, expected), found in zip(direct.named_parameters(), late.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+
+
+def test_experts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ModelError, match="3 experts per token of 2 experts"):
+        dataclasses.replace(SHAPE, num_experts=2, experts_per_token=3)
+    with pytest.raises(ModelError, match="the shape has 4 experts, and no layer was given for them"):
+        GPT(EXPERTS)

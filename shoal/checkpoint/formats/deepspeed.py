@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed_experts import ep_sizes, holders_of, read_experts, read_unnamed_experts
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_state import (
@@ -53,7 +54,7 @@ class DeepSpeedSource:
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with pipeline or expert parallelism, or offloaded to NVMe.
+        NotBuiltError: it was made with pipeline parallelism or AutoEP, or offloaded to NVMe.
     """
 
     about: About
@@ -132,7 +133,12 @@ class _RankFiles:
     ) -> None:
         self.folder, self.is_universal = files.folder, files.universal is not None
         model = open_file(files.model[0], verify=turns.take())
-        self.module = ModelFile(model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases)
+        experts = read_experts(files.folder, files.experts, model.get("num_experts"), turns)
+        if experts and self.is_universal:
+            raise not_built("mixture-of-experts layers in the universal format", str(files.folder))
+        self.module = ModelFile(
+            model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases, experts=experts
+        )
         size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))
@@ -179,10 +185,13 @@ def _trained(
 ) -> tuple[FlatState | None, Any]:
     """The optimizer's state, and its loss scale. None: there is none."""
     state = module.state.get("optimizer")
-    if state is not None:
+    if state is not None or files.experts_optimizer:
         if names is not None and not names:
             module.notes.append("The optimizer's state was left out, as was asked.")
             return None, None
+        if files.experts_optimizer:  # in fp32 the model file has the first one's once more
+            return _of_experts(files, module, names, turns)
+        assert state is not None
         return read_unnamed(state, module.parameters(), names, module.file), state
     shapes = module.state.get("param_shapes")
     if not files.optimizer:
@@ -199,9 +208,9 @@ def _trained(
         opened = entry(open_file(path, verify=turns.take()), "optimizer_state_dict", str(path))
         count = entry(opened, "partition_count", str(path))
         counts = count if isinstance(count, list) else [count]
-        if "ds_zero_partition_groups" in opened or len(set(counts)) > 1:
-            raise not_built("mixture-of-experts layers", str(path))
-        if any(int(each) != size for each in counts):
+        if "ds_zero_partition_groups" in opened:
+            raise not_built("experts of AutoEP", str(path))
+        if any(int(each) != size and (not module.experts or size % int(each)) for each in counts):
             raise CheckpointError(
                 f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
                 where=str(path),
@@ -211,9 +220,33 @@ def _trained(
         if (opened.get("zero_stage", 0) == 3) != files.is_stage_3:
             raise damaged(f"it is of stage {int(opened['zero_stage'])}, and the model file is not", str(path))
         states.append(opened)
-    read = read_spread if files.is_stage_3 else read_partitioned
-    trained = read(states, shapes, [str(path) for path in paths])
+    where = [str(path) for path in paths]
+    if files.is_stage_3:
+        trained = read_spread(states, shapes, where)
+    else:
+        config = module.state.get("ds_config") or {}
+        first = bool(config.get("use_data_before_expert_parallelism"))
+        holders = holders_of(module.experts, size, [int(each) for each in counts], data_first=first)
+        trained = read_partitioned(states, shapes, where, holders if module.experts else None)
     return trained, states[0].get("loss_scaler")
+
+
+def _of_experts(
+    files: CheckpointFiles, module: ModelFile, names: Sequence[Sequence[str]] | None, turns: Turns
+) -> tuple[FlatState, Any]:
+    """Stage 0: the state of all expert-parallel ranks' optimizers, and the first one's loss scale."""
+    found = sorted(files.experts_optimizer)
+    paths = [files.experts_optimizer[rank] for rank in found]
+    states = [entry(open_file(path, verify=turns.take()), "optimizer", str(path)) for path in paths]
+    sizes = ep_sizes(states[0].get("optimizer_state_dict", states[0]).get("param_groups", ()))
+    if len(sizes) > 1:
+        raise not_built("MoE layers of several expert-parallel sizes at stage 0", str(paths[0]))
+    size = max(sizes, default=len(paths))
+    if found != list(range(size)):
+        raise damaged(f"the optimizers of expert-parallel ranks {found} are here, not of {size}", str(files.folder))
+    dense = {name: tensor for name, tensor in module.parameters().items() if name not in module.experts}
+    trained = read_unnamed_experts(states, dense, module.experts, names, [str(path) for path in paths])
+    return trained, states[0]
 
 
 def _frozen(

@@ -4,6 +4,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
+    FOLDER/TAG/layer_L_expert_E_..., expp_rank_R_...                    of experts: see deepspeed_experts
     FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
 
 R counts the data-parallel ranks. The number after ``mp_rank`` is the tensor-parallel rank, which has files of its own.
@@ -16,7 +17,7 @@ import re
 import threading
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -33,8 +34,10 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)(?P<mor
 _OPTIMIZER = re.compile(
     r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<mp>\d+)(?P<more>_\d+)?_?optim_states\.pt"
 )
+_EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
+_EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
 _NOT_BUILT = {
-    "mixture-of-experts layers": re.compile(r"layer_\d+_expert_.*|expert_\d+_mp_rank_.*|expp_rank_.*"),
+    "mixture-of-experts layers in files without the layer's number": re.compile(r"expert_\d+_mp_rank_.*"),
     "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
@@ -93,6 +96,8 @@ class CheckpointFiles:
         model: one file, or at stage 3 one for each rank.
         optimizer: one for each rank; none at stage 0, and where only the weights were kept.
         universal: the folder ``zero`` of a universal checkpoint, which has no optimizer files.
+        experts: the weights of experts, by number of the MoE layer and of the expert.
+        experts_optimizer: stage 0: the optimizers of the expert-parallel ranks.
     """
 
     folder: Path
@@ -100,6 +105,8 @@ class CheckpointFiles:
     is_stage_3: bool
     optimizer: dict[int, Path]
     universal: Path | None = None
+    experts: dict[tuple[int, int], Path] = field(default_factory=dict)
+    experts_optimizer: dict[int, Path] = field(default_factory=dict)
 
     def optimizer_of(self, size: int) -> tuple[list[Path], list[str]]:
         """The optimizer files of ranks 0 to ``size - 1``, and a note on files of other ranks.
@@ -164,7 +171,12 @@ def _files_of(place: Path, names: list[str], part: int, universal: Path | None) 
         if len(model) > 1:
             what = f"{model[None].name} (stages 0 to 2) lies here with {len(model) - 1} model files of ranks (stage 3)."
             raise _of_two_saves(what, place)
-        return CheckpointFiles(place, (model[None],), False, _ranks(optimizer), universal)
+        experts = {(int(m["layer"]), int(m["expert"])): place / m[0] for m in _matches(names, _EXPERT, part)}
+        optimizers = {int(m["rank"]): place / m[0] for m in _matches(names, _EXPERTS_OPTIMIZER, part)}
+        if optimizers and optimizer:
+            what = f"{optimizers[min(optimizers)].name} (stage 0) lies here with optimizer files of stage 1 or 2."
+            raise _of_two_saves(what, place)
+        return CheckpointFiles(place, (model[None],), False, _ranks(optimizer), universal, experts, optimizers)
     ranks = _ranks(model)
     number = max(ranks) + 1 - len(ranks)
     if number:
@@ -264,10 +276,8 @@ def _tags(root: Path) -> str:
 def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: int) -> dict[int | None, Path]:
     """The files of one tensor-parallel rank by data-parallel rank."""
     found: dict[int | None, Path] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is None or int(match["mp"]) != part:
-            continue
+    for match in _matches(names, pattern, part):
+        name = match[0]
         if match["more"]:
             raise not_built("pipeline parallelism", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])
@@ -275,6 +285,11 @@ def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: 
             raise _of_two_saves(f"{found[rank].name} and {name} are both of rank {rank}.", place)
         found[rank] = place / name
     return found
+
+
+def _matches(names: Iterable[str], pattern: re.Pattern[str], part: int) -> list[re.Match[str]]:
+    """The files of one tensor-parallel rank."""
+    return [match for match in map(pattern.fullmatch, names) if match is not None and int(match["mp"]) == part]
 
 
 def _ranks(found: dict[int | None, Path]) -> dict[int, Path]:

@@ -31,10 +31,11 @@ class ModelFile:
         file: its name, for errors.
         is_stage_3: its parameters are empty tensors, of which only the dtype is known.
         aliases: the other names of tied weights, if another file says them; None: this one does.
+        experts: weights of experts, which files of their own hold.
 
     Raises:
         CheckpointError: it is no model file.
-        NotBuiltError: it is a part of a model that pipeline or expert parallelism split.
+        NotBuiltError: it is a part of a model that pipeline parallelism or AutoEP split.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ModelFile:
         *,
         is_stage_3: bool,
         aliases: dict[str, tuple[str, ...]] | None = None,
+        experts: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.num_parts = _number_of_parts(state, file)
         self.state, self.file, self.is_stage_3 = state, file, is_stage_3
@@ -59,6 +61,8 @@ class ModelFile:
         }
         for name, tensor in self.tensors.items():
             check_stored(name, tensor, file)
+        self.experts = dict(experts or {})
+        self.tensors.update(self.experts)
         buffers = set(state.get("buffer_names") or ())
         self.buffers = {name for name in self.tensors if name in buffers or name.endswith("_extra_state")}
         self.aliases = self._tied() if aliases is None else aliases
@@ -184,6 +188,9 @@ def _number_of_parts(state: dict[str, Any], file: str) -> int:
     dimensions = state.get("checkpoint_parallel_dimensions") or {}
     if int(dimensions.get("pp_degree") or 1) > 1 or ("module" in state and state["module"] is None):
         raise not_built("pipeline parallelism", file)
-    if state.get("num_experts") or state.get("ds_autoep_layers") or state.get("autoep_layers"):
-        raise not_built("mixture-of-experts layers", file)
-    return int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)
+    if state.get("ds_autoep_layers") or state.get("autoep_layers"):
+        raise not_built("experts of AutoEP", file)
+    number = int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)
+    if state.get("num_experts") and number > 1:
+        raise not_built("mixture-of-experts layers beside tensor parallelism", file)
+    return number

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.errors import CheckpointError
 
 Flat = dict[str, torch.Tensor]  # by kind: MODEL for the weights, "optimizer/KEY" for the optimizer's
+# Of a group and its members: some of them, and the ranks that hold them, in the order of their parts.
+Holders = Callable[[int, Mapping[str, Sequence[int]]], Iterable[tuple[Mapping[str, Sequence[int]], Sequence[int]]]]
 _MAX_REPEATED_BYTES = 64 << 20  # of a buffer that was expanded
 # What a group holds beside hyperparameters: its members, and how, not what, its optimizer computes.
 _NO_HYPERPARAMETERS = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
@@ -160,13 +162,17 @@ class FlatState(NamedState):
 
 
 def read_partitioned(
-    states: list[dict[str, Any]], shapes: list[Mapping[str, Sequence[int]]], files: list[str]
+    states: list[dict[str, Any]],
+    shapes: list[Mapping[str, Sequence[int]]],
+    files: list[str],
+    holders: Holders | None = None,
 ) -> FlatState:
     """Stages 1 and 2.
 
     Args:
         states: ``optimizer_state_dict`` of each rank.
         shapes: of each group, the parameters in the order in which they lie.
+        holders: None: all ranks hold a part of each group.
 
     Raises: CheckpointError: the files contradict each other.
     """
@@ -182,17 +188,19 @@ def read_partitioned(
     trained.groups, steps = hyperparameters(base[0], len(shapes), trained.notes)
     gaps = states[0].get("param_alignment_paddings")
     for group, members in enumerate(shapes):
-        where = _lined_up(
-            [flats[group].numel() for flats in weights],
-            [int(padding[group]) for padding in paddings],
-            [int(gap) for gap in gaps[group]] if gaps else [0] * len(members),
-            group,
-            members,
-            files,
-        )
-        for name, shape in members.items():
-            numbers = {**steps[group], **scalars[group]}
-            trained.add(name, tuple(shape), group, where[name], numbers if math.prod(shape) else {})
+        for own, ranks in [(members, range(len(states)))] if holders is None else holders(group, members):
+            where = _lined_up(
+                [weights[rank][group].numel() for rank in ranks],
+                [int(paddings[rank][group]) for rank in ranks],
+                [int(gap) for gap in gaps[group]] if gaps else [0] * len(own),
+                group,
+                own,
+                [files[rank] for rank in ranks],
+            )
+            for name, shape in own.items():
+                numbers = {**steps[group], **scalars[group]}
+                places = [replace(place, rank=ranks[place.rank]) for place in where[name]]
+                trained.add(name, tuple(shape), group, places, numbers if math.prod(shape) else {})
     return trained
 
 

@@ -1,0 +1,156 @@
+"""The experts of a DeepSpeed checkpoint: which file and which rank has which of them.
+
+    layer_0_expert_5_mp_rank_00_model_states.pt     weights of expert 5 of the first MoE layer, under their global names
+    expp_rank_1_mp_rank_00_optim_states.pt          stage 0: the whole optimizer of expert-parallel rank 1
+    zero_pp_rank_3_mp_rank_00_optim_states.pt       stages 1 and 2: rank 3's part of its groups of experts
+
+Only rank 0 writes down the names of what an optimizer holds, and it counts its own experts from 0:
+
+    8 experts, 2 expert-parallel ranks       rank 0        rank 1        rank 2        rank 3
+    experts                                  0 1 2 3       4 5 6 7       0 1 2 3       4 5 6 7
+    under the names                          0 1 2 3       0 1 2 3       0 1 2 3       0 1 2 3
+    its part of a group (stages 1, 2)        first half    first half    second half   second half
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.formats.deepspeed_files import Turns, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_state import FlatState, Holders, check_stored, damaged, entry
+from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
+from shoal.checkpoint.problems import damaged_copy
+
+_NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(?P<expert>\d+)(?P<rest>\..*)")
+
+
+def read_experts(
+    folder: Path, files: Mapping[tuple[int, int], Path], num_experts: Any, turns: Turns
+) -> dict[str, torch.Tensor]:
+    """The weights of all experts by global name, mapped from their files.
+
+    Args:
+        files: by number of the MoE layer and of the expert.
+        num_experts: of each MoE layer, from the model file.
+
+    Raises: CheckpointError: a file is missing, or holds something else.
+    """
+    counts = num_experts if isinstance(num_experts, list) else []
+    for layer, count in enumerate(counts):
+        absent = [expert for expert in range(int(count)) if (layer, expert) not in files]
+        if absent:
+            names = ", ".join(f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt" for expert in absent[:4])
+            raise damaged_copy(f"files of {len(absent)} experts of layer {layer} are missing: {names}.", str(folder))
+    found: dict[str, torch.Tensor] = {}
+    for (layer, expert), path in sorted(files.items()):
+        if layer >= len(counts) or expert >= int(counts[layer]):
+            raise damaged(f"the model has no expert {expert} in layer {layer}", str(path))
+        for name, tensor in open_file(path, verify=turns.take()).items():
+            match = _NAME.fullmatch(name)
+            if match is None or int(match["expert"]) != expert or not isinstance(tensor, torch.Tensor):
+                raise not_built(f"{name[:200]!r} as a parameter of expert {expert}", str(path))
+            check_stored(name, tensor, str(path))
+            found[name] = tensor
+    return found
+
+
+def holders_of(experts: Mapping[str, torch.Tensor], size: int, counts: Sequence[int], *, data_first: bool) -> Holders:
+    """Who holds the parameters of each group at stages 1 and 2.
+
+    Args:
+        experts: by global name.
+        size: the ranks that saved.
+        counts: of each group, into how many parts it is cut.
+        data_first: ranks that hold the same experts are neighbours (``use_data_before_expert_parallelism``).
+    """
+
+    def holders(
+        group: int, members: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[dict[str, Sequence[int]], Sequence[int]]]:
+        count = counts[group]
+        if not any(_NAME.fullmatch(name) for name in members):
+            yield dict(members), range(size)
+            return
+        ep_size = size // count
+        names = _local_names(experts, ep_size)
+        for rank in range(ep_size):
+            ranks = range(rank * count, (rank + 1) * count) if data_first else range(rank, size, ep_size)
+            own = names[rank]
+            unknown = next((name for name in members if name not in own), None)
+            if unknown is not None:
+                raise damaged(f"{unknown} of expert-parallel rank {rank} is in no expert's file", f"group {group}")
+            yield {own[name]: shape for name, shape in members.items()}, ranks
+
+    return holders
+
+
+def read_unnamed_experts(
+    states: Sequence[Any],
+    dense: Mapping[str, torch.Tensor],
+    experts: Mapping[str, torch.Tensor],
+    names: Sequence[Sequence[str]] | None,
+    files: Sequence[str],
+) -> FlatState:
+    """Stage 0: what each expert-parallel rank's optimizer holds; of the other parameters what the first one's does.
+
+    Args:
+        states: ``optimizer`` of the expert-parallel ranks.
+        dense: the parameters that are not experts'.
+        names: of each group of the whole model, its parameters, where the caller knows them.
+    """
+    whole = FlatState([], list(files))
+    for rank, (state, file) in enumerate(zip(states, files, strict=True)):
+        own = {name: experts[name] for name in _local_names(experts, len(states))[rank].values()}
+        number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
+        part = read_unnamed(state, {**dense, **own}, _named(names, number, own.keys(), experts.keys()), file)
+        whole.flats += part.flats
+        whole.notes += [note for note in part.notes if note not in whole.notes]
+        whole.groups = whole.groups or part.groups
+        for name, shape in part.shapes.items():
+            if rank == 0 or name in own:
+                places = [replace(place, rank=rank) for place in part.places[name]]
+                whole.add(name, shape, part.group_of[name], places, part.scalars.get(name, {}))
+    return whole
+
+
+def _named(
+    names: Sequence[Sequence[str]] | None, number: int, own: Collection[str], experts: Collection[str]
+) -> list[list[str]] | None:
+    """The parameters of each of one rank's ``number`` groups; None: the names given do not say them.
+
+    Where there are more groups than the caller has, the experts of each have a group of their own, after all others.
+    """
+    if names is None or not set(own) <= {name for group in names for name in group}:
+        return None
+    groups = [[name for name in group if name in own or name not in experts] for group in names]
+    if len(groups) < number:
+        split = [[name for name in group if name in own] for group in groups]
+        groups = [[name for name in group if name not in own] for group in groups] + split
+    return [group for group in groups if group]
+
+
+def ep_sizes(groups: Any) -> set[int]:
+    """The expert-parallel sizes of an optimizer's groups, of which DeepSpeed writes down the name of their ranks."""
+    names = [str(group.get("name", "")) for group in groups if isinstance(group, Mapping) and group.get("moe")]
+    return {int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d+)", name))}
+
+
+def _local_names(experts: Mapping[str, torch.Tensor], ep_size: int) -> list[dict[str, str]]:
+    """Of each expert-parallel rank, the global names of its parameters by their names on that rank."""
+    layers: dict[str, int] = {}
+    matches = [match for match in map(_NAME.fullmatch, experts) if match is not None]
+    for match in matches:
+        layers[match["layer"]] = max(layers.get(match["layer"], 0), int(match["expert"]) + 1)
+    names: list[dict[str, str]] = [{} for _ in range(ep_size)]
+    for match in matches:
+        number = layers[match["layer"]]
+        if number % ep_size == 0:  # else the layer has another expert-parallel size
+            rank, local = divmod(int(match["expert"]), number // ep_size)
+            names[rank][f"{match['layer']}{local}{match['rest']}"] = match[0]
+    return names

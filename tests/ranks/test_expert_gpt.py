@@ -1,4 +1,4 @@
-"""The GPT with experts under an engine: losses, parameters and collectives beside one process that holds all experts."""
+"""The GPT with experts under an engine: losses, parameters and collectives beside one process with all experts."""
 
 from __future__ import annotations
 

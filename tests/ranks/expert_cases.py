@@ -119,3 +119,15 @@ class RoutedModel(ExpertModel):
         super().__init__()
         for block in self.blocks:
             block.experts = RoutedExperts()
+
+
+class WideModel(ExpertModel):
+    """Matrices so large that the gaps between parameters do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            experts = block.experts
+            experts.up = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 2048) / 4)
+            experts.down = nn.Parameter(torch.randn(NUM_EXPERTS, 2048, WIDTH) / 4)
+            block.router = nn.Sequential(nn.Linear(WIDTH, 2048), nn.Linear(2048, NUM_EXPERTS))

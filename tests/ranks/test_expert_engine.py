@@ -13,7 +13,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, ModelError
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
-from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel
+from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel, WideModel
 from tests.ranks.training import adamw, batch, config, make, sgd, start_with
 
 STEPS = 5
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
 
     with pytest.raises(ConfigError, match="4 experts cannot be divided among 3 expert-parallel ranks"):
         run_ranks(3, lambda: rank(ExpertModel, 3))
-    with pytest.raises(ModelError, match="no layer of Linear has experts"):
+    with pytest.raises(ModelError, match="Linear has no expert layer"):
         run_ranks(2, lambda: rank(partial(torch.nn.Linear, 4, 4), 2))
     with pytest.raises(ConfigError, match="3 does not divide the 4 ranks"):
         run_ranks(4, lambda: rank(ExpertModel, 3))
@@ -235,3 +235,28 @@ def test_tensor_parallel_ranks_hold_different_experts_and_no_token_is_computed_t
         assert_close(values, expected)
     tokens = STEPS * batch(0, 0, 1)[0].numel() * size // tp
     assert sum(rows for _, rows in found) == tokens * 2 * 2  # two layers, two experts of each token
+
+
+@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (1, 2), (2, 4), (3, 2), (3, 4)])
+def test_bytes_of_parameters_gradients_and_state_equal_the_formula(stage: int, ep: int) -> None:
+    """Per rank: experts / ep, and by stage / expert_dp; the rest by stage / all ranks. Adam's state: 8 bytes in fp32."""
+
+    def rank() -> dict[str, int]:
+        engine = start_with(make(WideModel), settings(stage, ep), adamw)
+        train(engine, range(1))
+        return dict(engine.memory_report().by_kind())
+
+    size = 4
+    model = WideModel()
+    experts = sum(p.numel() for block in model.blocks for p in block.experts.parameters())
+    others = sum(p.numel() for p in model.parameters()) - experts
+    by_ranks = experts / size + others / size  # experts / ep / expert_dp
+    whole = experts / ep + others
+    expected = {
+        "parameter": 4 * (by_ranks if stage == 3 else whole),
+        "gradient": 4 * (by_ranks if stage >= 2 else whole),
+        "optimizer state": 8 * (by_ranks if stage >= 1 else whole),
+    }
+    for held in run_ranks(size, rank):
+        for kind, nbytes in expected.items():
+            assert held[kind] == pytest.approx(nbytes, rel=0.02), kind

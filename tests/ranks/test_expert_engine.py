@@ -239,7 +239,7 @@ def test_tensor_parallel_ranks_hold_different_experts_and_no_token_is_computed_t
 
 @pytest.mark.parametrize(("stage", "ep"), [(0, 2), (1, 2), (2, 4), (3, 2), (3, 4)])
 def test_bytes_of_parameters_gradients_and_state_equal_the_formula(stage: int, ep: int) -> None:
-    """Per rank: experts / ep, and by stage / expert_dp; the rest by stage / all ranks. Adam's state: 8 bytes in fp32."""
+    """Per rank: experts / ep, and by stage / expert_dp; the rest by stage / all ranks."""
 
     def rank() -> dict[str, int]:
         engine = start_with(make(WideModel), settings(stage, ep), adamw)

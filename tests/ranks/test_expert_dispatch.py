@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -421,6 +422,46 @@ def test_tensors_without_data_find_the_shape_and_send_nothing() -> None:
         assert output.is_meta and output.shape == (TOKENS, 4) and not entries
 
     run_ranks(2, run)
+
+
+def test_recomputed_experts_keep_nothing_but_their_input() -> None:
+    held, kept = ExpertsHeld(NUM_EXPERTS), []
+    index, weights = torch.randint(NUM_EXPERTS, (TOKENS, K)), torch.rand(TOKENS, K)
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+
+    def run(hidden: Tensor) -> Tensor:
+        def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
+            kept.append(weakref.ref(rows))
+            return rows.exp()
+
+        output = run_experts(hidden, index, weights, compute, held)
+        function: Any = output.grad_fn
+        assert not function.chunks[0].route.order.numel()
+        return output
+
+    output: Tensor = checkpoint(run, hidden, use_reentrant=False)
+    assert kept[0]() is None
+    output.sum().backward()
+    expected = torch.autograd.grad((hidden.exp() * weights.sum(1, keepdim=True)).sum(), hidden)[0]
+    torch.testing.assert_close(hidden.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at each input
+def test_a_compiled_layer_runs_its_experts_uncompiled() -> None:
+    held = ExpertsHeld(NUM_EXPERTS)
+    linear = torch.nn.Linear(WIDTH, NUM_EXPERTS)
+
+    def layer(hidden: Tensor) -> Tensor:
+        weights, index = linear(hidden).softmax(1).topk(K, 1)
+        return hidden + run_experts(hidden, index, weights, lambda rows, counts: rows.sin(), held)
+
+    compiled = torch.compile(layer, backend="eager")
+    for tokens in (TOKENS, TOKENS + 1):
+        hidden = torch.randn(tokens, WIDTH, requires_grad=True)
+        found, expected = compiled(hidden), layer(hidden)
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(output.square().sum(), hidden)[0] for output in (found, expected)]
+        torch.testing.assert_close(*gradients)
 
 
 def test_experts_without_ranks_say_what_to_do() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import attention, checkpoint, parallel, parallel_bytes, pipeline
+from benchmarks import attention, checkpoint, experts, parallel, parallel_bytes, pipeline
 from benchmarks.arena import ROOT, Result, compete, table
 from benchmarks.compare_commits import Measured, compare, extract, show, summary
 from benchmarks.contenders import Task
@@ -19,6 +19,7 @@ from benchmarks.memory import formula_bytes
 from benchmarks.offload import TrainingPlan, num_parameters, run
 
 WITH_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+WITH_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 
 
 def test_the_memory_formula_is_the_papers() -> None:
@@ -49,6 +50,16 @@ def test_contenders_are_measured_in_turn_and_a_failing_one_is_reported() -> None
     assert results["fsdp2-stage2"].loss == pytest.approx(results["ddp"].loss, rel=1e-3)
     broken = compete(["plain"], Task(precision="fp32", num_heads=0), 1, rounds=1, steps=1)
     assert "num_heads" in broken["plain"].error
+
+
+@pytest.mark.gloo
+def test_experts_agree_with_their_peers() -> None:
+    sizes = experts.Sizes(hidden=16, inner=32, tokens=24)
+    cases = ["overlap", *(["deepspeed"] if WITH_DEEPSPEED else []), *(["transformers"] if WITH_TRANSFORMERS else [])]
+    rows = experts.run(cases, sizes, rounds=2)
+    assert [row["case"] for row in rows] == cases
+    assert [row for row in rows if "error" in row] == []
+    assert all(row["fullest"] >= 1 for row in rows)
 
 
 @pytest.mark.gloo

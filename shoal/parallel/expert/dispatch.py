@@ -19,6 +19,7 @@ where no row arrived or ``hidden`` needs no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -176,6 +177,11 @@ class _Chunk:
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.route.order, self.route.token_of, self.route.row_of
 
+    def release_indices(self) -> None:
+        """Leave the indices to the saved tensors, which recomputation frees."""
+        none = self.route.order.new_empty(0)
+        self.route = replace(self.route, order=none, token_of=none, row_of=none)
+
     def send_to_experts(self, rows: Tensor, label: str) -> None:
         self._moving = _Moving(self.held, rows, self.route.between, f"{self.label} {label}", 0)
 
@@ -282,6 +288,8 @@ class _Combine(torch.autograd.Function):
         ctx.chunks, ctx.row_dtype = chunks, rows.dtype
         # Indices are saved on every rank: recomputation then runs to this function, which ends the last collective.
         ctx.save_for_backward(weights, *kept, *_indices(chunks))
+        for chunk in chunks:
+            chunk.release_indices()
         return out
 
     @staticmethod

@@ -176,6 +176,8 @@ class MOELayer(nn.Module):
         use_tutel: has no effect: tokens are always moved by index.
     """
 
+    stays_whole = True  # no tensor-parallel plan splits its layers: tp ranks take different tokens to the experts
+
     def __init__(
         self,
         gate: nn.Module,

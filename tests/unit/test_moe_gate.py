@@ -69,6 +69,7 @@ def test_a_rank_may_have_one_token_or_none(num_tokens: int, drop_tokens: bool) -
     ):
         assert (routing.expert_index >= 0).all() and len(routing.expert_index) == num_tokens
         assert routing.exp_counts.sum() == routing.expert_index.numel()
+        assert bool(routing.l_aux > 0) == (num_tokens > 0)
 
 
 def test_random_selection_keeps_each_token_of_an_expert_equally_often() -> None:

@@ -16,8 +16,8 @@ from shoal.errors import AssertedUsageError, ConfigError, UsageError
 from shoal.parallel.expert import dense
 from shoal.parallel.expert.capacity import capacity_of, positions
 from shoal.parallel.expert.gate import gumbel, jitter, route_top1, route_top2, route_topk
+from shoal.parallel.expert.held import first_bad_router
 from shoal.parallel.expert.layer import Experts, MoE, TopKGate
-from shoal.parallel.expert.router_check import first_bad_router
 from tests.fixtures.experts.cases import EXPERTS, GATES, TOKENS, WIDTH, call_gate, logits_of, used_tokens
 
 RECORDED = Path(__file__).resolve().parent.parent / "fixtures" / "experts" / "gates.safetensors"
@@ -171,5 +171,5 @@ def test_a_router_that_gives_nan_is_found_by_name() -> None:
     assert first_bad_router(model) is None
     model[1](x * torch.nan)
     model[1](x)  # a later micro-batch that is finite
-    assert first_bad_router(model) == "1.deepspeed_moe"
+    assert first_bad_router(model) == "1.deepspeed_moe.experts.deepspeed_experts"
     assert first_bad_router(model) is None

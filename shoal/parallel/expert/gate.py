@@ -24,7 +24,7 @@ from torch.nn import functional
 from shoal.parallel.expert.capacity import capacity_of, kept_by_score, positions
 
 
-class Routing(NamedTuple):
+class GateResult(NamedTuple):
     """Where tokens go.
 
     Args:
@@ -65,7 +65,7 @@ def route_top1(
     noisy_gate_policy: str | None = None,
     drop_tokens: bool = True,
     use_rts: bool = True,
-) -> Routing:
+) -> GateResult:
     """Route each token to one expert.
 
     Args:
@@ -87,7 +87,7 @@ def route_top1(
     if capacity is not None:
         routed = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, index, is_kept.long())
         is_kept = is_kept & kept_by_score(routed * draws, capacity).gather(1, index)
-    return Routing(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
 
 
 def route_top2(
@@ -96,7 +96,7 @@ def route_top2(
     min_capacity: int,
     drop_tokens: bool = True,
     top2_2nd_expert_sampling: bool = True,
-) -> Routing:
+) -> GateResult:
     """Route each token to two experts.
 
     Args:
@@ -116,7 +116,7 @@ def route_top2(
     if capacity is not None:
         is_kept = (positions(index.t().reshape(-1), num_experts) < capacity).view(2, -1).t()
     weights = _normalized(gates.gather(1, index) * is_kept)
-    return Routing(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
 
 
 def route_topk(
@@ -126,7 +126,7 @@ def route_topk(
     min_capacity: int,
     drop_tokens: bool = True,
     drop_policy: str = "probs",
-) -> Routing:
+) -> GateResult:
     """Route each token to its ``k`` most probable experts.
 
     Args:
@@ -145,7 +145,7 @@ def route_topk(
     elif capacity is not None:
         scores = torch.zeros_like(gates).scatter(1, index, top.detach())
         is_kept = kept_by_score(scores, capacity).gather(1, index)
-    return Routing(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
 
 
 def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | None = None) -> torch.Tensor:

@@ -286,7 +286,7 @@ class DeepSpeedEngine(Engine):
 
     def _groups_of_experts(self, axis: str) -> dict[str, Any]:
         """The first time, every rank calls."""
-        mesh, is_alone = self.axes.mesh, process_group() is None
+        mesh, is_alone = self.axes.mesh, self.world.backend == "none"
         sizes = sorted({held.ep_size for _, _, held in modules_with_experts(self.module)})
         return {
             f"ep_size_{size}": None if is_alone else self.world.process_group(axis, replace(mesh, ep=size))

@@ -1,7 +1,7 @@
 """Decides about a step whose loss or gradients are NaN or infinite: raise, skip, or apply with a warning.
 
 The error or the message names the rank, the step, the parameter and, in a model with experts, the layer whose router
-gave scores that are not finite.
+gave weights that are not finite.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from shoal.engine.properties import Properties
 from shoal.engine.sharding import Sharding
 from shoal.errors import NonFiniteError
 from shoal.optim.loss_scale import Event, LossScale
-from shoal.parallel.expert.router_check import first_bad_router
+from shoal.parallel.expert.held import first_bad_router
 from shoal.zero.step_status import GlobalStatus, first_bad_parameter
 
 # Steps in a row whose loss, before scaling, is not finite. A smaller loss scale repairs none of them.
@@ -103,7 +103,7 @@ class NonFinite:
         names = comm.gather_objects([mine, first_bad_router(self._sharding.module)], label="first bad parameter")
         first, router = (next((name for name in column if name), None) for column in zip(*names, strict=True))
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
-        experts = f" The router of {router!r} gave scores that are not finite." if router else ""
+        experts = f" The router of {router!r} gave weights that are not finite." if router else ""
         if status.bad_loss_ranks:
             ranks = ", ".join(map(str, status.bad_loss_ranks))
             return f"the loss of rank {ranks} is not finite.{experts}", f"rank {ranks}, {where}"

@@ -16,8 +16,8 @@ from shoal.errors import AssertedUsageError, ConfigError, UsageError
 from shoal.parallel.expert import dense
 from shoal.parallel.expert.capacity import capacity_of, positions
 from shoal.parallel.expert.gate import gumbel, jitter, route_top1, route_top2, route_topk
+from shoal.parallel.expert.held import first_bad_router
 from shoal.parallel.expert.layer import Experts, MoE, TopKGate
-from shoal.parallel.expert.router_check import first_bad_router
 from tests.fixtures.experts.cases import EXPERTS, GATES, TOKENS, WIDTH, call_gate, logits_of, used_tokens
 
 RECORDED = Path(__file__).resolve().parent.parent / "fixtures" / "experts" / "gates.safetensors"
@@ -69,6 +69,7 @@ def test_a_rank_may_have_one_token_or_none(num_tokens: int, drop_tokens: bool) -
     ):
         assert (routing.expert_index >= 0).all() and len(routing.expert_index) == num_tokens
         assert routing.exp_counts.sum() == routing.expert_index.numel()
+        assert bool(routing.l_aux > 0) == (num_tokens > 0)
 
 
 def test_random_selection_keeps_each_token_of_an_expert_equally_often() -> None:
@@ -170,5 +171,5 @@ def test_a_router_that_gives_nan_is_found_by_name() -> None:
     assert first_bad_router(model) is None
     model[1](x * torch.nan)
     model[1](x)  # a later micro-batch that is finite
-    assert first_bad_router(model) == "1.deepspeed_moe"
+    assert first_bad_router(model) == "1.deepspeed_moe.experts.deepspeed_experts"
     assert first_bad_router(model) is None

@@ -12,7 +12,7 @@ import torch
 
 from shoal.comm.of_group import communicator_of
 from shoal.parallel.expert.capacity import positions
-from shoal.parallel.expert.gate import Routing, route_top1, route_top2, route_topk
+from shoal.parallel.expert.gate import GateResult, route_top1, route_top2, route_topk
 
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -63,7 +63,7 @@ def topkgating(
     return routing if sparse_routes else dense(routing, ep_group)
 
 
-def dense(routing: Routing, ep_group: Any = None, *, is_by_choice: bool = False) -> Dense:
+def dense(routing: GateResult, ep_group: Any = None, *, is_by_choice: bool = False) -> Dense:
     """A routing as DeepSpeed's gates return it.
 
     Args:

@@ -72,6 +72,7 @@ def run_experts(
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
+    held.router_check.note(weights)
     run = partial(
         _run_own, compute=compute, held=held, score_before=score_before, overlap=overlap, beside=beside, label=label
     )

@@ -24,7 +24,7 @@ from torch.nn import functional
 from shoal.parallel.expert.capacity import capacity_of, kept_by_score, positions
 
 
-class Routing(NamedTuple):
+class GateResult(NamedTuple):
     """Where tokens go.
 
     Args:
@@ -65,7 +65,7 @@ def route_top1(
     noisy_gate_policy: str | None = None,
     drop_tokens: bool = True,
     use_rts: bool = True,
-) -> Routing:
+) -> GateResult:
     """Route each token to one expert.
 
     Args:
@@ -80,14 +80,14 @@ def route_top1(
     index = (gates if noisy is None else noisy).argmax(dim=1, keepdim=True)
     is_kept = torch.ones_like(index, dtype=torch.bool) if used_token is None else used_token.bool().view(-1, 1)
     counts = _counts(index, num_experts, is_kept)
-    l_aux = (gates.mean(dim=0) * (counts.float() / num_tokens)).sum() * num_experts
+    l_aux = _balance(gates, counts).sum() * num_experts
     capacity = capacity_of(num_tokens, num_experts, capacity_factor, min_capacity) if drop_tokens else None
     # Drawn without drops too: the numbers that are drawn after these are those of a run with DeepSpeed.
     draws = torch.rand_like(gates.detach()) if use_rts else 1
     if capacity is not None:
         routed = torch.zeros_like(gates, dtype=torch.int64).scatter_(1, index, is_kept.long())
         is_kept = is_kept & kept_by_score(routed * draws, capacity).gather(1, index)
-    return Routing(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), gates.gather(1, index) * is_kept, l_aux, counts, capacity)
 
 
 def route_top2(
@@ -96,7 +96,7 @@ def route_top2(
     min_capacity: int,
     drop_tokens: bool = True,
     top2_2nd_expert_sampling: bool = True,
-) -> Routing:
+) -> GateResult:
     """Route each token to two experts.
 
     Args:
@@ -109,14 +109,14 @@ def route_top2(
     noisy = logits.detach() + gumbel(logits) if top2_2nd_expert_sampling else logits.detach()
     second = noisy.scatter(1, first, float("-inf")).argmax(dim=1, keepdim=True)
     of_first, of_second = _counts(first, num_experts), _counts(second, num_experts)
-    l_aux = (gates.mean(dim=0) * (of_first.float() / num_tokens)).mean() * num_experts * num_experts
+    l_aux = _balance(gates, of_first).mean() * num_experts * num_experts
     index = torch.cat([first, second], dim=1)
     capacity = capacity_of(num_tokens, num_experts, capacity_factor * 2, min_capacity) if drop_tokens else None
     is_kept = torch.ones_like(index, dtype=torch.bool)
     if capacity is not None:
         is_kept = (positions(index.t().reshape(-1), num_experts) < capacity).view(2, -1).t()
     weights = _normalized(gates.gather(1, index) * is_kept)
-    return Routing(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), weights, l_aux, of_first + of_second, capacity)
 
 
 def route_topk(
@@ -126,7 +126,7 @@ def route_topk(
     min_capacity: int,
     drop_tokens: bool = True,
     drop_policy: str = "probs",
-) -> Routing:
+) -> GateResult:
     """Route each token to its ``k`` most probable experts.
 
     Args:
@@ -137,7 +137,7 @@ def route_topk(
     gates = functional.softmax(logits, dim=1)
     top, index = torch.topk(gates, k=k, dim=1)
     counts = _counts(index, num_experts)
-    l_aux = (gates.mean(dim=0) * (counts.float() / num_tokens)).mean() * num_experts * num_experts / k
+    l_aux = _balance(gates, counts).mean() * num_experts * num_experts / k
     capacity = capacity_of(num_tokens, num_experts, capacity_factor * k, min_capacity) if drop_tokens else None
     is_kept = torch.ones_like(index, dtype=torch.bool)
     if capacity is not None and drop_policy == "position":
@@ -145,7 +145,7 @@ def route_topk(
     elif capacity is not None:
         scores = torch.zeros_like(gates).scatter(1, index, top.detach())
         is_kept = kept_by_score(scores, capacity).gather(1, index)
-    return Routing(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
+    return GateResult(index.masked_fill(~is_kept, -1), _normalized(top * is_kept), l_aux, counts, capacity)
 
 
 def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | None = None) -> torch.Tensor:
@@ -153,6 +153,12 @@ def _counts(index: torch.Tensor, num_experts: int, is_counted: torch.Tensor | No
     ones = torch.ones_like(index) if is_counted is None else is_counted.long()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=index.device)
     return counts.scatter_add_(0, index.reshape(-1), ones.reshape(-1))
+
+
+def _balance(gates: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """By expert, its mean probability times its share of the tokens; 0 without tokens. Shape: [experts]."""
+    num_tokens = max(len(gates), 1)
+    return gates.sum(dim=0) / num_tokens * (counts.float() / num_tokens)
 
 
 def _normalized(weights: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.errors import ConfigError
 from shoal.parallel.expert.load import ExpertLoad
+from shoal.parallel.expert.router_check import RouterCheck
 
 Form = Literal["stacked", "listed"]
 
@@ -38,6 +39,7 @@ class ExpertsHeld:
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``hierarchical``.
         load: counts this rank's tokens by expert; None: nothing asks for them.
+        router_check: whether the weights of the layer's router were finite.
     """
 
     num_experts: int
@@ -49,6 +51,7 @@ class ExpertsHeld:
     same_tokens: Communicator | None = None
     hierarchy: tuple[Communicator, Communicator] | None = None
     load: ExpertLoad | None = None
+    router_check: RouterCheck = field(default_factory=RouterCheck)
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -94,6 +97,15 @@ def modules_with_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Exp
         held = getattr(module, "experts_held", None)
         if isinstance(held, ExpertsHeld):
             yield name, module, held
+
+
+def first_bad_router(model: nn.Module) -> str | None:
+    """The name of the first experts, in the model's order, whose router has given weights that are not finite.
+
+    Order: blocks the host.
+    """
+    bad = [name for name, _, held in modules_with_experts(model) if held.router_check.is_bad()]
+    return bad[0] if bad else None
 
 
 def global_names(model: nn.Module) -> Callable[[str], str]:

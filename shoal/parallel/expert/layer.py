@@ -20,13 +20,12 @@ from torch import nn
 from torch.nn import functional
 
 from shoal.comm.world import current_world
-from shoal.errors import AssertedUsageError, NotBuiltError, UsageError
+from shoal.errors import AssertedUsageError, UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.dense import top1gating, top2gating, topkgating
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.gate import jitter
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.expert.router_check import RouterCheck
 
 NOISE = (None, "None", "Jitter", "RSample")
 
@@ -98,7 +97,7 @@ class TopKGate(nn.Module):
                 Shape: [tokens].
             use_tutel: has no effect.
 
-        Returns: with ``sparse_routes`` a Routing; else what ``dense.dense`` returns.
+        Returns: with ``sparse_routes`` a GateResult; else what ``dense.dense`` returns.
         """
         if used_token is not None and self.k > 1:
             warnings.warn(f"used_token has no effect with k={self.k}, as in DeepSpeed.", stacklevel=2)
@@ -176,6 +175,8 @@ class MOELayer(nn.Module):
         use_tutel: has no effect: tokens are always moved by index.
     """
 
+    stays_whole = True  # no tensor-parallel plan splits its layers: tp ranks take different tokens to the experts
+
     def __init__(
         self,
         gate: nn.Module,
@@ -193,7 +194,6 @@ class MOELayer(nn.Module):
         self.num_local_experts = num_local_experts
         self.l_aux: Any = None
         self.exp_counts: Any = None
-        self.router_check = RouterCheck()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the loss of the last forward, which cannot be copied: a copied model has not run yet."""
@@ -208,7 +208,6 @@ class MOELayer(nn.Module):
         tokens = hidden.reshape(-1, hidden.shape[-1])
         routing = self.gate(tokens, used_token, True)
         self.l_aux, self.exp_counts = routing.l_aux, routing.exp_counts
-        self.router_check.note(routing.l_aux)
         held = self.experts.deepspeed_experts.experts_held
         may_drop = routing.capacity is not None or used_token is not None
         out = run_experts(tokens, routing.expert_index, routing.weights, self.experts, held, may_drop=may_drop)
@@ -285,14 +284,11 @@ class MoE(nn.Module):
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
         """Divide the experts among runs of ``ep_size`` neighbouring ranks, for a layer without an engine.
 
-        Raises: NotBuiltError: ``use_data_before_expert_parallel_``.
+        Args:
+            use_data_before_expert_parallel_: has no effect: which ranks hold an expert changes no result.
+
         Communicates: the first time, control messages: every rank calls.
         """
-        if use_data_before_expert_parallel_:
-            raise NotBuiltError(
-                "experts divided among ranks that are not neighbours are not built.",
-                do="leave use_data_before_expert_parallel out.",
-            )
         if self.ep_size > 1:
             world = current_world()
             comm = world.communicator("ep", Mesh.of(world.size, ep=self.ep_size))

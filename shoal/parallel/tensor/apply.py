@@ -319,10 +319,12 @@ class _Splitter:
         return join(name, "base_layer") if hasattr(self.modules[name], "base_layer") else name
 
     def _check_covered(self) -> None:
-        """Raise where a linear layer has no style, and no module around it that is left whole."""
+        """Raise where a linear layer has no style, and no module around it is left whole, or ``stays_whole``."""
 
         def is_covered(name: str) -> bool:
-            parents = (name[:end] for end, letter in enumerate(f"{name}.") if letter == ".")
+            parents = [name[:end] for end, letter in enumerate(f"{name}.") if letter == "."]
+            if any(getattr(self.modules[parent], "stays_whole", False) for parent in parents):
+                return True
             return any(self.styles[parent].kind != "prepare_input" for parent in parents if parent in self.styles)
 
         missing = [name for name, module in self.modules.items() if is_linear(module) and not is_covered(name)]

@@ -50,8 +50,8 @@ def train_alone(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(engine: Any) -> dict[str, torch.Tensor]:
-    tokens = TOKENS[engine.axes.batch.rank][None]
+def train(engine: Any, tokens: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    tokens = TOKENS[engine.axes.batch.rank][None] if tokens is None else tokens
     for _ in range(STEPS):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -177,3 +177,58 @@ def test_the_weights_that_shoal_saves_are_whole_and_load_in_transformers(tmp_pat
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "more"),
+    [
+        (2, 3, {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 2}),
+        (4, 1, {"parallel": {"pp": 2}}),
+        (2, 2, {"activation_checkpointing": {"modules": ["MixtralDecoderLayer"]}}),
+        (2, 1, {"expert_parallel": {"enabled": True, "autoep_size": 2, "overlap": 2}}),
+    ],
+    ids=["tp", "pp", "recomputation", "overlap"],
+)
+def test_a_family_trains_as_on_one_rank_beside(size: int, stage: int, more: dict[str, Any]) -> None:
+    model = build("mixtral", use_cache=False)
+    copies = [copy.deepcopy(model) for _ in range(size)]
+    expected = train_alone(model)
+
+    def job() -> dict[str, torch.Tensor]:
+        engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(stage, **more))
+        if engine.axes.pp is None:
+            return train(engine, TOKENS.chunk(engine.axes.batch.size)[engine.axes.batch.rank])
+        tokens = TOKENS[engine.axes.batch.rank][None]
+        for _ in range(STEPS):
+            engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}]))
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        return values
+
+    for found in run_ranks(size, job):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_bf16_trains_and_a_checkpoint_loads_on_other_expert_parallel_ranks(tmp_path: Path) -> None:
+    model = build("deepseek_v3")
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def before() -> tuple[dict[str, torch.Tensor], float]:
+        engine, *_ = shoal.initialize(model=models[current_world().rank], config=settings(3, bf16={"enabled": True}))
+        train(engine)
+        engine.save_checkpoint(tmp_path)
+        tokens = TOKENS[:1]
+        return engine.module_state_dict(), float(engine(input_ids=tokens, labels=tokens).loss.detach())
+
+    def after() -> tuple[dict[str, torch.Tensor], float]:
+        alone = {"expert_parallel": {"enabled": True}, "bf16": {"enabled": True}}
+        engine, *_ = shoal.initialize(model=models[2], config=settings(1, **alone))
+        engine.load_checkpoint(tmp_path)
+        tokens = TOKENS[:1]
+        return engine.module_state_dict(), float(engine(input_ids=tokens, labels=tokens).loss.detach())
+
+    saved = run_ranks(2, before)
+    ((values, loss),) = run_ranks(1, after)
+    assert values.keys() == saved[0][0].keys()
+    assert all(torch.equal(value, saved[0][0][name]) for name, value in values.items())
+    assert loss == pytest.approx(saved[0][1], rel=1e-2)

@@ -8,14 +8,14 @@ the weights: scores of these experts, without the bias, normalised and scaled
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from shoal.parallel.expert.extend import extend
 
 BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's; Transformers' (DeepSeek-V3, GLM)
 
@@ -96,14 +96,6 @@ class TokenChoiceTopKRouter(nn.Module):
         return logits, *self.routing.choose(logits, bias_of_router(self))
 
 
-def _of_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``base`` that is a ``TokenChoiceTopKRouter``; one for all calls."""
-    return type(f"TokenChoice{base.__name__}", (TokenChoiceTopKRouter, base), {})
-
-
-_router_class = cast(Callable[[type[nn.Module]], type[nn.Module]], cache(_of_class))
-
-
 def bias_of_router(router: nn.Module) -> torch.Tensor | None:
     """What a router adds to the scores when it chooses; None: nothing."""
     return next((bias for name in BIAS_NAMES if (bias := getattr(router, name, None)) is not None), None)
@@ -115,8 +107,7 @@ def replace_router(router: nn.Module, routing: Routing, *, needs_bias: bool) -> 
     Args:
         needs_bias: give it a bias of zeros to choose by, if it has none. It stays in fp32.
     """
-    router.__class__ = _router_class(type(router))
-    router.routing = routing  # type: ignore[assignment]  # nn.Module declares tensors and modules as attributes
+    extend(router, TokenChoiceTopKRouter, routing=routing)
     if needs_bias and bias_of_router(router) is None:
         router.register_buffer(BIAS_NAMES[0], torch.zeros(routing.num_experts))
         kept = getattr(router, "_keep_in_fp32_modules_strict", None) or ()

@@ -17,6 +17,7 @@ from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import ShoalError
 from tests.clients.test_expert_models import TOKENS, build
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
@@ -232,3 +233,31 @@ def test_bf16_trains_and_a_checkpoint_loads_on_other_expert_parallel_ranks(tmp_p
     assert values.keys() == saved[0][0].keys()
     assert all(torch.equal(value, saved[0][0][name]) for name, value in values.items())
     assert loss == pytest.approx(saved[0][1], rel=1e-2)
+
+
+def test_a_bias_without_auxiliary_loss_moves_against_the_load_and_is_the_same_on_all_ranks() -> None:
+    section = {"enabled": True, "autoep_size": 2, "load_balance_coeff": 0.01}
+
+    def job() -> list[torch.Tensor]:
+        engine, *_ = shoal.initialize(model=build("mixtral"), config=settings(1, expert_parallel=section))
+        train(engine)
+        load = engine.expert_load()
+        assert [sum(counts) for counts in load.values()] == [2 * TOKENS.numel()] * 2
+        return [buffer.clone() for name, buffer in engine.named_buffers() if name.endswith("expert_bias")]
+
+    first, second = run_ranks(2, job)
+    assert len(first) == 2 and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    for bias in first:
+        assert 0 < float(bias.abs().max()) <= 0.03 + 1e-6
+
+
+def test_a_router_that_gives_nan_is_named() -> None:
+    model = build("mixtral")
+    model.model.layers[1].mlp.gate.weight.data[3] = float("nan")
+
+    def job() -> None:
+        engine, *_ = shoal.initialize(model=copy.deepcopy(model), config=settings(0, precision={"nonfinite": "raise"}))
+        with pytest.raises(ShoalError, match=r"model.layers.1.mlp.experts"):
+            train(engine)
+
+    run_ranks(2, job)

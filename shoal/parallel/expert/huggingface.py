@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute, run_experts
 from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.router_check import RouterCheck
 from shoal.sharding.parameter_buffer import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
@@ -35,10 +37,13 @@ class ExpertParallelStack(nn.Module):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
+    router_check: RouterCheck
 
+    @untraced
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        self.router_check.note(top_k_weights.sum())
         compute = partial(_compute_stack, self)
         return self.dispatch.run(hidden_states, top_k_index, top_k_weights, compute, self.experts_held)
 
@@ -48,8 +53,11 @@ class ExpertParallelList(nn.ModuleList):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
+    router_check: RouterCheck
 
+    @untraced
     def forward(self, hidden: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.router_check.note(weights.sum())
         return self.dispatch.run(hidden, expert_index, weights, partial(_compute_list, self), self.experts_held)
 
 
@@ -133,14 +141,15 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
     Memory: of a list, this rank's experts; the other modules are released.
     """
     if not isinstance(experts, nn.ModuleList):
-        extend(experts, ExpertParallelStack, experts_held=ExpertsHeld(_num_experts(experts)), dispatch=dispatch)
+        held, behaviour = ExpertsHeld(_num_experts(experts)), ExpertParallelStack
+        extend(experts, behaviour, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
         return
     held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
     held.set_ranks(comm)
     own = [experts[expert] for expert in held.ids]
     del experts[:]
     experts.extend(own)
-    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch)
+    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
 
 
 def _num_experts(experts: nn.Module) -> int:

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
+from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.huggingface import INTERFACE, is_stack
-from shoal.parallel.expert.router import Routing, bias_of_router
+from shoal.parallel.expert.router import Routing
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,9 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
         assert router is not None and experts is not None
         is_list = isinstance(block.get_submodule(experts), nn.ModuleList)
         num_experts = _check_experts(f"{name}.{experts}", block.get_submodule(experts), preset, config_of(model))
-        needs_bias = section.load_balance_coeff is not None and bias_of_router(block.get_submodule(router)) is None
+        needs_bias = (
+            section.load_balance_coeff is not None and bias_of(block.get_submodule(router), num_experts) is None
+        )
         own_router = not (is_list or router_keys(section) or needs_bias)
         routing = None if own_router else routing_of(model, block.get_submodule(router), preset, section, num_experts)
         if routing is not None:

@@ -261,3 +261,21 @@ def test_a_router_that_gives_nan_is_named() -> None:
             train(engine)
 
     run_ranks(2, job)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_engine_takes_the_model_of_the_first(size: int) -> None:
+    section = {"enabled": True, "autoep_size": size}
+    model = build("mixtral")
+    copies = [copy.deepcopy(model) for _ in range(size)]
+
+    def job() -> dict[str, torch.Tensor]:
+        mine = copies[current_world().rank]
+        for _ in range(2):
+            engine, *_ = shoal.initialize(model=mine, config=settings(2, expert_parallel=section))
+            values: dict[str, torch.Tensor] = engine.module_state_dict()
+            engine.destroy()
+        return values
+
+    for found in run_ranks(size, job):
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

@@ -187,6 +187,8 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
             if found is None:
                 raise _misfit(name, f"{type(block).__name__} has no attribute {wanted!r}, its {what}")
         assert router is not None and experts is not None
+        if hasattr(block.get_submodule(experts), "experts_held"):
+            continue  # Shoal's already: an engine had the model before
         is_list = isinstance(block.get_submodule(experts), nn.ModuleList)
         num_experts = _check_experts(f"{name}.{experts}", block.get_submodule(experts), preset, config_of(model))
         needs_bias = (

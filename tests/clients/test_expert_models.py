@@ -17,6 +17,7 @@ from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import modules_with_experts
+from shoal.parallel.expert.router import TokenChoiceTopKRouter
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import cut
 
@@ -150,7 +151,7 @@ def test_shoals_router_scores_as_the_familys(family: str) -> None:
     model = build(family)
     mine = copy.deepcopy(model)
     prepare_experts(mine, None, load({"expert_parallel": {"enabled": True, "top_k": 2}}).expert_parallel)
-    assert sum(type(module).__name__.startswith("TokenChoice") for module in mine.modules()) in (1, 2)
+    assert sum(isinstance(module, TokenChoiceTopKRouter) for module in mine.modules()) in (1, 2)
     torch.testing.assert_close(mine(TOKENS).logits, model(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
@@ -209,6 +210,17 @@ def test_a_model_without_experts_is_an_error_that_lists_what_was_looked_for() ->
     section = load({"expert_parallel": {"enabled": True, "preset_model": "mixtral"}}).expert_parallel
     with pytest.raises(ModelError, match=r"modules whose names end in .* with the attributes 'gate' and 'experts'"):
         prepare_experts(model, None, section)
+
+
+def test_a_key_about_routers_that_nothing_names_is_an_error() -> None:
+    section = load({"expert_parallel": {"enabled": True, "top_k": 1}}).expert_parallel
+    with pytest.raises(ModelError, match=r"expert_parallel.top_k is about routers, and nothing says which modules"):
+        prepare_experts(build("olmoe"), None, section)
+    named = {"moe_layer_pattern": r"layers\.\d+\.mlp", "router_pattern": "gate", "expert_pattern": "experts"}
+    model = build("olmoe")
+    section = load({"expert_parallel": {"enabled": True, "top_k": 2, "route_norm": True, **named}}).expert_parallel
+    prepare_experts(model, None, section)
+    assert torch.isfinite(model(TOKENS).logits).all()
 
 
 def test_ranks_that_do_not_divide_the_experts_are_an_error() -> None:

@@ -17,6 +17,7 @@ from shoal.checkpoint.formats.huggingface import SafetensorsWeights
 from shoal.checkpoint.loading_hf import load_hf
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.errors import ShoalError
 from tests.clients.test_expert_models import TOKENS, build
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face transformers is not installed")
@@ -50,8 +51,8 @@ def train_alone(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def train(engine: Any) -> dict[str, torch.Tensor]:
-    tokens = TOKENS[engine.axes.batch.rank][None]
+def train(engine: Any, tokens: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    tokens = TOKENS[engine.axes.batch.rank][None] if tokens is None else tokens
     for _ in range(STEPS):
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -177,3 +178,104 @@ def test_the_weights_that_shoal_saves_are_whole_and_load_in_transformers(tmp_pat
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "more"),
+    [
+        (2, 3, {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 2}),
+        (4, 1, {"parallel": {"pp": 2}}),
+        (2, 2, {"activation_checkpointing": {"modules": ["MixtralDecoderLayer"]}}),
+        (2, 1, {"expert_parallel": {"enabled": True, "autoep_size": 2, "overlap": 2}}),
+    ],
+    ids=["tp", "pp", "recomputation", "overlap"],
+)
+def test_a_family_trains_as_on_one_rank_beside(size: int, stage: int, more: dict[str, Any]) -> None:
+    model = build("mixtral", use_cache=False)
+    copies = [copy.deepcopy(model) for _ in range(size)]
+    expected = train_alone(model)
+
+    def job() -> dict[str, torch.Tensor]:
+        engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(stage, **more))
+        if engine.axes.pp is None:
+            return train(engine, TOKENS.chunk(engine.axes.batch.size)[engine.axes.batch.rank])
+        tokens = TOKENS[engine.axes.batch.rank][None]
+        for _ in range(STEPS):
+            engine.train_batch(iter([{"input_ids": tokens, "labels": tokens}]))
+        values: dict[str, torch.Tensor] = engine.module_state_dict()
+        return values
+
+    for found in run_ranks(size, job):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_bf16_trains_and_a_checkpoint_loads_on_other_expert_parallel_ranks(tmp_path: Path) -> None:
+    model = build("deepseek_v3")
+    models = [copy.deepcopy(model) for _ in range(3)]
+
+    def before() -> tuple[dict[str, torch.Tensor], float]:
+        engine, *_ = shoal.initialize(model=models[current_world().rank], config=settings(3, bf16={"enabled": True}))
+        train(engine)
+        engine.save_checkpoint(tmp_path)
+        tokens = TOKENS[:1]
+        return engine.module_state_dict(), float(engine(input_ids=tokens, labels=tokens).loss.detach())
+
+    def after() -> tuple[dict[str, torch.Tensor], float]:
+        alone = {"expert_parallel": {"enabled": True}, "bf16": {"enabled": True}}
+        engine, *_ = shoal.initialize(model=models[2], config=settings(1, **alone))
+        engine.load_checkpoint(tmp_path)
+        tokens = TOKENS[:1]
+        return engine.module_state_dict(), float(engine(input_ids=tokens, labels=tokens).loss.detach())
+
+    saved = run_ranks(2, before)
+    ((values, loss),) = run_ranks(1, after)
+    assert values.keys() == saved[0][0].keys()
+    assert all(torch.equal(value, saved[0][0][name]) for name, value in values.items())
+    assert loss == pytest.approx(saved[0][1], rel=1e-2)
+
+
+def test_a_bias_without_auxiliary_loss_moves_against_the_load_and_is_the_same_on_all_ranks() -> None:
+    section = {"enabled": True, "autoep_size": 2, "load_balance_coeff": 0.01}
+
+    def job() -> list[torch.Tensor]:
+        engine, *_ = shoal.initialize(model=build("mixtral"), config=settings(1, expert_parallel=section))
+        train(engine)
+        load = engine.expert_load()
+        assert [sum(counts) for counts in load.values()] == [2 * TOKENS.numel()] * 2
+        return [buffer.clone() for name, buffer in engine.named_buffers() if name.endswith("expert_bias")]
+
+    first, second = run_ranks(2, job)
+    assert len(first) == 2 and all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    for bias in first:
+        assert 0 < float(bias.abs().max()) <= 0.03 + 1e-6
+
+
+def test_a_router_that_gives_nan_is_named() -> None:
+    model = build("mixtral")
+    model.model.layers[1].mlp.gate.weight.data[3] = float("nan")
+
+    def job() -> None:
+        engine, *_ = shoal.initialize(model=copy.deepcopy(model), config=settings(0, precision={"nonfinite": "raise"}))
+        with pytest.raises(ShoalError, match=r"model.layers.1.mlp.experts"):
+            train(engine)
+
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_second_engine_takes_the_model_of_the_first(size: int) -> None:
+    section = {"enabled": True, "autoep_size": size}
+    model = build("mixtral")
+    copies = [copy.deepcopy(model) for _ in range(size)]
+
+    def job() -> dict[str, torch.Tensor]:
+        mine = copies[current_world().rank]
+        for _ in range(2):
+            engine, *_ = shoal.initialize(model=mine, config=settings(2, expert_parallel=section))
+            values: dict[str, torch.Tensor] = engine.module_state_dict()
+            engine.destroy()
+        return values
+
+    for found in run_ranks(size, job):
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())

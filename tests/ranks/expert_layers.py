@@ -104,6 +104,55 @@ class DeepseekLayer(nn.Module):
         return (looped(self.experts, tokens, weights, chosen) + self.shared_experts(tokens)).view(hidden.shape)
 
 
+class Stack(nn.Module):
+    """The interface of Transformers 5: stacked parameters; with biases and transposed as GPT-OSS, or neither."""
+
+    def __init__(self, num_experts: int, *, is_transposed: bool, has_gate: bool, inner: int = 20) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate = num_experts, has_gate
+        self.has_bias = self.is_transposed = is_transposed
+        self.act_fn = nn.SiLU()
+        up = "gate_up_proj" if has_gate else "up_proj"
+        for name, sizes in ((up, (WIDTH, (1 + has_gate) * inner)), ("down_proj", (inner, WIDTH))):
+            shape = sizes if is_transposed else sizes[::-1]
+            self.register_parameter(name, nn.Parameter(torch.empty(num_experts, *shape)))
+            if is_transposed:
+                self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num_experts, sizes[1])))
+
+    def _apply_gate(self, both: torch.Tensor) -> torch.Tensor:
+        return self.act_fn(both[..., ::2]) * (both[..., 1::2] + 1)
+
+    def _linear(self, name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        weight = self.get_parameter(name)[expert]
+        out = rows @ (weight if self.is_transposed else weight.t())
+        return out + self.get_parameter(f"{name}_bias")[expert] if self.has_bias else out
+
+    def forward(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            both = self._linear("gate_up_proj" if self.has_gate else "up_proj", expert, tokens[token])
+            inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)
+            rows = self._linear("down_proj", expert, inner) * weights[token, choice, None]
+            out = out.index_add(0, token, rows.to(out.dtype))
+        return out
+
+
+class StackLayer(nn.Module):
+    """A router of its own beside stacked experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.experts = Stack(NUM_EXPERTS, is_transposed=config.is_transposed, has_gate=config.has_gate)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        tokens = hidden.view(-1, WIDTH)
+        weights, chosen = torch.topk(self.router(tokens).softmax(-1), TOP_K, dim=-1)
+        out: torch.Tensor = self.experts(tokens, chosen, weights)
+        return out.view(hidden.shape)
+
+
 class Block(nn.Module):
     """A residual around a layer, called by the name that the family gives it."""
 
@@ -117,12 +166,12 @@ class Block(nn.Module):
         return hidden + (out[0] if isinstance(out, tuple) else out)
 
 
-class ListedExperts(nn.Module):
+class Layers(nn.Module):
     """Two layers of one family."""
 
     def __init__(self, family: str) -> None:
         super().__init__()
-        kind, name, settings = LISTED[family]
+        kind, name, settings = {**LISTED, **STACKED}[family]
         self.config = SimpleNamespace(model_type=family, num_experts_per_tok=TOP_K, **settings)
         self.layers = nn.ModuleList(Block(name, kind(self.config)) for _ in range(2))
         generator = torch.Generator().manual_seed(4)
@@ -135,6 +184,11 @@ class ListedExperts(nn.Module):
         return hidden
 
 
+STACKED: dict[str, tuple[type[nn.Module], str, dict[str, Any]]] = {
+    "plain": (StackLayer, "mlp", {"is_transposed": False, "has_gate": True}),
+    "transposed with biases": (StackLayer, "mlp", {"is_transposed": True, "has_gate": True}),
+    "without gate": (StackLayer, "mlp", {"is_transposed": False, "has_gate": False}),
+}
 LISTED: dict[str, tuple[type[nn.Module], str, dict[str, Any]]] = {
     "mixtral": (MixtralLayer, "block_sparse_moe", {"num_local_experts": NUM_EXPERTS}),
     "qwen2_moe": (QwenLayer, "mlp", {"num_experts": NUM_EXPERTS, "norm_topk_prob": False}),

@@ -1,4 +1,4 @@
-"""Layers with a list of experts, found by preset or pattern: parity with their own loops, and what is refused."""
+"""Experts of models that are not Shoal's, stacked or in lists: parity with their own loops, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from shoal.checkpoint.loading_hf import load_hf
 from shoal.checkpoint.manifest import MODEL
 from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
-from shoal.comm.world import current_world
+from shoal.comm.world import current_world, use_world
 from shoal.config import load
 from shoal.errors import CheckpointError, ModelError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import prepare_experts
+from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld, global_names
 from shoal.parallel.expert.router import Routing
-from tests.ranks.expert_layers import LISTED, NUM_EXPERTS, WIDTH, ListedExperts
+from shoal.sharding.layout import ParameterSpec
+from shoal.sharding.parts import paste
+from tests.ranks.expert_layers import LISTED, NUM_EXPERTS, STACKED, WIDTH, Layers, MixtralLayer
 from tests.ranks.tensor_cases import difference
+from tests.ranks.test_comm_processes import own_world
 from tests.unit.formats_source import MemorySource
 
 HIDDEN = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -39,7 +43,7 @@ def ep() -> Communicator | None:
     return world.communicator("ep", Mesh.of(world.size, ep=world.size)) if world.size > 1 else None
 
 
-def compare(model: ListedExperts, size: int, **keys: Any) -> None:
+def compare(model: Layers, size: int, **keys: Any) -> None:
     """Compare outputs and gradients on ranks that have different tokens with those of the model's own loops."""
     batches = HIDDEN.chunk(size)
     copies = [copy.deepcopy(model) for _ in batches]
@@ -78,13 +82,74 @@ def global_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("family", STACKED)
+def test_stacked_experts_of_transformers_interface_compute_what_their_loop_does(family: str, size: int) -> None:
+    model = Layers(family)
+    wanted = gradients(model, size)
+
+    def on_a_rank() -> dict[str, tuple[ParameterSpec | None, torch.Tensor]]:
+        mine, comm = Layers(family), ep()
+        prepare_experts(mine, comm, section())
+        parts = divide(mine, comm)
+        mine(HIDDEN.chunk(size)[current_world().rank]).square().mean().backward()
+        return {name: (parts.get(name), grad_of(p)) for name, p in mine.named_parameters()}
+
+    ranks = run_ranks(size, on_a_rank)
+    for name, gradient in wanted.items():
+        whole = torch.zeros_like(gradient)
+        for rank in ranks:
+            part, found = rank[name]
+            whole += found if part is None else pasted(found, part)
+        assert difference(whole, gradient) < 1e-6, name
+
+
+@pytest.mark.gloo
+def test_processes_over_gloo_compute_what_one_does(gloo: Any) -> None:
+    wanted = gradients(Layers("plain"), 2)
+    name = "layers.0.mlp.experts.gate_up_proj"
+    parts = gloo(2, on_a_gloo_rank, name)
+    assert [len(part) for part in parts] == [NUM_EXPERTS // 2] * 2
+    assert difference(torch.cat(parts), wanted[name]) < 1e-6
+
+
+def on_a_gloo_rank(rank: int, size: int, name: str) -> torch.Tensor:
+    world = own_world(rank, size, "experts", False)
+    with use_world(world):
+        mine, comm = Layers("plain"), ep()
+        prepare_experts(mine, comm, section())
+        divide(mine, comm)
+        mine(HIDDEN.chunk(size)[rank]).square().mean().backward()
+        found = grad_of(mine.get_parameter(name))
+    world.close()
+    return found
+
+
+def gradients(model: nn.Module, size: int) -> dict[str, torch.Tensor]:
+    """Of the sum of the losses that ``size`` ranks have of their parts of the tokens."""
+    for hidden in HIDDEN.chunk(size):
+        model(hidden).square().mean().backward()
+    return {name: grad_of(parameter) for name, parameter in model.named_parameters()}
+
+
+def grad_of(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def pasted(part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    whole = torch.zeros(spec.global_shape, dtype=part.dtype)
+    paste(part, spec, whole)
+    return whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("family", LISTED)
 def test_the_preset_of_the_models_type_computes_what_the_loop_does(family: str, size: int) -> None:
-    compare(ListedExperts(family), size)
+    compare(Layers(family), size)
 
 
 def test_patterns_find_layers_of_any_name() -> None:
-    model = ListedExperts("mixtral")
+    model = Layers("mixtral")
     model.config.model_type = "my_own"
     for block in model.layers:
         block.add_module("mixture", block._modules.pop("block_sparse_moe"))
@@ -92,7 +157,7 @@ def test_patterns_find_layers_of_any_name() -> None:
 
 
 def test_a_rank_without_tokens_on_its_experts_takes_part() -> None:
-    model = ListedExperts("deepseek_v3")
+    model = Layers("deepseek_v3")
     for layer in model.layers:
         layer.mlp.gate.e_score_correction_bias.data = torch.tensor(
             [9.0, 9.0, 0.0, 0.0], dtype=torch.float64
@@ -101,7 +166,7 @@ def test_a_rank_without_tokens_on_its_experts_takes_part() -> None:
 
 
 def test_one_token_in_all() -> None:
-    model = ListedExperts("mixtral")
+    model = Layers("mixtral")
     mine = copy.deepcopy(model)
     prepare_experts(mine, None, section())
     torch.testing.assert_close(mine(HIDDEN[:1, :1]), model(HIDDEN[:1, :1]), rtol=1e-6, atol=1e-6)
@@ -109,10 +174,11 @@ def test_one_token_in_all() -> None:
 
 def test_a_rank_holds_its_experts_only() -> None:
     def job() -> tuple[int, list[int]]:
-        model = ListedExperts("mixtral")
+        model = Layers("mixtral")
         prepare_experts(model, ep(), section())
         layer = model.layers[0].block_sparse_moe
-        assert type(layer).__mro__[2].__name__ == "MixtralLayer" and isinstance(layer(HIDDEN), tuple)
+        assert type(layer).__name__ == "MixtralLayer" and isinstance(layer, MixtralLayer)
+        assert isinstance(layer(HIDDEN), tuple)
         return len(layer.experts), list(layer.experts.experts_held.ids)
 
     assert run_ranks(2, job) == [(2, [0, 1]), (2, [2, 3])]
@@ -132,7 +198,7 @@ def test_a_rank_holds_its_experts_only() -> None:
     ],
 )
 def test_what_does_not_match_is_named_and_the_model_stays(keys: dict[str, Any], what: str) -> None:
-    model = ListedExperts("mixtral")
+    model = Layers("mixtral")
     before = [type(module) for module in model.modules()]
     with pytest.raises(ModelError, match=what):
         prepare_experts(model, None, section(**keys))
@@ -148,12 +214,12 @@ def test_groups_are_chosen_by_their_highest_score_or_their_two_highest() -> None
 
 
 def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
-    model = ListedExperts("mixtral")
+    model = Layers("mixtral")
     values = {name: value.detach().clone() for name, value in model.state_dict().items()}
     write_huggingface(MemorySource({MODEL: values}), tmp_path)
 
     def job() -> dict[str, torch.Tensor]:
-        mine = ListedExperts("mixtral")
+        mine = Layers("mixtral")
         prepare_experts(mine, ep(), section())
         for parameter in mine.parameters():
             parameter.data.zero_()
@@ -166,7 +232,7 @@ def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
     assert all(torch.equal(value, values[name]) for rank in ranks for name, value in rank.items())
     del values["layers.1.block_sparse_moe.experts.3.w2.weight"]
     write_huggingface(MemorySource({MODEL: values}), tmp_path / "less")
-    mine = ListedExperts("mixtral")
+    mine = Layers("mixtral")
     with pytest.raises(
         CheckpointError, match=r"missing in the folder \(1\):\n    layers.1.block_sparse_moe.experts.3.w2"
     ):

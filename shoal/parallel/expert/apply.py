@@ -7,20 +7,19 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
+from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.held import modules_with_experts
-from shoal.parallel.expert.huggingface import INTERFACE, Dispatch, is_stack, use_list, use_stack
+from shoal.parallel.expert.huggingface import INTERFACE, Dispatch, check_experts, is_stack, use_experts
 from shoal.parallel.expert.patterns import (
     PRESETS,
-    ExpertLayer,
     ExpertParallelBlock,
     ExpertPreset,
     config_of,
     find_layers,
     preset_of,
-    returns_logits,
+    router_keys,
 )
 from shoal.parallel.expert.router import replace_router
-from shoal.parallel.tensor.layers import split_class
 
 
 def prepare_experts(model: nn.Module, comm: Communicator | None, section: ExpertParallel) -> list[str]:
@@ -41,33 +40,33 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         return []
     preset = preset_of(model, section)
     layers = [] if preset is None else list(find_layers(model, preset, section))
-    by_layer = {f"{layer.name}.{layer.names.experts}": layer for layer in layers}
-    found = {name: layer.experts for name, layer in by_layer.items()}
-    if not found and section.preset_model is None and section.moe_layer_pattern is None:
-        found = {name: module for name, module in model.named_modules() if is_stack(module)}
+    found = {f"{layer.name}.{layer.names.experts}": layer.experts for layer in layers}
+    if section.preset_model is None and section.moe_layer_pattern is None:
+        found.update((name, module) for name, module in model.named_modules() if is_stack(module))
     if not found:
         if any(True for _ in modules_with_experts(model)):
             return []  # the model's layers are Shoal's already
         raise _nothing_found(model, preset, section)
-    dispatch = Dispatch(section.score_apply == "pre", section.overlap)
+    if not layers and (keys := router_keys(section)):
+        raise ModelError(
+            f"expert_parallel.{keys[0]} is about routers, and nothing says which modules of {type(model).__name__} are"
+            " routers.",
+            do="set moe_layer_pattern, router_pattern and expert_pattern, or leave the key out: the model's own routers"
+            " stay.",
+            code="expert-parallel-preset",
+        )
     for name, module in found.items():
-        if isinstance(module, nn.ModuleList):
-            use_list(name, module, comm, dispatch)
-            _use_block(by_layer[name])
-        else:
-            use_stack(module, dispatch)
+        check_experts(name, module, comm)
+    dispatch = Dispatch(section.score_apply == "pre", section.overlap)
     for layer in layers:
         if layer.routing is not None:
             replace_router(layer.router, layer.routing, needs_bias=section.load_balance_coeff is not None)
+        if layer.returns_logits is not None:
+            names = layer.names
+            extend(layer.block, ExpertParallelBlock, layer_names=names, returns_logits=layer.returns_logits)
+    for module in found.values():
+        use_experts(module, comm, dispatch)
     return list(found)
-
-
-def _use_block(layer: ExpertLayer) -> None:
-    logits = returns_logits(layer.block)
-    layer.block.__class__ = split_class(type(layer.block), ExpertParallelBlock)
-    # nn.Module declares tensors and modules as attributes; these are data.
-    layer.block.layer_names = layer.names  # type: ignore[assignment]
-    layer.block.returns_logits = logits  # type: ignore[assignment]
 
 
 def _nothing_found(model: nn.Module, preset: ExpertPreset | None, section: ExpertParallel) -> ModelError:

@@ -60,15 +60,17 @@ def divide(
             if held.form == "listed":
                 found[local] = ParameterSpec.whole(rename(local), tuple(parameter.shape))
                 continue
-            if not parameter.shape or parameter.shape[0] != held.num_experts:
+            is_divided = parameter.shape[:1] == (held.num_local,)  # by an engine that had the model before
+            if not is_divided and parameter.shape[:1] != (held.num_experts,):
                 raise ModelError(
                     f"parameter {local!r} of shape {tuple(parameter.shape)} is not one of {held.num_experts} experts.",
                     do="give every parameter of stacked experts the experts as its first dimension.",
                     code="expert-parallel-model",
                 )
             ranges = as_ranges(held.ids, unit=1)
-            found[local] = ParameterSpec.along(local, tuple(parameter.shape), 0, ranges)
-            keep_part(parameter, partial(cut, spec=found[local]))
+            found[local] = ParameterSpec.along(local, (held.num_experts, *parameter.shape[1:]), 0, ranges)
+            if not is_divided:
+                keep_part(parameter, partial(cut, spec=found[local]))
     return found
 
 

@@ -19,11 +19,13 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
+from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute, run_experts
+from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.tensor.layers import split_class
+from shoal.parallel.expert.router_check import RouterCheck
 from shoal.sharding.parameter_buffer import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
@@ -35,10 +37,13 @@ class ExpertParallelStack(nn.Module):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
+    router_check: RouterCheck
 
+    @untraced
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
+        self.router_check.note(top_k_weights.sum())
         compute = partial(_compute_stack, self)
         return self.dispatch.run(hidden_states, top_k_index, top_k_weights, compute, self.experts_held)
 
@@ -48,8 +53,11 @@ class ExpertParallelList(nn.ModuleList):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
+    router_check: RouterCheck
 
+    @untraced
     def forward(self, hidden: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        self.router_check.note(weights.sum())
         return self.dispatch.run(hidden, expert_index, weights, partial(_compute_list, self), self.experts_held)
 
 
@@ -111,33 +119,38 @@ def is_stack(module: nn.Module) -> bool:
     return up is not None and down.dim() == up.dim() == 3 and len(down) == len(up) == module.num_experts
 
 
-def use_stack(module: nn.Module, dispatch: Dispatch) -> None:
-    """Make a module of Transformers' interface one whose experts can be divided. Its parameters stay whole."""
-    _replace_class(module, ExpertParallelStack, ExpertsHeld(int(cast(Any, module).num_experts)), dispatch)
+def check_experts(name: str, experts: nn.Module, comm: Communicator | None) -> None:
+    """Raise what stands against dividing them.
 
-
-def use_list(name: str, experts: nn.ModuleList, comm: Communicator | None, dispatch: Dispatch) -> None:
-    """Keep this rank's experts of a list.
-
-    Raises: NotBuiltError: ``zero.Init`` has sharded the experts, one by one.
-    Memory: this rank's experts; the other modules are released.
+    Raises: ConfigError: the ranks do not divide the experts. NotBuiltError: ``zero.Init`` has sharded a list of them.
     """
-    held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
-    held.set_ranks(comm)
-    if comm is not None and any(is_placeholder(parameter.data) for parameter in experts.parameters()):
+    if comm is None:
+        return
+    ExpertsHeld(_num_experts(experts), comm.size)
+    if isinstance(experts, nn.ModuleList) and any(is_placeholder(parameter.data) for parameter in experts.parameters()):
         raise NotBuiltError(
             f"{name} is a list of experts that zero.Init has sharded, each over all ranks.",
             do="build the model on the meta device, or whole on the CPU: each rank keeps its experts only.",
             code="expert-parallel-init",
         )
+
+
+def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatch) -> None:
+    """Let Shoal compute the experts. Stacked parameters stay whole; of a list this rank's experts are kept.
+
+    Memory: of a list, this rank's experts; the other modules are released.
+    """
+    if not isinstance(experts, nn.ModuleList):
+        held, behaviour = ExpertsHeld(_num_experts(experts)), ExpertParallelStack
+        extend(experts, behaviour, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
+        return
+    held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
+    held.set_ranks(comm)
     own = [experts[expert] for expert in held.ids]
     del experts[:]
     experts.extend(own)
-    _replace_class(experts, ExpertParallelList, held, dispatch)
+    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
 
 
-def _replace_class(module: nn.Module, behaviour: type[nn.Module], held: ExpertsHeld, dispatch: Dispatch) -> None:
-    module.__class__ = split_class(type(module), behaviour)
-    # nn.Module declares tensors and modules as attributes; these are data.
-    module.experts_held = held  # type: ignore[assignment]
-    module.dispatch = dispatch  # type: ignore[assignment]
+def _num_experts(experts: nn.Module) -> int:
+    return len(experts) if isinstance(experts, nn.ModuleList) else int(cast(Any, experts).num_experts)

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
+from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.huggingface import INTERFACE, is_stack
-from shoal.parallel.expert.router import Routing, bias_of_router
+from shoal.parallel.expert.router import Routing
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ _ROUTER_KEYS = (
     "score_func", "route_norm", "route_scale", "routed_scaling_factor", "top_k", "top_k_attr", "num_expert_groups",
     "num_limited_groups",
 )  # fmt: skip
-_PATTERN_KEYS = ("moe_layer_pattern", "router_pattern", "expert_pattern")
+_DEFAULTS = ExpertParallel()
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,14 @@ class ExpertLayer:
 
     Args:
         routing: of Shoal's router in place of the model's; None: the model's own stays.
+        returns_logits: of Shoal's ``forward`` in place of the layer's; None: the layer's own stays.
     """
 
     name: str
     block: nn.Module
     names: LayerNames
     routing: Routing | None
+    returns_logits: bool | None
 
     @property
     def router(self) -> nn.Module:
@@ -174,7 +177,6 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
         pattern = re.compile(rf"(?:.+\.)?(?:{preset.layers})")
     except re.error as error:
         raise _misfit(preset.layers, f"the pattern is no regular expression: {error}") from error
-    sets_router = any(getattr(section, key) not in (None, "auto", 1.0) for key in _ROUTER_KEYS)
     for name, block in model.named_modules():
         if not pattern.fullmatch(name):
             continue
@@ -185,10 +187,14 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
             if found is None:
                 raise _misfit(name, f"{type(block).__name__} has no attribute {wanted!r}, its {what}")
         assert router is not None and experts is not None
+        if hasattr(block.get_submodule(experts), "experts_held"):
+            continue  # Shoal's already: an engine had the model before
         is_list = isinstance(block.get_submodule(experts), nn.ModuleList)
         num_experts = _check_experts(f"{name}.{experts}", block.get_submodule(experts), preset, config_of(model))
-        needs_bias = section.load_balance_coeff is not None and bias_of_router(block.get_submodule(router)) is None
-        own_router = not (is_list or sets_router or needs_bias)
+        needs_bias = (
+            section.load_balance_coeff is not None and bias_of(block.get_submodule(router), num_experts) is None
+        )
+        own_router = not (is_list or router_keys(section) or needs_bias)
         routing = None if own_router else routing_of(model, block.get_submodule(router), preset, section, num_experts)
         if routing is not None:
             _check_router(f"{name}.{router}", block.get_submodule(router), num_experts)
@@ -198,7 +204,13 @@ def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel)
         for found, wanted in ((shared, preset.shared), (shared_gate, preset.shared_gate)):
             if found is None and is_list:
                 raise _misfit(name, f"{type(block).__name__} has no attribute {wanted!r}, its shared experts")
-        yield ExpertLayer(name, block, LayerNames(router, experts, shared or "", shared_gate or ""), routing)
+        names = LayerNames(router, experts, shared or "", shared_gate or "")
+        yield ExpertLayer(name, block, names, routing, _returns_logits(block) if is_list else None)
+
+
+def router_keys(section: ExpertParallel) -> list[str]:
+    """The keys that are set and that change a router."""
+    return [key for key in _ROUTER_KEYS if getattr(section, key) != getattr(_DEFAULTS, key)]
 
 
 def routing_of(
@@ -235,7 +247,7 @@ def routing_of(
     )
 
 
-def returns_logits(block: nn.Module) -> bool:
+def _returns_logits(block: nn.Module) -> bool:
     """Whether the layer's own ``forward`` returns the router's logits beside its output, by its source."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(type(block).forward)))

@@ -8,16 +8,15 @@ the weights: scores of these experts, without the bias, normalised and scaled
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's; Transformers' (DeepSeek-V3, GLM)
+from shoal.parallel.expert.bias import BIAS_NAMES, add_bias, bias_of
+from shoal.parallel.expert.extend import extend
 
 
 @dataclass(frozen=True)
@@ -93,31 +92,16 @@ class TokenChoiceTopKRouter(nn.Module):
         if self.routing.in_fp32:
             tokens, weight, bias = tokens.float(), weight.float(), None if bias is None else bias.float()
         logits = F.linear(tokens, weight, bias)
-        return logits, *self.routing.choose(logits, bias_of_router(self))
-
-
-def _of_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of ``base`` that is a ``TokenChoiceTopKRouter``; one for all calls."""
-    return type(f"TokenChoice{base.__name__}", (TokenChoiceTopKRouter, base), {})
-
-
-_router_class = cast(Callable[[type[nn.Module]], type[nn.Module]], cache(_of_class))
-
-
-def bias_of_router(router: nn.Module) -> torch.Tensor | None:
-    """What a router adds to the scores when it chooses; None: nothing."""
-    return next((bias for name in BIAS_NAMES if (bias := getattr(router, name, None)) is not None), None)
+        biases = [bias for name in BIAS_NAMES if (bias := getattr(self, name, None)) is not None]
+        return logits, *self.routing.choose(logits, sum(biases) if biases else None)
 
 
 def replace_router(router: nn.Module, routing: Routing, *, needs_bias: bool) -> None:
     """Make a module with a ``weight`` [experts, width] a ``TokenChoiceTopKRouter``.
 
     Args:
-        needs_bias: give it a bias of zeros to choose by, if it has none. It stays in fp32.
+        needs_bias: give it a bias to choose by, zero at first, if it has none that a step can change.
     """
-    router.__class__ = _router_class(type(router))
-    router.routing = routing  # type: ignore[assignment]  # nn.Module declares tensors and modules as attributes
-    if needs_bias and bias_of_router(router) is None:
-        router.register_buffer(BIAS_NAMES[0], torch.zeros(routing.num_experts))
-        kept = getattr(router, "_keep_in_fp32_modules_strict", None) or ()
-        router._keep_in_fp32_modules_strict = {*kept, BIAS_NAMES[0]}  # type: ignore[assignment]
+    extend(router, TokenChoiceTopKRouter, routing=routing)
+    if needs_bias and bias_of(router, routing.num_experts) is None:
+        add_bias(router, routing.num_experts)

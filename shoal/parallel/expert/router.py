@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-BIAS_NAMES = ("expert_bias", "e_score_correction_bias")  # Shoal's; Transformers' (DeepSeek-V3, GLM)
+from shoal.parallel.expert.bias import BIAS_NAMES, add_bias
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,6 @@ def replace_router(router: nn.Module, routing: Routing, *, needs_bias: bool) -> 
     router.__class__ = _router_class(type(router))
     router.routing = routing  # type: ignore[assignment]  # nn.Module declares tensors and modules as attributes
     if needs_bias and bias_of_router(router) is None:
-        router.register_buffer(BIAS_NAMES[0], torch.zeros(routing.num_experts))
+        add_bias(router, routing.num_experts)
         kept = getattr(router, "_keep_in_fp32_modules_strict", None) or ()
         router._keep_in_fp32_modules_strict = {*kept, BIAS_NAMES[0]}  # type: ignore[assignment]

@@ -111,7 +111,7 @@ class Config(Schema):
         if key.support.kind != "obeyed" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
-        if is_on:
+        if is_on or key.support.stands_alone:
             return reasons.get(key.schema_path, "")
         return f"{key.off_switch} is not set" if key.off_switch else ""  # set in the file: it needs no line
 

@@ -96,6 +96,9 @@ SUPPORT: dict[str, Support] = {
     "pipeline.pipe_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
     "pipeline.grad_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
     "pipeline.use_reentrant": no_effect("recomputation is never reentrant"),
+    # Of every layer with experts, also of a model that has them without this section.
+    "expert_parallel.load_balance_coeff": Support("obeyed", stands_alone=True),
+    "expert_parallel.rebalance_every": Support("obeyed", stands_alone=True),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
 }

@@ -18,8 +18,10 @@ from shoal.errors import ConfigError, NotBuiltError
 from shoal.parallel.expert.bias import add_bias
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.zero.engine_parameters import safe_get_full_optimizer_state
 from tests.ranks.expert_cases import NUM_EXPERTS, WIDTH, ExpertModel, ListedExperts, StackedExperts
+from tests.ranks.models import SEQUENCE
 from tests.ranks.training import BF16, adamw, batch, config, make, sgd, start_with
 
 STEPS = 5
@@ -152,6 +154,43 @@ def test_training_with_and_without_moved_experts_is_the_same(
         for name, value in (fixed | {f"state of {name}": value for name, value in fixed_state.items()}).items():
             own = (values | {f"state of {name}": value for name, value in state.items()})[name]
             torch.testing.assert_close(own, value, rtol=atol, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("stage", "parallel"),
+    [
+        (2, {"tp": 2, "tp_plan": {"head": "vocab_head"}}),
+        (3, {"dp_replicate": 2}),
+        (1, {"pp": 2}),
+    ],
+)
+def test_experts_move_beside_other_axes_and_loads_are_of_the_whole_model(stage: int, parallel: dict[str, Any]) -> None:
+    def rank(every: int) -> tuple[list[int], dict[str, Any], dict[str, list[int]]]:
+        made = settings(stage, 2, every=every, gradient_accumulation_steps=2)
+        made["parallel"] |= parallel
+        engine = start_with(make(ChosenModel), made)
+        dp = engine.axes.batch
+        for step in range(3):
+            micros = [batch(2 * step + micro, dp.rank, dp.size) for micro in range(2)]
+            if "pp" in parallel:
+                engine.train_batch(iter(micros))
+                continue
+            for micro in micros:
+                engine.backward(engine(*micro))
+                engine.step()
+        moved = [e for _, _, held in modules_with_experts(engine.module) for e in held.owners]
+        return moved, engine.module_state_dict(), engine.expert_load()
+
+    still, moving = run_ranks(4, partial(rank, 0)), run_ranks(4, partial(rank, 1))
+    tokens = 2 * 2 * SEQUENCE * 4 // (parallel.get("tp", 1) * parallel.get("pp", 1))
+    assert any(own != [0, 0, 1, 1] * (len(own) // 4) for own, _, _ in moving)
+    for (_, values, load), (_, expected, fixed) in zip(moving, still, strict=True):
+        assert load == fixed
+        assert {name: sum(counts) for name, counts in load.items()} == {
+            f"blocks.{block}.experts": tokens for block in range(2)
+        }
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_what_moves_is_the_moved_experts_with_their_optimizer_state() -> None:

@@ -106,6 +106,7 @@ def test_a_key_that_has_no_effect_beside_the_others_is_reported(config: dict[str
         {"checkpoint": {"keep_every": 5, "keep_last": 2}},
         {"bf16": {"enabled": True, "check_grad_overflow": False}},
         {"precision": {"reduce_dtype": "bf16", "nonfinite": "skip"}},
+        {"expert_parallel": {"load_balance_coeff": 0.001, "rebalance_every": 5}},
     ],
 )
 def test_a_key_that_has_an_effect_or_was_left_at_its_default_needs_no_line(config: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +118,15 @@ def test_recomputed_blocks_route_as_in_forward(stage: int) -> None:
             torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_state_and_parameters_on_host_or_disk_train_alike(device: str, tmp_path: Path) -> None:
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    sections = {"zero_optimization": {"offload_optimizer": place, "offload_param": place}}
+    for _, values in spread(2, 3, parallel={"ep": 2}, **sections):
+        for name, value in alone(2)[1].items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
 def test_in_bf16_the_losses_differ_by_rounding() -> None:
     losses = alone(2)[0]
     found = spread(2, 3, parallel={"ep": 2}, **BF16)
@@ -143,6 +154,31 @@ def test_a_layer_sends_its_rows_twice_forward_and_twice_backward(size: int) -> N
         assert nbytes == 4 * NUM_LAYERS * expected
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_holds_the_memory_of_the_formula(stage: int) -> None:
+    """4 ranks, ep 2: experts are in 2 parts, and each part is sharded over the 2 ranks that hold it."""
+    shape = dataclasses.replace(SHAPE, hidden_size=64)
+    experts = NUM_LAYERS * NUM_EXPERTS * 8 * 64 * 64
+    dense = shape.num_parameters() - experts
+
+    def rank() -> dict[str, int]:
+        engine = start_with(make(lambda: GPT(shape, experts=ExpertFeedForward)), config(stage, parallel={"ep": 2}), sgd)
+        engine.backward(engine(*batch(0, current_world().rank, 4)))
+        engine.step()
+        held: dict[str, int] = {}
+        for entry in engine.memory_report().entries:
+            held[entry.kind] = held.get(entry.kind, 0) + entry.nbytes
+        engine.destroy()
+        return held
+
+    for held in run_ranks(4, rank):
+        kinds = {"parameter": stage == 3, "gradient": stage >= 2, "optimizer state": stage >= 1}
+        for kind, is_sharded in kinds.items():
+            formula = 4 * (experts / 4 + dense / 4 if is_sharded else experts / 2 + dense)
+            # Parameters begin at multiples of 64 elements, so that a rank may own a few more or less.
+            assert held[kind] == pytest.approx(formula, rel=0.01), kind
+
+
 def balanced(rows: torch.Tensor) -> torch.Tensor:
     """Scores by which token t goes to experts t and t + 1, modulo the number of experts."""
     token = torch.arange(len(rows))[:, None]
@@ -152,7 +188,7 @@ def balanced(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_of_two_expert_parallel_ranks_goes_on_at_another_degree(stage: int, tmp_path: Any) -> None:
+def test_a_checkpoint_of_two_expert_parallel_ranks_goes_on_at_another_degree(stage: int, tmp_path: Path) -> None:
     def run(ep: int, first: int, last: int) -> dict[str, torch.Tensor]:
         engine = start_with(make(gpt), config(stage, gradient_clipping=0.5, parallel={"ep": ep}), sgd)
         if first:

@@ -4,6 +4,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                               stages 0 to 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
+    FOLDER/TAG/layer_00-[model_00-]model_states.pt                      of a pipeline: see deepspeed_pipeline
     FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
 
 R counts the data-parallel ranks. The number after ``mp_rank`` is the tensor-parallel rank, which has files of its own.
@@ -15,8 +16,8 @@ import os
 import re
 import threading
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -33,9 +34,10 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)(?P<mor
 _OPTIMIZER = re.compile(
     r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d+)_mp_rank_(?P<mp>\d+)(?P<more>_\d+)?_?optim_states\.pt"
 )
+_LAYER = re.compile(r"layer_(?P<index>\d+)-(?:model_(?P<part>\d+)-)?model_states\.pt")
 _NOT_BUILT = {
     "mixture-of-experts layers": re.compile(r"layer_\d+_expert_.*|expert_\d+_mp_rank_.*|expp_rank_.*"),
-    "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
+    "pipeline parallelism over other axes": re.compile(r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
 _MAX_TAG_BYTES = 4096
@@ -93,6 +95,8 @@ class CheckpointFiles:
         model: one file, or at stage 3 one for each rank.
         optimizer: one for each rank; none at stage 0, and where only the weights were kept.
         universal: the folder ``zero`` of a universal checkpoint, which has no optimizer files.
+        stages: of a pipeline, the files of each stage; ``model`` and ``optimizer`` are then the first one's.
+        layers: of a pipeline, the files of weights, by the number of the layer.
     """
 
     folder: Path
@@ -100,6 +104,8 @@ class CheckpointFiles:
     is_stage_3: bool
     optimizer: dict[int, Path]
     universal: Path | None = None
+    stages: tuple[CheckpointFiles, ...] = ()
+    layers: Mapping[int, Path] = field(default_factory=dict)
 
     def optimizer_of(self, size: int) -> tuple[list[Path], list[str]]:
         """The optimizer files of ranks 0 to ``size - 1``, and a note on files of other ranks.
@@ -151,7 +157,24 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[Checkpoi
     absent = next((part for part in range(max(parts) + 1) if part not in parts), None)
     if absent is not None:
         raise damaged_copy(f"no file of tensor-parallel rank {absent} (mp_rank_{absent:02d}) is here.", str(place))
-    return [_files_of(place, names, part, None) for part in sorted(parts)]
+    of_parts = [_files_of(place, names, part, None) for part in sorted(parts)]
+    layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
+    return _of_stages(place, of_parts, layers) if layers else of_parts
+
+
+def _of_stages(place: Path, parts: list[CheckpointFiles], layers: list[re.Match[str]]) -> list[CheckpointFiles]:
+    """Of a pipeline: the files of each tensor-parallel rank. Ranks are counted by stage, then by tensor parallelism."""
+    by_part: dict[int, dict[int, Path]] = {}
+    for match in layers:
+        by_part.setdefault(int(match["part"] or 0), {})[int(match["index"])] = place / match.string
+    size = len(by_part)
+    if sorted(by_part) != list(range(size)) or len(parts) % size or parts[0].is_stage_3:
+        what = f"layer files of tensor-parallel ranks {sorted(by_part)} lie with model files of {len(parts)} ranks"
+        raise damaged_copy(f"{what} (stages x tensor-parallel ranks).", str(place))
+    absent = next((i for files in by_part.values() for i in by_part[0].keys() ^ files.keys()), None)
+    if absent is not None:
+        raise damaged_copy(f"layer {absent} has files of some tensor-parallel ranks only.", str(place))
+    return [replace(parts[i], stages=tuple(parts[i::size]), layers=by_part[i]) for i in range(size)]
 
 
 def _files_of(place: Path, names: list[str], part: int, universal: Path | None) -> CheckpointFiles:
@@ -269,7 +292,7 @@ def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: 
         if match is None or int(match["mp"]) != part:
             continue
         if match["more"]:
-            raise not_built("pipeline parallelism", str(place / name))
+            raise not_built("pipeline parallelism over other axes", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])
         if rank in found:
             raise _of_two_saves(f"{found[rank].name} and {name} are both of rank {rank}.", place)

@@ -29,7 +29,12 @@ from shoal.zero.step_status import GlobalStatus
 
 
 class PipelineEngine(Engine):
-    """A model in pipeline stages that trains under one plan: ``train_batch(data_iter)``, ``eval_batch(data_iter)``."""
+    """A model in pipeline stages that trains under one plan: ``train_batch(data_iter)``, ``eval_batch(data_iter)``.
+
+    Attributes:
+        before_step: ``train_batch`` calls these with this engine, on every rank, when the gradients of all stages are
+            reduced and the optimizer has not run: the place for ``clip_grad_norm_`` and for accessors of gradients.
+    """
 
     module: StageModule
 
@@ -64,6 +69,8 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+        self.before_step: list[Callable[[PipelineEngine], None]] = []
+        self._is_before_step = False
         self.synchronize_tied()
 
     # the model's calls, which a pipeline does not have
@@ -81,10 +88,21 @@ class PipelineEngine(Engine):
         self._refuse("engine.scale(loss)")
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        self._refuse("engine.clip_grad_norm_()", "set gradient_clipping in the config: train_batch() clips.")
+        """As ``Engine.clip_grad_norm_``, over all stages, in a function of ``before_step``."""
+        if not self._is_before_step:
+            self._refuse(
+                "engine.clip_grad_norm_()",
+                "set gradient_clipping in the config: train_batch() clips; or call it in a function that train_batch()"
+                " calls before the optimizer: engine.before_step.append(lambda engine: engine.clip_grad_norm_(1.0)).",
+            )
+        return super().clip_grad_norm_(max_norm)
 
     def no_sync(self) -> NoReturn:
-        self._refuse("engine.no_sync()")
+        self._refuse(
+            "engine.no_sync()",
+            "call engine.train_batch(data_iter): below stage 3 it reduces once a step, whatever the number of"
+            " micro-batches (gradient_accumulation_steps).",
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._refuse("engine.set_gradient_accumulation_boundary()")
@@ -146,6 +164,7 @@ class PipelineEngine(Engine):
                 with self._failing("step"), self.timers.phase("step"):
                     self._compute.reduce_left()
                     accumulation.boundary = True
+                    self._call_before_step()
                     self._step_boundary(None)
         finally:
             accumulation.boundary, reducer.is_syncing = boundary, True
@@ -153,6 +172,22 @@ class PipelineEngine(Engine):
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1
         return torch.tensor(accumulation.mean_loss or 0.0, device=self.device)
+
+    def _call_before_step(self) -> None:
+        """Call the functions of ``before_step``. Raises: what one of them raised, on every rank."""
+        if not self.before_step:
+            return
+        failure: Failure | None = None
+        self.sharding.reduce_all()
+        self._is_before_step = True
+        try:
+            for function in self.before_step:
+                function(self)
+        except Exception as error:
+            failure = Failure("before_step", error)
+        finally:
+            self._is_before_step = False
+        self._share(failure)
 
     def eval_batch(
         self,

@@ -58,8 +58,9 @@ def stages_of(
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     whole: list[tuple[str, nn.Module]] = []
+    parameters: list[nn.Parameter] = []
     if not is_cut:
-        whole = list(model.named_modules())[1:]
+        whole, parameters = list(model.named_modules())[1:], list(model.parameters())
     if isinstance(model, PipelineModule):
         _follow_config(model, section)
         if model.is_whole:
@@ -89,6 +90,8 @@ def stages_of(
             do="give the model and the config the same number of stages (pipeline.stages, pipeline.virtual_stages).",
             code="pipeline-stages",
         )
+    here = {id(parameter) for parameter in model.parameters()}
+    OWNERS.put_elsewhere(parameter for parameter in parameters if id(parameter) not in here)
     names = {name for name, _ in model.named_parameters()}
     tied = {}
     for name, stages in sorted(model.tied.items()):

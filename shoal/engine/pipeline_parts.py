@@ -119,20 +119,16 @@ def _follow_config(model: PipelineModule, section: Pipeline) -> None:
 
 
 def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
-    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed.
+    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed one by one.
 
-    Raises: NotBuiltError: runs of several blocks.
+    Several blocks in one recomputation are run so by the model that was cut.
     """
     interval = int(config.pipeline.activation_checkpoint_interval)
     if not interval or not isinstance(model, CutModel):
         return []
     if interval > 1:
-        raise NotBuiltError(
-            f"pipeline.activation_checkpoint_interval = {interval}, several blocks in one recomputation, of a"
-            f" {type(model.whole_model).__name__}.",
-            do="write 1, or build a PipelineModule.",
-            code="pipeline-recompute",
-        )
+        model.activation_checkpoint_interval = interval
+        return []
     names = (model.cut_blocks.name(block) for block in range(len(model.cut_blocks.names)))
     own = dict(model.named_modules())
     return [name for name in names if name in own]

@@ -155,6 +155,7 @@ class CutModel(StageModule):
         whole_model: the model that was cut; its forward is the model's.
         starts: the first block of each stage.
         cut_blocks: the names of the blocks, of all stages.
+        activation_checkpoint_interval: recompute so many blocks of a stage at a time in backward; 0: none.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class CutModel(StageModule):
         self.starts = bounds[:-1]
         self._cut_bounds = bounds
         self._cut_loss = loss_fn
+        self.activation_checkpoint_interval = 0
         container = model.get_submodule(blocks.container)
         self._cut_modules = [container.get_submodule(name) for name in blocks.names]
         self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
@@ -218,7 +220,8 @@ class CutModel(StageModule):
             container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
             for at, block in enumerate(self._cut_modules)
         ]
-        forward = OneForward(self.cut_blocks, modules, begin, end, received, device)
+        interval = self.activation_checkpoint_interval
+        forward = OneForward(self.cut_blocks, modules, begin, end, received, device, interval)
         try:
             with running_from(container, begin), self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
+from shoal.pipeline.block_costs import partition_costs
 from shoal.pipeline.cut import CutModel, Partition, cut
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
@@ -72,12 +73,13 @@ def stages_of(
             code="pipeline-seeds",
         )
     elif not isinstance(model, StageModule):
+        split = None if isinstance(section.split_points, str) else section.split_points or None
         model = cut(
             model,
             schedule.num_stages,
             stages_of_rank=own,
-            split_points=None if isinstance(section.split_points, str) else section.split_points or None,
-            partition=_partition(section.partition),
+            split_points=split,
+            partition="uniform" if split else _partition(model, section, schedule.num_stages, world, mesh),
             first_stage=section.first_stage,
             last_stage=section.last_stage,
             every_stage=section.every_stage,
@@ -134,16 +136,45 @@ def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
     return [name for name in names if name in own]
 
 
-def _partition(name: str) -> Partition:
-    """What stages have as equal a share of. Raises: NotBuiltError: a way that a model without layers does not know."""
+def _partition(
+    model: nn.Module, section: Pipeline, num_stages: int, world: World, mesh: Mesh
+) -> Partition | Sequence[float] | Sequence[Sequence[float]]:
+    """What stages have as equal a share of.
+
+    Raises: NotBuiltError: blocks are to be measured beside tensor, sequence or context parallelism. UsageError: there
+        is no micro-batch to measure them with.
+    Communicates: of measured blocks, rank 0's costs.
+    """
     known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}
-    if name.casefold() not in known:
+    method = section.partition.casefold()
+    if method in known:
+        return known[method]
+    is_measured = not method.startswith("type:")
+    inner = [axis for axis in ("tp", "sp", "cp") if getattr(mesh, axis) > 1]
+    if is_measured and inner:
         raise NotBuiltError(
-            f'pipeline.partition = "{name}" of a model that is no PipelineModule.',
-            do=f"write {', '.join(known)}, or name the first block of each later stage in pipeline.split_points.",
+            f'pipeline.partition = "{section.partition}" beside {inner[0]} above 1: a block alone cannot be measured.',
+            do=f"measure once without {inner[0]}, and name the first block of each later stage in"
+            " pipeline.split_points.",
             code="pipeline-partition",
         )
-    return known[name.casefold()]
+    costs = partition_costs(
+        model,
+        section.partition,
+        None,
+        num_stages,
+        world.device,
+        virtual_stages=num_stages // mesh.pp,
+        checkpoint_interval=int(section.activation_checkpoint_interval),
+        first_stage=section.first_stage,
+        last_stage=section.last_stage,
+        every_stage=section.every_stage,
+    )
+    if not is_measured:
+        return costs
+    comm = world.communicator("world", Mesh.of(world.size))
+    found: Sequence[float] | Sequence[Sequence[float]] = comm.gather_objects(costs, label="costs of blocks")[0]
+    return found
 
 
 def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:

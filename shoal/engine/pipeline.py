@@ -157,12 +157,13 @@ class PipelineEngine(Engine):
         try:
             with self.timers.phase("pipeline"):
                 failure = self._runner.train(_possible(actions, failure), batches) or failure
-                self._share(failure)
+                first_used = self._share(failure, self._first_stage_used())
                 if not self._is_last_here:
                     for _ in range(num_micro):
                         accumulation.loss_is_elsewhere(self.device)
                 with self._failing("step"), self.timers.phase("step"):
                     self._compute.reduce_left()
+                    self._compute.drop_gradients_before(first_used)
                     accumulation.boundary = True
                     self._call_before_step()
                     self._step_boundary(None)
@@ -317,12 +318,17 @@ class PipelineEngine(Engine):
 
     # failures
 
-    def _share(self, failure: Failure | None) -> None:
-        """Raises: on every rank, the first rank's failure."""
-        mine = torch.tensor([float(failure is not None)], device=self.device)
-        flags = self.axes.world.exchange(mine, label="pipeline status").wait().reshape(-1).tolist()
-        if not any(flags):
-            return
+    def _first_stage_used(self) -> int:
+        """The last stage of this rank that gave the stage before no gradient in any micro-batch; 0: each gave one."""
+        given = self._runner.with_input_gradient
+        return max((stage for stage in self.module.stages if stage not in given), default=0)
+
+    def _share(self, failure: Failure | None, first_used: int = 0) -> int:
+        """Returns: the largest ``first_used`` on this pipeline. Raises: on every rank, the first rank's failure."""
+        mine = torch.tensor([float(failure is not None), float(first_used)], device=self.device)
+        rows = self.axes.world.exchange(mine, label="pipeline status").wait().tolist()
+        if not any(failed for failed, _ in rows):
+            return max(int(rows[rank][1]) for rank in self.axes.mesh.ranks_along("pp", self.world.rank))
         own = None if failure is None or failure.error is None else failure.error
         texts = self.axes.world.gather_objects(
             None if own is None or failure is None else [failure.action, type(own).__name__, str(own)],
@@ -444,6 +450,18 @@ class _EngineCompute:
         for unit in ready:
             del self._left[id(unit)]
         self._engine.sharded.reducer.reduce_now(ready)
+
+    def drop_gradients_before(self, stage: int) -> None:
+        """The stages before got zeros for gradients, because the loss does not depend on them: as if there were none.
+
+        The optimizer leaves a parameter alone that no rank has a gradient of.
+        """
+        if stage:
+            used = {id(p) for own, parameters in self._parameters.items() if own >= stage for p in parameters}
+            for group in self._engine.sharded.trained_groups:
+                for slot, parameter in enumerate(group.buffer.parameters):
+                    if id(parameter) not in used:
+                        group.gradient.has_grad[slot] = 0
 
     def reduce_left(self) -> None:
         """After the last action: reduce what is left; units with tied weights in the order of their names."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.engine.engine import Engine
-from shoal.engine.pipeline_data import endless, labels_of, next_batches
+from shoal.engine.pipeline_data import check_length, endless, labels_of, next_batches
 from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
@@ -276,7 +276,14 @@ class PipelineEngine(Engine):
         """The micro-batches of a step, on which all stages of this pipeline agree."""
         source = data_iter if data_iter is not None else self._data_iterator()
         schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
-        return next_batches(source, self._batch_fn, num_micro, schedule, self.axes.pp, self.device)
+        return next_batches(source, self._checked, num_micro, schedule, self.axes.pp, self.device)
+
+    def _checked(self, batch: Any) -> Any:
+        """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
+        batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
+            check_length(batch, self.axes.tp.size)
+        return batch
 
     def _data_iterator(self) -> Iterator[Any] | None:
         if self._iterator is None and self.training_dataloader is not None:

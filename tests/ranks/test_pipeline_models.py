@@ -176,3 +176,20 @@ def test_blocks_that_are_called_with_other_arguments_are_not_recomputed_together
     (loss, values), (other, _) = run_ranks(2, job, 2, 2), run_ranks(2, job, 2, 0)[0]
     assert loss[0] == other
     assert values[0] == other
+
+
+def test_sequences_that_do_not_divide_under_sequence_parallelism_are_an_error_on_all_ranks() -> None:
+    def job() -> Any:
+        model = make(gpt)
+        section = config(1, 1, 2) | {"parallel": {"pp": 2, "tp": 2, "tp_sequence_parallel": True}}
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=section)[0]
+        batches = [(batch[:, :-1], batch[:, 1:]) for batch in (tokens(0, 1), tokens(1, 1))]
+        odd = [(inputs[:, :-1], labels[:, :-1]) for inputs, labels in batches]
+        for call in (engine.eval_batch, engine.train_batch):
+            with pytest.raises(UsageError, match=f"a sequence of {LENGTH - 1} tokens does not divide by 2"):
+                call(iter(odd))
+        assert float(engine.eval_batch(iter(batches))) == pytest.approx(float(engine.train_batch(iter(batches))))
+        return True
+
+    assert LENGTH % 2 == 0
+    assert run_ranks(4, job) == [True] * 4

@@ -32,7 +32,9 @@ LATEST_UNIVERSAL = "latest_universal"  # of what ds_to_universal made last
 STAGING = re.compile(r"(?P<tag>.+)\.(?P<what>tmp|old)-[0-9a-f]{12}")
 _OUR_FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{12})?\.safetensors|manifest\.json")
 # DeepSpeed's files. A save under DeepSpeed's name writes some beside ours; alone they are a checkpoint of DeepSpeed's.
-_BESIDE = re.compile(r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt")
+_BESIDE = re.compile(
+    r"((bf16_)?zero_pp_rank_\d+_)?mp_rank_\d\d_(model|optim)_states\.pt|layer_\d+-(model_\d+-)?model_states\.pt"
+)
 UNIVERSAL = "zero"  # the folder of weights and state in a universal checkpoint of DeepSpeed's
 _MAX_HINT_BYTES = 4096
 

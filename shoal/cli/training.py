@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.utils.data import default_collate
 
 import shoal
 from shoal.cli.job import (
@@ -183,6 +184,7 @@ class _Run:
             with shoal.zero.Init(config_dict_or_path=self.config, enabled=is_sharded):
                 model = GPT(self.shape, experts=ExpertFeedForward)
         model.attend_by(shoal.attention)
+        model.pipeline_sample = default_collate([self.training[0]])  # what "partition": "time" runs blocks on
         own_schedule = None
         if "scheduler" not in self.config:
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shoal.engine.engine import Engine
-from shoal.engine.pipeline_data import endless, labels_of, next_batches
+from shoal.engine.pipeline_data import check_length, endless, labels_of, next_batches
 from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
@@ -29,7 +29,12 @@ from shoal.zero.step_status import GlobalStatus
 
 
 class PipelineEngine(Engine):
-    """A model in pipeline stages that trains under one plan: ``train_batch(data_iter)``, ``eval_batch(data_iter)``."""
+    """A model in pipeline stages that trains under one plan: ``train_batch(data_iter)``, ``eval_batch(data_iter)``.
+
+    Attributes:
+        before_step: ``train_batch`` calls these with this engine, on every rank, when the gradients of all stages are
+            reduced and the optimizer has not run: the place for ``clip_grad_norm_`` and for accessors of gradients.
+    """
 
     module: StageModule
 
@@ -64,6 +69,8 @@ class PipelineEngine(Engine):
         self._iterator: Iterator[Any] | None = None
         self._grid: PipelineParallelGrid | None = None
         self._batch_fn: Callable[[Any], Any] | None = None
+        self.before_step: list[Callable[[PipelineEngine], None]] = []
+        self._is_before_step = False
         self.synchronize_tied()
 
     # the model's calls, which a pipeline does not have
@@ -81,10 +88,21 @@ class PipelineEngine(Engine):
         self._refuse("engine.scale(loss)")
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        self._refuse("engine.clip_grad_norm_()", "set gradient_clipping in the config: train_batch() clips.")
+        """As ``Engine.clip_grad_norm_``, over all stages, in a function of ``before_step``."""
+        if not self._is_before_step:
+            self._refuse(
+                "engine.clip_grad_norm_()",
+                "set gradient_clipping in the config: train_batch() clips; or call it in a function that train_batch()"
+                " calls before the optimizer: engine.before_step.append(lambda engine: engine.clip_grad_norm_(1.0)).",
+            )
+        return super().clip_grad_norm_(max_norm)
 
     def no_sync(self) -> NoReturn:
-        self._refuse("engine.no_sync()")
+        self._refuse(
+            "engine.no_sync()",
+            "call engine.train_batch(data_iter): below stage 3 it reduces once a step, whatever the number of"
+            " micro-batches (gradient_accumulation_steps).",
+        )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         self._refuse("engine.set_gradient_accumulation_boundary()")
@@ -139,13 +157,15 @@ class PipelineEngine(Engine):
         try:
             with self.timers.phase("pipeline"):
                 failure = self._runner.train(_possible(actions, failure), batches) or failure
-                self._share(failure)
+                first_used = self._share(failure, self._first_stage_used())
                 if not self._is_last_here:
                     for _ in range(num_micro):
                         accumulation.loss_is_elsewhere(self.device)
                 with self._failing("step"), self.timers.phase("step"):
                     self._compute.reduce_left()
+                    self._compute.drop_gradients_before(first_used)
                     accumulation.boundary = True
+                    self._call_before_step()
                     self._step_boundary(None)
         finally:
             accumulation.boundary, reducer.is_syncing = boundary, True
@@ -153,6 +173,22 @@ class PipelineEngine(Engine):
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1
         return torch.tensor(accumulation.mean_loss or 0.0, device=self.device)
+
+    def _call_before_step(self) -> None:
+        """Call the functions of ``before_step``. Raises: what one of them raised, on every rank."""
+        if not self.before_step:
+            return
+        failure: Failure | None = None
+        self.sharding.reduce_all()
+        self._is_before_step = True
+        try:
+            for function in self.before_step:
+                function(self)
+        except Exception as error:
+            failure = Failure("before_step", error)
+        finally:
+            self._is_before_step = False
+        self._share(failure)
 
     def eval_batch(
         self,
@@ -240,7 +276,14 @@ class PipelineEngine(Engine):
         """The micro-batches of a step, on which all stages of this pipeline agree."""
         source = data_iter if data_iter is not None else self._data_iterator()
         schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
-        return next_batches(source, self._batch_fn, num_micro, schedule, self.axes.pp, self.device)
+        return next_batches(source, self._checked, num_micro, schedule, self.axes.pp, self.device)
+
+    def _checked(self, batch: Any) -> Any:
+        """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
+        batch = batch if self._batch_fn is None else self._batch_fn(batch)
+        if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
+            check_length(batch, self.axes.tp.size)
+        return batch
 
     def _data_iterator(self) -> Iterator[Any] | None:
         if self._iterator is None and self.training_dataloader is not None:
@@ -282,12 +325,17 @@ class PipelineEngine(Engine):
 
     # failures
 
-    def _share(self, failure: Failure | None) -> None:
-        """Raises: on every rank, the first rank's failure."""
-        mine = torch.tensor([float(failure is not None)], device=self.device)
-        flags = self.axes.world.exchange(mine, label="pipeline status").wait().reshape(-1).tolist()
-        if not any(flags):
-            return
+    def _first_stage_used(self) -> int:
+        """The last stage of this rank that gave the stage before no gradient in any micro-batch; 0: each gave one."""
+        given = self._runner.with_input_gradient
+        return max((stage for stage in self.module.stages if stage not in given), default=0)
+
+    def _share(self, failure: Failure | None, first_used: int = 0) -> int:
+        """Returns: the largest ``first_used`` on this pipeline. Raises: on every rank, the first rank's failure."""
+        mine = torch.tensor([float(failure is not None), float(first_used)], device=self.device)
+        rows = self.axes.world.exchange(mine, label="pipeline status").wait().tolist()
+        if not any(failed for failed, _ in rows):
+            return max(int(rows[rank][1]) for rank in self.axes.mesh.ranks_along("pp", self.world.rank))
         own = None if failure is None or failure.error is None else failure.error
         texts = self.axes.world.gather_objects(
             None if own is None or failure is None else [failure.action, type(own).__name__, str(own)],
@@ -409,6 +457,18 @@ class _EngineCompute:
         for unit in ready:
             del self._left[id(unit)]
         self._engine.sharded.reducer.reduce_now(ready)
+
+    def drop_gradients_before(self, stage: int) -> None:
+        """The stages before got zeros for gradients, because the loss does not depend on them: as if there were none.
+
+        The optimizer leaves a parameter alone that no rank has a gradient of.
+        """
+        if stage:
+            used = {id(p) for own, parameters in self._parameters.items() if own >= stage for p in parameters}
+            for group in self._engine.sharded.trained_groups:
+                for slot, parameter in enumerate(group.buffer.parameters):
+                    if id(parameter) not in used:
+                        group.gradient.has_grad[slot] = 0
 
     def reduce_left(self) -> None:
         """After the last action: reduce what is left; units with tied weights in the order of their names."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
@@ -95,6 +96,24 @@ def labels_of(batch: Any) -> torch.Tensor:
             code="loss-tokens",
         )
     return labels
+
+
+def check_length(batch: Any, size: int) -> None:
+    """Under sequence parallelism over ``size`` tensor-parallel ranks, which stages decide on alone.
+
+    Raises: UsageError: the sequences of token numbers do not divide.
+    """
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
+            if leaf.shape[1] % size:
+                raise UsageError(
+                    f"a sequence of {leaf.shape[1]} tokens does not divide by {size} tensor-parallel ranks, over which"
+                    " pipeline stages split it.",
+                    do=f"pad sequences to a multiple of {size}, also those to evaluate; or turn"
+                    " parallel.tp_sequence_parallel off.",
+                    code="tensor-parallel",
+                )
+            return
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:

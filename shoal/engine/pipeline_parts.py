@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
+from shoal.pipeline.block_costs import partition_costs
 from shoal.pipeline.cut import CutModel, Partition, cut
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.schedule import build_schedule
@@ -58,8 +59,9 @@ def stages_of(
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
     own = schedule.stages_of(mesh.index("pp", world.rank))
     whole: list[tuple[str, nn.Module]] = []
+    parameters: list[nn.Parameter] = []
     if not is_cut:
-        whole = list(model.named_modules())[1:]
+        whole, parameters = list(model.named_modules())[1:], list(model.parameters())
     if isinstance(model, PipelineModule):
         _follow_config(model, section)
         if model.is_whole:
@@ -71,12 +73,13 @@ def stages_of(
             code="pipeline-seeds",
         )
     elif not isinstance(model, StageModule):
+        split = None if isinstance(section.split_points, str) else section.split_points or None
         model = cut(
             model,
             schedule.num_stages,
             stages_of_rank=own,
-            split_points=None if isinstance(section.split_points, str) else section.split_points or None,
-            partition=_partition(section.partition),
+            split_points=split,
+            partition="uniform" if split else _partition(model, section, schedule.num_stages, world, mesh),
             first_stage=section.first_stage,
             last_stage=section.last_stage,
             every_stage=section.every_stage,
@@ -89,6 +92,8 @@ def stages_of(
             do="give the model and the config the same number of stages (pipeline.stages, pipeline.virtual_stages).",
             code="pipeline-stages",
         )
+    here = {id(parameter) for parameter in model.parameters()}
+    OWNERS.put_elsewhere(parameter for parameter in parameters if id(parameter) not in here)
     names = {name for name, _ in model.named_parameters()}
     tied = {}
     for name, stages in sorted(model.tied.items()):
@@ -116,35 +121,60 @@ def _follow_config(model: PipelineModule, section: Pipeline) -> None:
 
 
 def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
-    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed.
+    """The blocks of a model that was cut that ``pipeline.activation_checkpoint_interval`` has recomputed one by one.
 
-    Raises: NotBuiltError: runs of several blocks.
+    Several blocks in one recomputation are run so by the model that was cut.
     """
     interval = int(config.pipeline.activation_checkpoint_interval)
     if not interval or not isinstance(model, CutModel):
         return []
     if interval > 1:
-        raise NotBuiltError(
-            f"pipeline.activation_checkpoint_interval = {interval}, several blocks in one recomputation, of a"
-            f" {type(model.whole_model).__name__}.",
-            do="write 1, or build a PipelineModule.",
-            code="pipeline-recompute",
-        )
+        model.activation_checkpoint_interval = interval
+        return []
     names = (model.cut_blocks.name(block) for block in range(len(model.cut_blocks.names)))
     own = dict(model.named_modules())
     return [name for name in names if name in own]
 
 
-def _partition(name: str) -> Partition:
-    """What stages have as equal a share of. Raises: NotBuiltError: a way that a model without layers does not know."""
+def _partition(
+    model: nn.Module, section: Pipeline, num_stages: int, world: World, mesh: Mesh
+) -> Partition | Sequence[float] | Sequence[Sequence[float]]:
+    """What stages have as equal a share of.
+
+    Raises: NotBuiltError: blocks are to be measured beside tensor, sequence or context parallelism. UsageError: there
+        is no micro-batch to measure them with.
+    Communicates: of measured blocks, rank 0's costs.
+    """
     known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}
-    if name.casefold() not in known:
+    method = section.partition.casefold()
+    if method in known:
+        return known[method]
+    is_measured = not method.startswith("type:")
+    inner = [axis for axis in ("tp", "sp", "cp") if getattr(mesh, axis) > 1]
+    if is_measured and inner:
         raise NotBuiltError(
-            f'pipeline.partition = "{name}" of a model that is no PipelineModule.',
-            do=f"write {', '.join(known)}, or name the first block of each later stage in pipeline.split_points.",
+            f'pipeline.partition = "{section.partition}" beside {inner[0]} above 1: a block alone cannot be measured.',
+            do=f"measure once without {inner[0]}, and name the first block of each later stage in"
+            " pipeline.split_points.",
             code="pipeline-partition",
         )
-    return known[name.casefold()]
+    costs = partition_costs(
+        model,
+        section.partition,
+        None,
+        num_stages,
+        world.device,
+        virtual_stages=num_stages // mesh.pp,
+        checkpoint_interval=int(section.activation_checkpoint_interval),
+        first_stage=section.first_stage,
+        last_stage=section.last_stage,
+        every_stage=section.every_stage,
+    )
+    if not is_measured:
+        return costs
+    comm = world.communicator("world", Mesh.of(world.size))
+    found: Sequence[float] | Sequence[Sequence[float]] = comm.gather_objects(costs, label="costs of blocks")[0]
+    return found
 
 
 def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:

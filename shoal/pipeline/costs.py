@@ -6,6 +6,7 @@ import copy
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def stage_bounds(
         if kind == "time":
             costs = [cost.seconds for cost in measured]
         else:
-            costs = _memory(measured, num_stages, virtual_stages, checkpoint_interval)
+            costs = memory_costs(measured, num_stages, virtual_stages, checkpoint_interval)
     else:
         raise _wrong(f"partition_method={method!r} is not known.", f"use one of {', '.join(METHODS)}.")
     return balance(costs, num_stages) if any(tree_leaves(costs)) else uniform(len(layers), num_stages)
@@ -94,21 +95,27 @@ def measure(
     """
     costs: list[MeasuredLayer] = []
     received = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to(device), sample)
-    with torch.random.fork_rng(devices=[device] if device.type != "cpu" else [], device_type=_rng_device(device)):
+    with random_states_kept(device):
         for index, module in build(layers, outlines, range(len(layers))):
             layer = layers[index]
             if module is not None:
                 module = (copy.deepcopy(module) if layer is module else module).to(device)
             forward_fn = layer.forward_fn if isinstance(layer, TiedLayerSpec) else None
             call = partial(forward_fn, module) if forward_fn is not None else module or layer
-            cost, received = _measure(module, call, received, device, repeats)
+            cost, received = measure_call(module, call, received, device, repeats)
             costs.append(cost)
     return costs
 
 
-def _measure(
-    module: nn.Module | None, call: Callable[[Any], Any], received: Any, device: torch.device, repeats: int
+def measure_call(
+    module: nn.Module | None, call: Callable[[Any], Any], received: Any, device: torch.device, repeats: int = 3
 ) -> tuple[MeasuredLayer, Any]:
+    """What one call costs, forward and backward, and what it returns.
+
+    Args:
+        module: whose parameters count.
+        call: the forward, of what it received.
+    """
     parameters = list(module.parameters()) if module is not None else []
     held = {p.untyped_storage().data_ptr() for p in parameters}
     saved: dict[int, int] = {}
@@ -146,7 +153,7 @@ def _measure(
     return MeasuredLayer(seconds, state, num_saved, num_received), detached
 
 
-def _memory(
+def memory_costs(
     measured: Sequence[MeasuredLayer], num_stages: int, virtual_stages: int, checkpoint_interval: int
 ) -> list[list[float]]:
     """Bytes of each layer in each stage: stage s of n holds the activations of n - s micro-batches (1F1B)."""
@@ -158,8 +165,10 @@ def _memory(
     return [[cost.state_bytes + count * activations(cost) for cost in measured] for count in held]
 
 
-def _rng_device(device: torch.device) -> str:
-    return device.type if device.type != "cpu" else "cuda"
+def random_states_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Restores the random states of the host and the device afterwards."""
+    is_host = device.type == "cpu"
+    return torch.random.fork_rng([] if is_host else [device], device_type="cuda" if is_host else device.type)
 
 
 def _wrong(what: str, do: str) -> UsageError:

@@ -38,7 +38,7 @@ def cut(
     stages_of_rank: Sequence[int],
     starts: Sequence[int] | None = None,
     split_points: Sequence[str] | None = None,
-    partition: Partition | Sequence[float] = "best",
+    partition: Partition | Sequence[float] | Sequence[Sequence[float]] = "best",
     first_stage: Sequence[str] = (),
     last_stage: Sequence[str] = (),
     every_stage: Sequence[str] = (),
@@ -54,7 +54,8 @@ def cut(
         split_points: names of the modules at which the second and later stages begin: of one list, or children of one
             module. None: the longest list of modules that holds most parameters is cut.
         partition: what stages have as equal a share of as possible. "parameters": those of blocks; "best": those of
-            the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block.
+            the modules beside the blocks, too; "uniform": the number of blocks; or a cost for each block; or
+            those for each stage (see ``block_costs``).
         first_stage, last_stage, every_stage: names of modules and parameters beside the blocks that the first, the
             last, every stage calls, where Shoal takes them for another's; one may be in the first two.
         loss_fn: of the model's output and the labels. The batch is then (inputs, labels). None: the model's output
@@ -79,7 +80,7 @@ def _bounds(
     beside: Beside,
     num_stages: int,
     starts: Sequence[int] | None,
-    partition: Partition | Sequence[float],
+    partition: Partition | Sequence[float] | Sequence[Sequence[float]],
 ) -> tuple[int, ...]:
     count = len(blocks.names)
     if not 1 <= num_stages <= count:
@@ -101,6 +102,7 @@ def _bounds(
         return bounds
     if partition == "uniform":
         return tuple(uniform(count, num_stages))
+    costs: list[Any]
     if isinstance(partition, str):
         costs = [float(_numel([model.get_submodule(blocks.name(block))])) for block in range(count)]
         if partition == "best":
@@ -108,9 +110,11 @@ def _bounds(
                 costs[stage] += _numel(_members(model, beside, (side, "both", "every")))
     else:
         costs = list(partition)
-        if len(costs) != count or not all(0 <= cost < float("inf") for cost in costs):
+        rows = costs if costs and isinstance(costs[0], Sequence) else [costs] * num_stages
+        is_finite = all(0 <= cost < float("inf") for row in rows for cost in row)
+        if len(rows) != num_stages or any(len(row) != count for row in rows) or not is_finite:
             raise ModelError(
-                f"{len(costs)} costs {costs} for the {count} blocks of {blocks.container!r}.",
+                f"{len(rows[0]) if rows else 0} costs {costs} for the {count} blocks of {blocks.container!r}.",
                 where="pipeline.partition",
                 do=f"give {count} numbers that are not negative.",
                 code="pipeline-cut",
@@ -155,6 +159,7 @@ class CutModel(StageModule):
         whole_model: the model that was cut; its forward is the model's.
         starts: the first block of each stage.
         cut_blocks: the names of the blocks, of all stages.
+        activation_checkpoint_interval: recompute so many blocks of a stage at a time in backward; 0: none.
     """
 
     def __init__(
@@ -175,6 +180,7 @@ class CutModel(StageModule):
         self.starts = bounds[:-1]
         self._cut_bounds = bounds
         self._cut_loss = loss_fn
+        self.activation_checkpoint_interval = 0
         container = model.get_submodule(blocks.container)
         self._cut_modules = [container.get_submodule(name) for name in blocks.names]
         self._running_class: Any = type(f"Running{type(container).__name__}", (RunningBlocks, type(container)), {})
@@ -218,7 +224,8 @@ class CutModel(StageModule):
             container.get_submodule(self.cut_blocks.names[at]) if begin <= at < end else block
             for at, block in enumerate(self._cut_modules)
         ]
-        forward = OneForward(self.cut_blocks, modules, begin, end, received, device)
+        interval = self.activation_checkpoint_interval
+        forward = OneForward(self.cut_blocks, modules, begin, end, received, device, interval)
         try:
             with running_from(container, begin), self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.blocks import ModelBlocks, Side
 from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by
 
@@ -36,18 +38,28 @@ class OneForward:
     Args:
         modules: of the blocks; those that are elsewhere on the meta device.
         begin, end: the blocks of this stage.
+        interval: recompute so many blocks of the stage at a time in backward; 0: none.
         received: what the stage before returned: ``{"arguments": tensors by position or name of the first block's
             argument, "output": the form of what a block returns}``.
     """
 
     def __init__(
-        self, blocks: ModelBlocks, modules: list[nn.Module], begin: int, end: int, received: Any, device: torch.device
+        self,
+        blocks: ModelBlocks,
+        modules: list[nn.Module],
+        begin: int,
+        end: int,
+        received: Any,
+        device: torch.device,
+        interval: int = 0,
     ) -> None:
         self.blocks = blocks
         self.modules = modules
         self.begin = begin
         self.end = end
         self.device = device
+        self.interval = interval if torch.is_grad_enabled() else 0
+        self.run: RecomputedRun | None = None
         self.has_begun = begin == 0 and end == len(blocks.names)
         self.is_over = False
         self.form: Any = received["output"] if received else None
@@ -243,8 +255,74 @@ class OwnBlock(SkippedBlock):
         if self._is_first is None:  # kept for a recomputation
             self._is_first = not self._forward.has_begun
         args, kwargs = self._forward.arguments(self._at, args, kwargs, self._is_first)
-        self._forward.has_begun = True
-        return self._forward.leave(self._module(*args, **kwargs))
+        forward = self._forward
+        forward.has_begun = True
+        if not forward.interval:
+            return forward.leave(self._module(*args, **kwargs))
+        if (self._at - forward.begin) % forward.interval == 0:
+            end = min(self._at + forward.interval, forward.end)
+            forward.run = RecomputedRun(forward, self._at, end, args, kwargs)
+        assert forward.run is not None
+        return forward.run.output_of(self._at, args, kwargs)
+
+
+class RecomputedRun:
+    """Consecutive blocks of a stage that are one recomputation: they run when the model calls the first of them.
+
+    The model gets the last block's output for each of them. So between them it may only pass on the hidden state, and
+    must give all of them the same other arguments, which is checked.
+
+    Raises: ModelError: it does not.
+    """
+
+    def __init__(self, forward: OneForward, begin: int, end: int, args: Any, kwargs: Any) -> None:
+        self._forward, self._begin, self._last = forward, begin, end - 1
+        self._given: dict[str, Any] = dict(_leaves(args, kwargs))
+        self._hidden_key = next(key for key, leaf in self._given.items() if isinstance(leaf, torch.Tensor))
+        modules, hidden_key = forward.modules[begin:end], self._hidden_key
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = modules[0](*args, **kwargs)
+            for module in modules[1:]:
+                hidden = _tensors(output)[0]
+                own_args, own_kwargs = _map_arguments(partial(_chosen, hidden_key, hidden), args, kwargs)
+                output = module(*own_args, **own_kwargs)
+            return output
+
+        args, kwargs = _map_arguments(lambda _, leaf: None if _is_cache(leaf) else leaf, args, kwargs)
+        self._output = forward.leave(checkpoint(run, *args, **kwargs))
+        self._hidden = _tensors(self._output)[0]
+
+    def output_of(self, position: int, args: Any, kwargs: Any) -> Any:
+        """What the model gets from a block of the run."""
+        given = dict(_leaves(args, kwargs))
+        other = next(
+            (key for key in given.keys() | self._given.keys() if not self._is_same(key, given, position)), None
+        )
+        if other is not None:
+            forward = self._forward
+            raise ModelError(
+                f"block {forward.blocks.name(position)!r} cannot be recomputed together with"
+                f" {forward.blocks.name(self._begin)!r}: its argument {other!r} is another one.",
+                where="pipeline.activation_checkpoint_interval",
+                do="write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
+                code="pipeline-recompute",
+            )
+        output = self._output
+        if position == self._last:
+            self._forward.run = self._output = None
+        return output
+
+    def _is_same(self, key: str, given: dict[str, Any], position: int) -> bool:
+        if key not in given or key not in self._given:
+            return False
+        if position == self._begin:
+            return True
+        if key == self._hidden_key:
+            return given[key] is self._hidden
+        first = self._given[key]
+        is_plain = isinstance(first, bool | int | float | str | torch.dtype)
+        return given[key] is first or (is_plain and type(given[key]) is type(first) and given[key] == first)
 
 
 class EndBlock(SkippedBlock):
@@ -286,6 +364,22 @@ class RunningBlocks:
         if isinstance(positions, int):
             return self._forward.block(positions)
         return [self._forward.block(position) for position in positions]
+
+
+def _chosen(key: str, value: Any, at: str, leaf: Any) -> Any:
+    """``value`` in the place ``key``, else the leaf."""
+    return value if at == key else leaf
+
+
+def _is_cache(value: Any) -> bool:
+    """Is it a cache of keys and values of Transformers', to which a recomputation would append once more?"""
+    return any(kind.__name__ == "Cache" for kind in type(value).__mro__)
+
+
+def _leaves(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    _map_arguments(lambda key, leaf: found.append((key, leaf)), args, kwargs)
+    return found
 
 
 def _map_arguments(visit: Callable[[str, Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -143,6 +143,7 @@ class PipelineRun:
         self._failure: Failure | None = None
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
+        self.with_input_gradient: set[int] = set()  # stages that gave the stage before a gradient
 
     def forget(self) -> None:
         """After a failure on any rank: structures of messages are sent anew. Every rank calls."""
@@ -189,9 +190,9 @@ class PipelineRun:
             for incoming in self._arriving.values():  # after an error
                 incoming.wait()
         finally:
-            failure, losses, outputs = self._failure, self.losses, self.outputs
+            failure, losses, outputs, stages = self._failure, self.losses, self.outputs, self.with_input_gradient
             self._reset([])
-            self.losses, self.outputs = losses, outputs
+            self.losses, self.outputs, self.with_input_gradient = losses, outputs, stages
         return failure
 
     def _perform(self, action: Action, *, is_training: bool) -> None:
@@ -353,9 +354,13 @@ class PipelineRun:
             def inputs() -> None:
                 # They are detached in place, which a view and an input that is passed on cannot be.
                 visit.outputs = [end.clone() if end._is_view() or end.is_leaf else end for end in ends]
-                _, visit.weight_groups = stage_backward_input(
+                pairs = [(end, start) for end, start in zip(visit.outputs, starts, strict=True) if end.requires_grad]
+                edges = [torch.autograd.graph.get_gradient_edge(end) for end, _ in pairs]
+                found, visit.weight_groups = stage_backward_input(
                     visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
                 )
+                if all(gradient is None for gradient in found):  # no weight is on the way to an input
+                    visit.weight_groups = (edges, [start for _, start in pairs])
 
             self._compute.backward(inputs, stage)
         elif is_split:
@@ -366,8 +371,9 @@ class PipelineRun:
         if not is_split:
             visit.outputs = []
 
-    def _whole(self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-        pairs = [(end, g) for end, g in zip(ends, gradients, strict=True) if end.requires_grad]
+    def _whole(self, ends: Sequence[Any], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Args: ends: tensors, or edges of the graph."""
+        pairs = [(end, g) for end, g in zip(ends, gradients, strict=True) if getattr(end, "requires_grad", True)]
         if pairs:
             torch.autograd.backward([end for end, _ in pairs], [g for _, g in pairs])
 
@@ -388,6 +394,8 @@ class PipelineRun:
 
     def _end_backward(self, stage: int, micro: int, visit: _Visit) -> None:
         visit.input_gradients = [tensor.grad for tensor in visit.inputs]
+        if any(gradient is not None for gradient in visit.input_gradients):
+            self.with_input_gradient.add(stage)
         for tensor in visit.inputs:
             tensor.grad = None
         visit.inputs = []  # what was received is free

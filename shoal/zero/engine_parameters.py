@@ -407,6 +407,13 @@ def _check_numel(value: torch.Tensor, segment: Segment) -> None:
 
 def _owner_of(parameter: nn.Parameter) -> EngineParameters:
     owner = OWNERS.get(parameter)
+    if owner is None and OWNERS.is_elsewhere(parameter):
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} is on another pipeline stage: this rank has no part of it.",
+            do="call this on the ranks of its stage alone, which have it in engine.module.named_parameters();"
+            " engine.module_state_dict() gives the weights of all stages.",
+            code="access-stage",
+        )
     if not isinstance(owner, EngineParameters):
         raise UsageError(
             f"a parameter of shape {tuple(parameter.shape)} belongs to no live engine.",

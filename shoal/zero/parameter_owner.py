@@ -10,7 +10,7 @@ import itertools
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, Literal
 
@@ -113,6 +113,15 @@ class _Owners:
 
     def __init__(self) -> None:
         self._owners = WeakTensorKeyDictionary()
+        self._of_other_stages = WeakTensorKeyDictionary()
+
+    def put_elsewhere(self, parameters: Iterable[torch.Tensor]) -> None:
+        """These are on other pipeline stages alone."""
+        self._of_other_stages.update(dict.fromkeys(parameters))
+
+    def is_elsewhere(self, parameter: torch.Tensor) -> bool:
+        """Is the parameter on other pipeline stages alone?"""
+        return parameter in self._of_other_stages
 
     def put(self, parameter: torch.Tensor, owner: ParameterOwner) -> None:
         self._owners[parameter] = weakref.ref(owner)

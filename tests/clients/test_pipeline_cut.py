@@ -112,6 +112,22 @@ def test_gradient_checkpointing_is_kept(use_reentrant: bool) -> None:
     assert_parity(model, RANKS[2], batch_of())
 
 
+@pytest.mark.parametrize("name", [name for name in CAUSAL if name != "gemma2"])
+def test_two_blocks_are_recomputed_together(name: str) -> None:
+    model = causal(name)
+    parts = cut_over(model, RANKS[0])
+    for part in parts:
+        part.activation_checkpoint_interval = 2
+    assert_same(run_whole(model, [batch_of()], loss_of), run_stages(parts, [batch_of()]))
+
+
+def test_blocks_with_masks_of_two_kinds_are_not_recomputed_together() -> None:
+    part = cut_over(causal("gemma2"), RANKS[0])[0]
+    part.activation_checkpoint_interval = 2
+    with pytest.raises(ModelError, match="its argument 'attention_mask' is another one"):
+        part(0, None, batch_of())
+
+
 def test_adapters_of_peft_are_cut_with_their_blocks() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed")
     model = peft.get_peft_model(causal("llama"), peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))

@@ -325,11 +325,11 @@ def test_another_model_is_listed_name_by_name(tmp_path: Path) -> None:
 
 def test_what_is_not_read_yet_is_said_by_name_on_every_rank(tmp_path: Path) -> None:
     shutil.copytree(MADE / "stage1-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "global_step3" / "layer_00-model_00-model_states.pt").touch()
+    (tmp_path / "global_step3" / "layer_00-seq_00-model_states.pt").touch()
 
     def job() -> None:
         engine = engine_of()
-        with pytest.raises(CheckpointError, match=r"with pipeline parallelism .*is not read yet") as caught:
+        with pytest.raises(CheckpointError, match=r"with pipeline parallelism over .* is not read yet") as caught:
             engine.load_checkpoint(tmp_path)
         assert caught.value.code == "not-built"
         engine.destroy()

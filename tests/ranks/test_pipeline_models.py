@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,15 +10,25 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
-from shoal.errors import NotBuiltError
-from tests.ranks.test_tensor_parallel_engine import ROWS, assert_equal, config, gpt, tokens
+from shoal.errors import ModelError, NotBuiltError, UsageError
+from tests.ranks.test_tensor_parallel_engine import (
+    GPT,
+    LENGTH,
+    ROWS,
+    VOCABULARY,
+    GPTConfig,
+    assert_equal,
+    config,
+    gpt,
+    tokens,
+)
 from tests.ranks.training import make, sgd
 
 STEPS, MICRO = 3, 3
 
 
-def alone(dp: int, *, tied: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    model = make(lambda: gpt(tied=tied))
+def alone(dp: int, build: Callable[[], Any]) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = make(build)
     optimizer = sgd(model.parameters())
     losses = []
     for step in range(STEPS):
@@ -54,7 +65,7 @@ def test_a_gpt_trains_as_in_one_process(
     size: int, stage: int, tied: bool, parallel: dict[str, Any], more: dict[str, Any]
 ) -> None:
     dp = size // parallel["pp"] // parallel.get("tp", 1) // parallel.get("sp", 1) // parallel.get("cp", 1)
-    expected, losses = alone(dp, tied=tied)
+    expected, losses = alone(dp, lambda: gpt(tied=tied))
 
     def job() -> Any:
         model = make(lambda: gpt(tied=tied))
@@ -81,20 +92,31 @@ def test_a_gpt_trains_as_in_one_process(
         assert_equal(values, expected)
 
 
-def test_an_interval_recomputes_each_block() -> None:
-    expected, _ = alone(1, tied=True)
+@pytest.mark.parametrize(("interval", "stage"), [(1, 1), (2, 1), (3, 3), (8, 2)])
+def test_an_interval_recomputes_so_many_blocks_at_a_time(interval: int, stage: int) -> None:
+    def deep() -> Any:
+        return GPT(GPTConfig(VOCABULARY, LENGTH, 8, 16, 2, True))
+
+    expected, _ = alone(1, deep)
 
     def job() -> Any:
-        model = make(gpt)
-        settings = config(1, 1, MICRO) | {
+        model = make(deep)
+        settings = config(stage, 1, MICRO) | {
             "parallel": {"pp": 2},
-            "pipeline": {"schedule": "zb_h1", "activation_checkpoint_interval": 1},
+            "pipeline": {"schedule": "zb_h1", "activation_checkpoint_interval": interval},
         }
         engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
-        assert engine._activations.num_recomputed == 1
+        assert bool(engine._activations.num_recomputed) == (interval == 1)
+        calls = [0]
+        first = next(iter(engine.module.whole_model.blocks._modules.values()))
+        first.register_forward_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
         for step in range(STEPS):
             batches = (tokens(10 * step + micro, 1) for micro in range(MICRO))
             engine.train_batch((batch[:, :-1], batch[:, 1:]) for batch in batches)
+        assert calls[0] == STEPS * MICRO * (
+            1 if interval == 1 else 2
+        )  # alone, a block is recomputed inside of its call
+        engine.eval_batch((batch[:, :-1], batch[:, 1:]) for batch in [tokens(micro, 1) for micro in range(MICRO)])
         return engine.module_state_dict()
 
     for values in run_ranks(2, job):
@@ -103,12 +125,71 @@ def test_an_interval_recomputes_each_block() -> None:
 
 def test_settings_that_the_model_cannot_follow_are_refused() -> None:
     def job() -> None:
-        for key, value, match in (
-            ("seed_layers", True, "pipeline-seeds"),
-            ("activation_checkpoint_interval", 2, "recomp"),
-        ):
+        for key, value, match in (("seed_layers", True, "pipeline-seeds"),):
             model, settings = make(gpt), config(1, 1, MICRO) | {"parallel": {"pp": 2}, "pipeline": {key: value}}
             with pytest.raises(NotBuiltError, match=match):
                 shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)
 
     run_ranks(2, job)
+
+
+class Numbered(torch.nn.Module):
+    """Its forward changes the hidden state between blocks, or gives each block another number."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = torch.nn.ModuleList(Scaled() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            x = block(x, scale=float(index) if self.kind == "argument" else 1.0)
+            x = x + 1 if self.kind == "hidden" else x
+        return torch.nn.functional.mse_loss(x, labels)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        out: torch.Tensor = torch.tanh(self.linear(x)) * scale
+        return out
+
+
+@pytest.mark.parametrize(("kind", "argument"), [("argument", "scale"), ("hidden", "0"), ("same", "")])
+def test_blocks_that_are_called_with_other_arguments_are_not_recomputed_together(kind: str, argument: str) -> None:
+    def job(pp: int, interval: int) -> Any:
+        model = make(lambda: Numbered(kind))
+        settings = config(1, 1, MICRO) | {"pipeline": {"stages": pp, "activation_checkpoint_interval": interval}}
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+        data = [tuple(torch.randn(2, 2, 6, generator=torch.Generator().manual_seed(i))) for i in range(MICRO)]
+        return float(engine.train_batch(iter(data))), engine.module_state_dict()
+
+    if kind != "same":
+        with pytest.raises(
+            (ModelError, UsageError), match=f"cannot be recomputed together with .*: its argument '{argument}' is an"
+        ):
+            run_ranks(2, job, 2, 2)
+        return
+    (loss, values), (other, _) = run_ranks(2, job, 2, 2), run_ranks(2, job, 2, 0)[0]
+    assert loss[0] == other
+    assert values[0] == other
+
+
+def test_sequences_that_do_not_divide_under_sequence_parallelism_are_an_error_on_all_ranks() -> None:
+    def job() -> Any:
+        model = make(gpt)
+        section = config(1, 1, 2) | {"parallel": {"pp": 2, "tp": 2, "tp_sequence_parallel": True}}
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=section)[0]
+        batches = [(batch[:, :-1], batch[:, 1:]) for batch in (tokens(0, 1), tokens(1, 1))]
+        odd = [(inputs[:, :-1], labels[:, :-1]) for inputs, labels in batches]
+        for call in (engine.eval_batch, engine.train_batch):
+            with pytest.raises(UsageError, match=f"a sequence of {LENGTH - 1} tokens does not divide by 2"):
+                call(iter(odd))
+        assert float(engine.eval_batch(iter(batches))) == pytest.approx(float(engine.train_batch(iter(batches))))
+        return True
+
+    assert LENGTH % 2 == 0
+    assert run_ranks(4, job) == [True] * 4

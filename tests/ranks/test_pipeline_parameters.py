@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shoal.comm.threads import run_ranks
 from shoal.errors import ModelError, OptimizerError
 from tests.ranks.pipeline_cases import assert_as_alone, engine_of_layers
 from tests.ranks.pipeline_layers import WIDTH, batches
+from tests.ranks.training import make
 
 SCHEDULES = [("1f1b", 1, 1), ("1f1b", 3, 1), ("zb_h1", 1, 1), ("zbv", 3, 2), ("interleaved_1f1b", 2, 2)]
 
@@ -203,3 +205,57 @@ def test_a_layer_that_is_used_twice_in_a_stage_and_once_in_another(stage: int) -
         return [made[0], made[0], made[1], made[2], made[3], made[4], made[3], made[0]]
 
     assert_as_alone(layers, 2, 2, stage)
+
+
+def detached(at: int, count: int = 8) -> Callable[[], Sequence[nn.Module]]:
+    """The loss does not depend on the layers before ``at``."""
+
+    def layers() -> Sequence[nn.Module]:
+        made: list[nn.Module] = [nn.Sequential(layer, nn.Tanh()) for layer in linears(count)]
+        made[at] = nn.Sequential(Detach(), made[at])
+        return made
+
+    return layers
+
+
+class Detach(nn.Module):
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value.detach()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stage", "virtual"), [("1f1b", 0, 1), ("zb_h1", 1, 1), ("1f1b", 3, 1), ("zbv", 2, 2)]
+)
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_layers_before_a_cut_that_the_loss_does_not_depend_on_are_left_alone(
+    at: int, schedule: str, stage: int, virtual: int
+) -> None:
+    """Weight decay would change them if their gradients were zeros."""
+    decaying = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+    model = nn.Sequential(*make(detached(at)))  # type: ignore[arg-type]
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def job() -> Any:
+        engine = engine_of_layers(detached(at), 2, stage, schedule, virtual, optimizer=decaying)
+        for step in range(2):
+            engine.train_batch(batches(engine.axes.batch.rank, step, 4))
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, job):
+        for name, value in before.items():
+            is_used = int(name.split(".")[0]) >= at
+            assert torch.equal(values[name], value) is not is_used, name
+
+
+def test_layers_that_some_micro_batch_uses_are_updated() -> None:
+    class Sometimes(nn.Module):
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            return value.detach() if value[0, 0] > 0 else value
+
+    def layers() -> Sequence[nn.Module]:
+        made: list[nn.Module] = [nn.Sequential(layer, nn.Tanh()) for layer in linears()]
+        made[4] = nn.Sequential(Sometimes(), made[4])
+        return made
+
+    assert_as_alone(layers, 4, 2, 1)
+    assert_as_alone(layers, 2, 2, 3)

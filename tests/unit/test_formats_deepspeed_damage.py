@@ -129,7 +129,7 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
     ("name", "what"),
     [
         ("expert_3_mp_rank_00_model_states.pt", "mixture-of-experts layers in files without the layer's number"),
-        ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
+        ("layer_03-seq_00-model_00-model_states.pt", "pipeline parallelism over other axes"),
         ("offloaded_tensors", "state offloaded to NVMe"),
     ],
 )
@@ -144,7 +144,7 @@ def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_
 @pytest.mark.parametrize(
     ("key", "value", "what"),
     [
-        ("module", None, "pipeline parallelism"),
+        ("module", None, "pipeline parallelism and without files of layers"),
         ("autoep_layers", [{"ep_size": 2}], "experts of AutoEP"),
     ],
 )
@@ -182,7 +182,13 @@ def spoil(value: Any, random: Any, depth: int = 0) -> Any:
     return random.choice(JUNK)
 
 
-@pytest.mark.parametrize("case", ["stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups", "tp2-stage1"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "stage0-bf16", "stage1-bf16", "stage2-fp16", "stage3-bf16-sub-groups", "tp2-stage1", "pp2-stage0",
+        "pp2-tied-stage1",
+    ],
+)  # fmt: skip
 def test_whatever_is_in_a_file_it_is_read_or_refused(case: str, deepspeed_copy: Any) -> None:
     import random
 

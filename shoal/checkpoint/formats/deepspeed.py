@@ -6,7 +6,8 @@
     frozen, a buffer   the model file, as it is            the model's
     tied               once, under its first name          the others are About.aliases
 
-Of a tensor-parallel run each tensor is joined from the ranks' parts (``deepspeed_tensor_parallel``).
+Of a tensor-parallel run each tensor is joined from the ranks' parts (``deepspeed_tensor_parallel``); of a pipeline the
+stages are joined first (``deepspeed_pipeline``).
 DeepSpeed is not imported, and nothing of the files is run: see ``deepspeed_files`` for what they may ask for.
 """
 
@@ -22,6 +23,7 @@ import torch
 from shoal.checkpoint.formats.deepspeed_experts import ep_sizes, holders_of, read_experts, read_unnamed_experts
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
+from shoal.checkpoint.formats.deepspeed_pipeline import read_stages
 from shoal.checkpoint.formats.deepspeed_state import (
     EqualParts,
     FlatState,
@@ -54,7 +56,7 @@ class DeepSpeedSource:
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
-        NotBuiltError: it was made with pipeline parallelism or AutoEP, or offloaded to NVMe.
+        NotBuiltError: it was made with AutoEP, or offloaded to NVMe.
     """
 
     about: About
@@ -132,6 +134,12 @@ class _RankFiles:
         aliases: dict[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.folder, self.is_universal = files.folder, files.universal is not None
+        self._frozen: FlatState | None = None
+        self.trained: NamedState | None
+        if files.stages:
+            self.module, self.trained, self.scale, self.size = read_stages(files, names, turns, _trained)
+            self._collect()
+            return
         model = open_file(files.model[0], verify=turns.take())
         experts = read_experts(files.folder, files.experts, model.get("num_experts"), turns)
         if experts and self.is_universal:
@@ -142,12 +150,15 @@ class _RankFiles:
         size = self.size = int(model.get("dp_world_size") or max(1, len(files.optimizer)))
         if size < 1:
             raise damaged(f"{size} ranks saved it", str(files.model[0]))
-        self._frozen = _frozen(files, model, size, self.module.notes, turns) if files.is_stage_3 else None
-        self.trained: NamedState | None
+        if files.is_stage_3:
+            self._frozen = _frozen(files, model, size, self.module.notes, turns)
         if files.universal is None:
             self.trained, self.scale = _trained(files, self.module, size, names, turns)
         else:
             self.trained, self.scale = read_universal(files.universal, self.module, turns)
+        self._collect()
+
+    def _collect(self) -> None:
         held = {} if self.trained is None else {kind: self.trained.infos(kind) for kind in self.trained.kinds()}
         self._masters = held.pop(MODEL, {})
         weights = self.module.infos({**(self._frozen.infos(MODEL) if self._frozen else {}), **self._masters})

@@ -5,6 +5,7 @@
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt                stage 3: the same, by rank, with no weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt         stages 1 to 3: rank R's part of the state
     FOLDER/TAG/layer_L_expert_E_..., expp_rank_R_...                    of experts: see deepspeed_experts
+    FOLDER/TAG/layer_00-[model_00-]model_states.pt                      of a pipeline: see deepspeed_pipeline
     FOLDER/latest_universal, FOLDER/TAG/zero                            of its universal format: see deepspeed_universal
 
 R counts the data-parallel ranks. The number after ``mp_rank`` is the tensor-parallel rank, which has files of its own.
@@ -16,8 +17,8 @@ import os
 import re
 import threading
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
@@ -36,9 +37,10 @@ _OPTIMIZER = re.compile(
 )
 _EXPERT = re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_(?P<index>\d+)-(?:model_(?P<part>\d+)-)?model_states\.pt")
 _NOT_BUILT = {
     "mixture-of-experts layers in files without the layer's number": re.compile(r"expert_\d+_mp_rank_.*"),
-    "pipeline parallelism": re.compile(r"layer_\d+-.*model_states\.pt"),
+    "pipeline parallelism over other axes": re.compile(r"layer_\d+-(?!(model_\d+-)?model_states\.pt).*"),
     "state offloaded to NVMe": re.compile(r"offloaded_tensors"),
 }
 _MAX_TAG_BYTES = 4096
@@ -98,6 +100,8 @@ class CheckpointFiles:
         universal: the folder ``zero`` of a universal checkpoint, which has no optimizer files.
         experts: the weights of experts, by number of the MoE layer and of the expert.
         experts_optimizer: stage 0: the optimizers of the expert-parallel ranks.
+        stages: of a pipeline, the files of each stage; ``model`` and ``optimizer`` are then the first one's.
+        layers: of a pipeline, the files of weights, by the number of the layer.
     """
 
     folder: Path
@@ -107,6 +111,8 @@ class CheckpointFiles:
     universal: Path | None = None
     experts: dict[tuple[int, int], Path] = field(default_factory=dict)
     experts_optimizer: dict[int, Path] = field(default_factory=dict)
+    stages: tuple[CheckpointFiles, ...] = ()
+    layers: Mapping[int, Path] = field(default_factory=dict)
 
     def optimizer_of(self, size: int) -> tuple[list[Path], list[str]]:
         """The optimizer files of ranks 0 to ``size - 1``, and a note on files of other ranks.
@@ -158,7 +164,26 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[Checkpoi
     absent = next((part for part in range(max(parts) + 1) if part not in parts), None)
     if absent is not None:
         raise damaged_copy(f"no file of tensor-parallel rank {absent} (mp_rank_{absent:02d}) is here.", str(place))
-    return [_files_of(place, names, part, None) for part in sorted(parts)]
+    of_parts = [_files_of(place, names, part, None) for part in sorted(parts)]
+    layers = [match for match in map(_LAYER.fullmatch, names) if match is not None]
+    return _of_stages(place, of_parts, layers) if layers else of_parts
+
+
+def _of_stages(place: Path, parts: list[CheckpointFiles], layers: list[re.Match[str]]) -> list[CheckpointFiles]:
+    """Of a pipeline: the files of each tensor-parallel rank. Ranks are counted by stage, then by tensor parallelism."""
+    by_part: dict[int, dict[int, Path]] = {}
+    for match in layers:
+        by_part.setdefault(int(match["part"] or 0), {})[int(match["index"])] = place / match.string
+    size = len(by_part)
+    if sorted(by_part) != list(range(size)) or len(parts) % size or parts[0].is_stage_3:
+        what = f"layer files of tensor-parallel ranks {sorted(by_part)} lie with model files of {len(parts)} ranks"
+        raise damaged_copy(f"{what} (stages x tensor-parallel ranks).", str(place))
+    if any(part.experts for part in parts):
+        raise not_built("mixture-of-experts layers in pipeline stages", str(place))
+    absent = next((i for files in by_part.values() for i in by_part[0].keys() ^ files.keys()), None)
+    if absent is not None:
+        raise damaged_copy(f"layer {absent} has files of some tensor-parallel ranks only.", str(place))
+    return [replace(parts[i], stages=tuple(parts[i::size]), layers=by_part[i]) for i in range(size)]
 
 
 def _files_of(place: Path, names: list[str], part: int, universal: Path | None) -> CheckpointFiles:
@@ -279,7 +304,7 @@ def _by_rank(place: Path, names: Iterable[str], pattern: re.Pattern[str], part: 
     for match in _matches(names, pattern, part):
         name = match[0]
         if match["more"]:
-            raise not_built("pipeline parallelism", str(place / name))
+            raise not_built("pipeline parallelism over other axes", str(place / name))
         rank = None if match["rank"] is None else int(match["rank"])
         if rank in found:
             raise _of_two_saves(f"{found[rank].name} and {name} are both of rank {rank}.", place)

@@ -35,7 +35,7 @@ class ModelFile:
 
     Raises:
         CheckpointError: it is no model file.
-        NotBuiltError: it is a part of a model that pipeline parallelism or AutoEP split.
+        NotBuiltError: it is a part of a model that AutoEP split, or a pipeline's without its layers.
     """
 
     def __init__(
@@ -186,8 +186,8 @@ def optimizer_name(config: Any, trained: NamedState) -> str | None:
 def _number_of_parts(state: dict[str, Any], file: str) -> int:
     """The tensor-parallel ranks. Raises: NotBuiltError: another parallelism split the model."""
     dimensions = state.get("checkpoint_parallel_dimensions") or {}
-    if int(dimensions.get("pp_degree") or 1) > 1 or ("module" in state and state["module"] is None):
-        raise not_built("pipeline parallelism", file)
+    if "module" in state and state["module"] is None:
+        raise not_built("pipeline parallelism and without files of layers", file)
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
         raise not_built("experts of AutoEP", file)
     number = int(dimensions.get("tp_degree") or state.get("mp_world_size") or 1)

@@ -66,7 +66,7 @@ def with_experts(model: nn.Module, parts: ModelParts, axes: Axes, config: Config
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     """
     # Under sequence parallelism of tp, each of its ranks has a part of the tokens between the split layers.
-    experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp)
+    experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp, axes.pp)
     has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
     named = replace(axes, names=axes.world) if has_lists else axes
     return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named

@@ -11,9 +11,13 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
+from shoal.mesh import Mesh
+from shoal.parallel.expert.divide import divide
+from shoal.parallel.expert.held import ExpertsHeld
 from shoal.zero.engine_parameters import safe_get_full_fp32_param
-from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel, WideModel
+from tests.ranks.expert_cases import NUM_EXPERTS, ExpertModel, RoutedExperts, RoutedModel, StackedExperts, WideModel
 from tests.ranks.training import adamw, batch, config, make, sgd, start_with
 
 STEPS = 5
@@ -260,3 +264,38 @@ def test_bytes_of_parameters_gradients_and_state_equal_the_formula(stage: int, e
     for held in run_ranks(size, rank):
         for kind, nbytes in expected.items():
             assert held[kind] == pytest.approx(nbytes, rel=0.02), kind
+
+
+def test_ranks_with_other_layers_of_experts_are_told_so() -> None:
+    held = [[StackedExperts() for _ in range(2)] for _ in range(2)]
+    held[1][1].experts_held = ExpertsHeld(2 * NUM_EXPERTS)
+    messages = []
+
+    def rank() -> None:
+        world = current_world()
+        comm = world.communicator("ep", Mesh.of(2, ep=2))
+        with pytest.raises(ModelError, match="rank 0 has 1 with 4 experts, rank 1 1 with 8") as error:
+            divide(torch.nn.ModuleList(held[world.rank]), comm)
+        messages.append(str(error.value))
+
+    run_ranks(2, rank)
+    assert len(messages) == 2
+
+
+def test_a_pipeline_stage_may_have_no_experts() -> None:
+    class Late(RoutedModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[0] = torch.nn.Linear(self.embedding.weight.shape[1], self.embedding.weight.shape[1])
+
+    expected = alone(Late, 2, 1)
+
+    def rank() -> dict[str, Any]:
+        split = {"stages": 2, "split_points": ["blocks.1"]}
+        engine = start_with(make(Late), settings(2, 2, parallel={"pp": 2}, pipeline=split))
+        for step in range(STEPS):
+            engine.train_batch(iter([batch(step, engine.axes.batch.rank, 2)]))
+        return engine.module_state_dict()
+
+    for values in run_ranks(4, rank):
+        assert_close(values, expected)

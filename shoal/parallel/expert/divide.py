@@ -9,7 +9,9 @@ sharded by ``zero.Init``, which show shapes only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 
 from torch import nn
 
@@ -23,18 +25,23 @@ from shoal.sharding.parts import cut
 
 
 def divide(
-    model: nn.Module, comm: Communicator | None, same_tokens: Communicator | None = None
+    model: nn.Module,
+    comm: Communicator | None,
+    same_tokens: Communicator | None = None,
+    pp: Communicator | None = None,
 ) -> dict[str, ParameterSpec]:
     """Give each layer its expert-parallel ranks, and keep this rank's experts of stacked parameters.
 
     Args:
         comm: the ranks along ``ep``; None: there is one.
         same_tokens: the ranks that give each layer the same tokens; None: all have their own.
+        pp: the ranks that hold other layers, some of which may have no experts; None: there is one.
 
     Returns: by name in this rank's model, what each parameter of experts is of the whole model. Layers whose experts
         are all on every rank are not in it.
-    Raises: ModelError: the model has no layer whose experts can be divided. ConfigError: the ranks do not fit a layer.
-    Communicates: nothing.
+    Raises: ModelError: the model has no layer whose experts can be divided, or the ranks have other layers.
+        ConfigError: the ranks do not fit a layer.
+    Communicates: the number of experts of each layer.
     """
     size = 1 if comm is None else comm.size
     layers = list(modules_with_experts(model))
@@ -45,7 +52,8 @@ def divide(
     divided = [(name, module, held) for name, module, held in layers if held.ep_size > 1]
     for _, _, held in divided:
         held.same_tokens = same_tokens
-    if not divided:
+    _check_alike(divided, comm)
+    if not any([bool(divided)] if pp is None else pp.gather_objects(bool(divided), label="stages with experts")):
         raise ModelError(
             f"{size} expert-parallel ranks, and no layer of {type(model).__name__} has experts to divide among them"
             + (f" (those of {layers[0][0]} have ep_size 1)." if layers else "."),
@@ -72,6 +80,24 @@ def divide(
             if not is_divided:
                 keep_part(parameter, partial(cut, spec=found[local]))
     return found
+
+
+def _check_alike(layers: Sequence[tuple[str, nn.Module, ExpertsHeld]], comm: Communicator) -> None:
+    """Raises: ModelError: on all ranks, if they have other layers, or layers with other experts."""
+    mine = [[name, held.num_experts, held.form, list(held.owners)] for name, _, held in layers]
+    every = comm.gather_objects(mine, label="layers with experts")
+    other = next((rank for rank, theirs in enumerate(every) if theirs != every[0]), None)
+    if other is None:
+        return
+    pairs = zip_longest(every[0], every[other], fillvalue=["no layer", 0])
+    first, second = next((one, two) for one, two in pairs if one != two)
+    raise ModelError(
+        f"the expert-parallel ranks have other layers: rank 0 has {first[0]} with {first[1]} experts, rank {other}"
+        f" {second[0]} with {second[1]}, or they are divided otherwise.",
+        where=f"{comm.size} expert-parallel ranks",
+        do="build the same layers, with the same number of experts, on every rank.",
+        code="expert-parallel-model",
+    )
 
 
 def _set_ranks(name: str, held: ExpertsHeld, comm: Communicator | None, size: int) -> None:

@@ -44,6 +44,7 @@ class Recipe:
 
 
 ADAM_EXTRAS = ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states", "set_grad_none")
+TORCH_DECAY = 0.01  # DeepSpeed's own Adam has none
 ADAM_DEFAULTS = {"lr": 1e-3, "betas": BETAS, "eps": 1e-8, "weight_decay": 0.0}
 
 RECIPES = {
@@ -119,6 +120,9 @@ def build(
         elif canonical == "Adam":
             notes.append('"Adam" is AdamW (decoupled weight decay), as in DeepSpeed; set "adam_w_mode": false for L2.')
     settings = {**recipe.defaults, **given}
+    if params.get("torch_adam") and factory is torch.optim.AdamW and "weight_decay" not in given:
+        settings["weight_decay"] = TORCH_DECAY
+        notes.append(f"optimizer.params.weight_decay is {TORCH_DECAY}, the default of torch's AdamW (torch_adam).")
     if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])
     groups = _as_groups(param_groups)

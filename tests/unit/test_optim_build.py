@@ -211,3 +211,15 @@ def test_sgd_without_main_parameters_updates_every_element(momentum: float, dtyp
 def test_sgd_of_main_parameters_is_fused() -> None:
     optimizer, _ = build("SGD", {"lr": 0.5}, [torch.nn.Parameter(torch.ones(4))])
     assert optimizer.param_groups[0]["fused"]
+
+
+def test_torchs_adamw_has_a_decay_where_none_is_given() -> None:
+    for name, given, decay in (
+        ("AdamW", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True}, 0.01),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, 0.0),
+        ("AdamW", {"torch_adam": True, "weight_decay": 0.0}, 0.0),
+        ("AdamW", {"torch_adam": False}, 0.0),
+    ):
+        optimizer, _ = build(name, given, params())
+        assert optimizer.param_groups[0]["weight_decay"] == decay

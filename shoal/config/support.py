@@ -121,7 +121,8 @@ TYPES_NOT_BUILT: dict[str, str] = {
 # Parameters of the optimizers whose support is not "obeyed".
 PARAMS: dict[str, Support] = {
     "torch_adam": no_effect(
-        "the implementation is chosen by speed; all give the same numbers (AdamW without weight_decay takes torch's 0.01)"
+        "the implementation is chosen by speed; all give the same numbers"
+        " (AdamW without weight_decay takes torch's 0.01)"
     ),
     "fp32_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
     "set_grad_none": no_effect("gradients are always released after the step"),

@@ -147,34 +147,36 @@ def layer_step(layer: Layer, hidden: Tensor) -> Step:
 
 
 def deepspeed(comm: Communicator, sizes: Sizes) -> Pair:
-    """DeepSpeed's MoE, whose experts have room for the rows of the fullest one."""
+    """DeepSpeed's MoE, whose experts have room for the rows of the fullest one, and Shoal's of the same signature."""
     import deepspeed as library
-    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.layer import MoE as Theirs
 
-    gate, experts, hidden = parts(sizes, comm.rank)
+    from shoal.parallel.expert.layer import MoE
+
+    gate, _, hidden = parts(sizes, comm.rank)
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))  # DeepSpeed reads it
     library.init_distributed("gloo")
     expert = nn.Sequential(
         nn.Linear(sizes.hidden, sizes.inner, bias=False), nn.ReLU(), nn.Linear(sizes.inner, sizes.hidden, bias=False)
     )
-    theirs = MoE(
-        sizes.hidden, expert, sizes.experts, comm.size, sizes.choices, drop_tokens=False, top2_2nd_expert_sampling=False
-    )
-    theirs.set_deepspeed_parallelism()
-    ours = Layer(gate, copy.deepcopy(experts), comm)
-    with torch.no_grad():
-        theirs.deepspeed_moe.gate.wg.weight.copy_(gate.linear.weight)
-        for at, number in enumerate(ours.held.ids):
-            local = theirs.deepspeed_moe.experts.deepspeed_experts[at]
-            local[0].weight.copy_(experts.inner[number].t())
-            local[2].weight.copy_(experts.outer[number].t())
+    options = {"drop_tokens": False, "top2_2nd_expert_sampling": False}
+    given = (sizes.hidden, expert, sizes.experts, comm.size, sizes.choices)
+    theirs: nn.Module = Theirs(*given, **options)
+    theirs.set_deepspeed_parallelism()  # type: ignore[operator]  # nn.Module's attributes are unions
+    ours = MoE(*given, **options)
+    ours.deepspeed_moe.experts.deepspeed_experts.experts_held.set_ranks(comm)
+    for name, parameter in theirs.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(gate.linear.weight if "gate" in name else torch.randn_like(parameter) * 0.02)
+    ours.load_state_dict(theirs.state_dict())
 
-    def forward(hidden: Tensor) -> Tensor:
-        output, balance, _ = theirs(hidden)
+    def forward(layer: nn.Module, hidden: Tensor) -> Tensor:
+        output, balance, _ = layer(hidden)
         loss: Tensor = output.square().mean() + 0.01 * balance
         return loss
 
-    return Pair(layer_step(ours, hidden), step_of(hidden, [theirs], forward), "DeepSpeed MoE")
+    steps = (step_of(hidden, [layer], partial(forward, layer)) for layer in (ours, theirs))
+    return Pair(*steps, "DeepSpeed MoE")
 
 
 def transformers(comm: Communicator, sizes: Sizes) -> Pair:

@@ -464,6 +464,21 @@ def test_a_compiled_layer_runs_its_experts_uncompiled() -> None:
         torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("score_before", [False, True])
+def test_tensors_in_any_layout_get_their_gradients(score_before: bool) -> None:
+    weights = torch.rand(K, TOKENS, dtype=torch.float64).t().requires_grad_()
+    hidden = torch.randn(WIDTH, TOKENS, dtype=torch.float64).t().requires_grad_()
+    index = torch.randint(-1, 4, (K, TOKENS)).t()
+
+    def run(hidden: Tensor, weights: Tensor) -> Tensor:
+        return run_experts(
+            hidden, index, weights, lambda rows, counts: rows.sin(), ExpertsHeld(4), score_before=score_before
+        )
+
+    assert torch.autograd.gradcheck(run, (hidden, weights))
+    run(hidden, weights).sum().backward()  # a gradient that is one number, expanded
+
+
 def test_experts_without_ranks_say_what_to_do() -> None:
     held = ExpertsHeld(NUM_EXPERTS, 2)
     index = torch.zeros(1, 1, dtype=torch.int64)

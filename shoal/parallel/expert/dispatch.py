@@ -241,7 +241,7 @@ class _Send(torch.autograd.Function):
                 scale = None if weights is None else weights[chunk.tokens]
                 sum_rows(gradients, row_of, scale, of_hidden[chunk.tokens])
             if hidden is not None:
-                weights_gradient = torch.zeros_like(weights) if weights_gradient is None else weights_gradient
+                weights_gradient = weights.new_zeros(weights.shape) if weights_gradient is None else weights_gradient
                 rows = torch.empty_like(gradients[: len(order)])
                 dots = gather_rows(hidden[chunk.tokens], token_of, None, rows, gradients)
                 _put(weights_gradient[chunk.tokens], order, dots)
@@ -299,7 +299,7 @@ class _Combine(torch.autograd.Function):
         chunks: list[_Chunk] = ctx.chunks
         weights, *saved = ctx.saved_tensors
         kept, indices = saved[: len(chunks)], _by_chunk(saved[len(chunks) :])
-        of_weights = torch.zeros_like(weights) if ctx.needs_input_grad[2] else None
+        of_weights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[2] else None
         # Backward runs the experts of the last chunk first.
         for chunk, rows, (order, token_of, _) in reversed(list(zip(chunks, kept, indices, strict=True))):
             of_rows = chunk.buffer(len(order), gradient.shape[1], gradient.new_empty(0, dtype=ctx.row_dtype))

@@ -11,7 +11,9 @@ from shoal.config.problems import Problem
 from shoal.config.unsupported import with_unsupported
 from shoal.text import did_you_mean
 
-PRESETS = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+PRESETS = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax_m3",
+)  # fmt: skip
 
 
 @with_unsupported("expert_parallel")

@@ -186,9 +186,10 @@ def test_the_weights_that_shoal_saves_are_whole_and_load_in_transformers(tmp_pat
         (2, 3, {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 2}),
         (4, 1, {"parallel": {"pp": 2}}),
         (2, 2, {"activation_checkpointing": {"modules": ["MixtralDecoderLayer"]}}),
-        (2, 1, {"expert_parallel": {"enabled": True, "autoep_size": 2, "overlap": 2}}),
+        (2, 1, {"expert_parallel": {"enabled": True, "autoep_size": 2, "overlap": 2, "preset_model": "mixtral"}}),
+        (2, 2, {"expert_parallel": {"enabled": True, "autoep_size": 2, "rebalance_every": 1}}),
     ],
-    ids=["tp", "pp", "recomputation", "overlap"],
+    ids=["tp", "pp", "recomputation", "overlap", "rebalancing"],
 )
 def test_a_family_trains_as_on_one_rank_beside(size: int, stage: int, more: dict[str, Any]) -> None:
     model = build("mixtral", use_cache=False)

@@ -17,11 +17,13 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world, use_world
 from shoal.config import load
+from shoal.config.experts import PRESETS as NAMES
 from shoal.errors import CheckpointError, ModelError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld, global_names
+from shoal.parallel.expert.patterns import PRESETS
 from shoal.parallel.expert.router import Routing
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parts import paste
@@ -237,3 +239,7 @@ def test_each_rank_loads_its_experts_of_a_list(tmp_path: Path) -> None:
         CheckpointError, match=r"missing in the folder \(1\):\n    layers.1.block_sparse_moe.experts.3.w2"
     ):
         load_hf(mine, tmp_path / "less")
+
+
+def test_the_config_accepts_the_presets_that_there_are() -> None:
+    assert set(NAMES) == set(PRESETS)

@@ -78,6 +78,9 @@ PRESETS: dict[str, ExpertPreset] = {
     "deepseek_v2": replace(_DEEPSEEK, normalises=False),
     "deepseek_v3": replace(_DEEPSEEK, score="sigmoid", group_score="top2_sum"),
     "gpt_oss": ExpertPreset(router="router", num_experts="num_local_experts", normalises=True),
+    "minimax_m3": ExpertPreset(
+        num_experts="num_local_experts", score="sigmoid", normalises=True, shared="shared_experts"
+    ),
 }
 _ROUTER_KEYS = (
     "score_func", "route_norm", "route_scale", "routed_scaling_factor", "top_k", "top_k_attr", "num_expert_groups",

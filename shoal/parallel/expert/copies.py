@@ -50,7 +50,7 @@ class ExpertCopies:
         Memory: the copies, until backward ends; in backward a gradient of the local experts' shape.
         """
         sources = [(owners[expert], ids.index(expert) if expert in ids else -1) for expert in self.experts]
-        copies: tuple[Tensor, ...] = _Copies.apply(sources, comm, label, *self._module.parameters())
+        copies: tuple[Tensor, ...] = _GatherCopies.apply(sources, comm, label, *self._module.parameters())
         return list(copies)
 
     @contextmanager
@@ -71,7 +71,7 @@ class ExpertCopies:
                 module._parameters[key] = parameter
 
 
-class _Copies(torch.autograd.Function):
+class _GatherCopies(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, sources: list[tuple[int, int]], comm: Communicator, label: str, *parameters: Tensor

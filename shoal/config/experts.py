@@ -57,6 +57,12 @@ class ExpertParallel(Section):
     rebalance_every: int = key(
         0, "steps after which experts move between ranks, by measured load; 0: never (Shoal's own key)", ge=0
     )
+    hot_experts: int = key(
+        0,
+        "experts of each layer, the most loaded ones, that every rank may have a copy of; chosen each"
+        " `rebalance_every` steps (Shoal's own key)",
+        ge=0,
+    )
 
 
 def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:

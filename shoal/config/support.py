@@ -99,6 +99,7 @@ SUPPORT: dict[str, Support] = {
     # Of every layer with experts, also of a model that has them without this section.
     "expert_parallel.load_balance_coeff": Support("obeyed", stands_alone=True),
     "expert_parallel.rebalance_every": Support("obeyed", stands_alone=True),
+    "expert_parallel.hot_experts": Support("obeyed", stands_alone=True),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
 }

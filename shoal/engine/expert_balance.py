@@ -16,9 +16,10 @@ from shoal.errors import ConfigError, NotBuiltError
 from shoal.observe.expert_load import load_events
 from shoal.observe.monitor import Event, is_monitored
 from shoal.parallel.expert.bias import bias_of, update_bias
+from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.load import ExpertLoad
-from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_placement
+from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_copies
 from shoal.zero.move_experts import can_move, move_experts
 
 _EVENTS_EVERY = 10  # steps, where the config has no steps_per_print
@@ -68,6 +69,10 @@ class ExpertBalance:
             self._check_biases()
         if self._move_every:
             self._check_buffers()
+        self._max_copies = config.expert_parallel.hot_experts if self._move_every else 0
+        for layer in self._layers if self._max_copies else ():
+            if layer.held.form == "stacked" and layer.held.comm is not None:
+                layer.held.copies = ExpertCopies(layer.module)
 
     def _check_biases(self) -> None:
         own = any(layer.bias is not None for layer in self._layers)
@@ -149,18 +154,25 @@ class ExpertBalance:
     # experts that change ranks
 
     def _rebalance(self, step: int) -> None:
-        comm = self._axes.pipeline_stage
-        comm.all_reduce(self._since, label="tokens per expert").drain()
+        self._axes.pipeline_stage.all_reduce(self._since, label="tokens per expert").drain()
         wanted: list[tuple[_BalancedLayer, Placement]] = []
         was = now = 1.0
+        has_new_copies = False
         for layer, load in zip(self._layers, self._by_layer(self._since.cpu()), strict=True):
-            loads = load.tolist()
-            placement = plan_placement(loads, layer.placement)
+            loads, copies = load.tolist(), layer.held.copies
+            copied, placement = plan_copies(loads, layer.placement, 0 if copies is None else self._max_copies)
+            if copies is not None:
+                has_new_copies |= set(copied) != set(copies.experts)
+                copies.experts = copied
+            loads = [0.0 if expert in copied else tokens for expert, tokens in enumerate(loads)]
             if placement != layer.placement:
                 was = max(was, most_loaded(loads, layer.placement))
                 now = max(now, most_loaded(loads, placement))
                 wanted.append((layer, placement))
         self._since.zero_()
+        if has_new_copies:
+            num_copied = sum(len(layer.held.copies.experts) for layer in self._layers if layer.held.copies is not None)
+            say_on_rank_0(self._rank, f"step {step}: every rank has copies of {num_copied} experts, over all layers.")
         if not wanted:
             return
         moved = sum(num_moved(layer.placement, placement) for layer, placement in wanted)
@@ -189,6 +201,8 @@ class ExpertBalance:
 
     def restore(self) -> None:
         """Move all experts to where they were at first. Communicates: the experts that are elsewhere."""
+        for layer in self._layers:
+            layer.held.copies = None
         moved = [(layer, layer.initial) for layer in self._layers if layer.placement != layer.initial]
         if moved and self._sharding.failure is None:
             self._move(moved)

@@ -22,7 +22,7 @@ COEFF = 0.02
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
-def test_the_bias_of_the_router_is_updated_and_moved_experts_change_nothing(family: str) -> None:
+def test_the_bias_of_the_router_is_updated_and_moved_or_copied_experts_change_nothing(family: str) -> None:
     model = build(family)
     for name, buffer in model.named_buffers():
         if name.endswith(BIAS_NAMES):
@@ -30,12 +30,13 @@ def test_the_bias_of_the_router_is_updated_and_moved_experts_change_nothing(fami
     copies = [copy.deepcopy(model) for _ in range(2 * len(TOKENS))]
 
     def job(every: int) -> tuple[dict[str, torch.Tensor], dict[str, list[int]], bool]:
-        section = {"enabled": True, "autoep_size": 2, "load_balance_coeff": COEFF, "rebalance_every": every}
+        section = {"enabled": True, "autoep_size": 2, "load_balance_coeff": COEFF}
+        section |= {"rebalance_every": every, "hot_experts": every}
         own = copies[current_world().rank + 2 * every]
         engine, *_ = shoal.initialize(model=own, config=settings(2, expert_parallel=section))
         with engine.world.recorder.recording() as entries:
             values = train(engine)
-        return values, engine.expert_load(), any(entry.label.endswith(": experts") for entry in entries)
+        return values, engine.expert_load(), any(entry.label.endswith((": experts", "copies")) for entry in entries)
 
     still, moving = run_ranks(2, partial(job, 0)), run_ranks(2, partial(job, 1))
     biases = {name: value for name, value in still[0][0].items() if name.endswith(BIAS_NAMES)}

@@ -81,9 +81,11 @@ class ChosenModel(ExpertModel):
         )
 
 
-def settings(stage: int, ep: int | None, *, every: int = 0, coeff: float | None = None, **more: Any) -> dict[str, Any]:
+def settings(
+    stage: int, ep: int | None, *, every: int = 0, coeff: float | None = None, hot: int = 0, **more: Any
+) -> dict[str, Any]:
     made = config(stage, gradient_clipping=0.5, **more)
-    experts = {"rebalance_every": every, "load_balance_coeff": coeff}
+    experts = {"rebalance_every": every, "load_balance_coeff": coeff, "hot_experts": hot}
     return {**made, "expert_parallel": experts, "parallel": {} if ep is None else {"ep": ep}}
 
 
@@ -191,6 +193,34 @@ def test_experts_move_beside_other_axes_and_loads_are_of_the_whole_model(stage: 
         }
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "more"),
+    [(2, 0, {}), (4, 3, {}), (4, 2, {"activation_checkpointing": {"modules": ["blocks.*"]}}), (4, 3, BF16)],
+)
+def test_copies_of_the_most_loaded_experts_change_nothing_but_what_is_sent(
+    size: int, stage: int, more: dict[str, Any]
+) -> None:
+    def rank(hot: int) -> tuple[list[float], dict[str, Any], dict[str, list[int]], int, list[int]]:
+        engine = engine_of("stacked", stage, 2, sgd, every=1, hot=hot, **more)
+        losses = train(engine, range(2))
+        with engine.world.recorder.recording() as entries:
+            losses += train(engine, range(2, 4))
+        sent = sum(entry.nbytes for entry in entries if entry.label == "experts dispatch")
+        copies = [block.experts.experts_held.copies for block in engine.module.blocks]
+        copied = [len(each.experts) for each in copies if each is not None]
+        return losses, engine.module_state_dict(), engine.expert_load(), sent, copied
+
+    without, having = run_ranks(size, partial(rank, 0)), run_ranks(size, partial(rank, 1))
+    tolerance = 2e-2 if more is BF16 else 1e-6
+    assert sum(sent for *_, sent, _ in having) < 0.8 * sum(sent for *_, sent, _ in without)
+    for (losses, values, load, _, copied), (expected, fixed, fixed_load, _, _) in zip(having, without, strict=True):
+        assert sum(copied) > 0
+        assert losses == pytest.approx(expected, rel=tolerance)
+        assert more is BF16 or load == fixed_load
+        for name, value in fixed.items():
+            torch.testing.assert_close(values[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def test_what_moves_is_the_moved_experts_with_their_optimizer_state() -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_placement
+from shoal.parallel.expert.rebalance import Placement, most_loaded, num_moved, plan_copies, plan_placement
 
 
 def neighbours(num_experts: int, size: int) -> Placement:
@@ -70,3 +70,12 @@ def test_the_balance_is_that_of_the_longest_first_and_fewer_experts_move(num_exp
         share += num_moved(neighbours(num_experts, size), after) / num_experts / 10
     assert ours <= 1.02 * best
     assert share < 0.4
+
+
+def test_experts_are_copied_only_where_no_exchange_balances_the_ranks() -> None:
+    before = neighbours(8, 4)
+    assert plan_copies([9, 9, 1, 1, 1, 1, 1, 1], neighbours(8, 2), 4) == ((), ((4, 1, 2, 3), (0, 5, 6, 7)))
+    assert plan_copies([40, 1, 1, 1, 1, 1, 1, 1], before, 4) == ((0,), before)
+    assert plan_copies([40, 30, 1, 1, 1, 1, 1, 1], before, 1)[0] == (0,)
+    assert plan_copies([40, 30, 1, 1, 1, 1, 1, 1], before, 0)[0] == ()
+    assert plan_copies([0.0] * 8, before, 4) == ((), before)

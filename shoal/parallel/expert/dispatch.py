@@ -32,6 +32,7 @@ from shoal.comm.protocol import Work
 from shoal.compiler import untraced
 from shoal.parallel.expert.held import ExpertsHeld
 from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
+from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
 from shoal.parallel.expert.same_tokens import on_own_tokens
@@ -68,7 +69,8 @@ def run_experts(
 
     Returns: [tokens, out width], of the dtype of ``hidden``. Sums over k are computed in fp32 at least.
     Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
-        a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing.
+        a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing. Experts of which
+        every rank has a copy: see ``ExpertCopies.gather``.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
@@ -95,6 +97,40 @@ def _run_own(
     may_drop: bool = True,
 ) -> Tensor:
     """As ``run_experts``, of tokens that this rank alone has."""
+    run = partial(_run_divided, compute=compute, score_before=score_before, label=label)
+    copies = held.copies
+    if copies is None or not copies.experts or held.comm is None:
+        return run(hidden, expert_index, weights, held=held, overlap=overlap, beside=beside, may_drop=may_drop)
+    tensors = copies.gather(held.ids, held.owners, held.comm, label)
+    place = copies.place_of(expert_index, held.num_experts)
+    if held.load is not None:
+        held.load.add(tokens_per_expert(expert_index.masked_fill(place < 0, -1), held.num_experts))
+    parts: list[Tensor] = []
+
+    def run_copies() -> None:
+        if beside is not None:
+            beside()
+        with copies.used(tensors):
+            parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
+
+    elsewhere = expert_index.masked_fill(place >= 0, -1)
+    return run(hidden, elsewhere, weights, held=held, overlap=overlap, beside=run_copies) + parts[0]
+
+
+def _run_divided(
+    hidden: Tensor,
+    expert_index: Tensor,
+    weights: Tensor,
+    *,
+    compute: Compute,
+    held: ExpertsHeld,
+    score_before: bool,
+    overlap: int,
+    beside: Callable[[], None] | None,
+    label: str,
+    may_drop: bool = True,
+) -> Tensor:
+    """As ``run_experts``, where each expert is on one rank only."""
     chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)

@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import ConfigError
+from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
 
@@ -40,6 +41,7 @@ class ExpertsHeld:
             nodes. Rows are then sent in two steps; see ``hierarchical``.
         load: counts this rank's tokens by expert; None: nothing asks for them.
         router_check: whether the weights of the layer's router were finite.
+        copies: the experts that every rank has a copy of; None: there are none.
     """
 
     num_experts: int
@@ -52,6 +54,7 @@ class ExpertsHeld:
     hierarchy: tuple[Communicator, Communicator] | None = None
     load: ExpertLoad | None = None
     router_check: RouterCheck = field(default_factory=RouterCheck)
+    copies: ExpertCopies | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)

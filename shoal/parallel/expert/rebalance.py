@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 Placement = tuple[tuple[int, ...], ...]
 
+_WORTH_A_COPY = 0.1  # a copy is sent in every forward; a smaller excess over the mean costs less
+
 
 def plan_placement(loads: Sequence[float], placement: Placement, *, tolerance: float = 0.02) -> Placement:
     """Exchange experts between the most loaded rank and others, the best exchange first, until none helps.
@@ -45,6 +47,29 @@ def plan_placement(loads: Sequence[float], placement: Placement, *, tolerance: f
         totals[first], totals[other] = totals[first] - gap, totals[other] + gap
         ids[first][place], ids[other][place] = ids[other][place], ids[first][place]
     return tuple(map(tuple, ids))
+
+
+def plan_copies(loads: Sequence[float], placement: Placement, max_copies: int) -> tuple[tuple[int, ...], Placement]:
+    """Choose experts that every rank gets a copy of, so that each computes its own tokens of them.
+
+    The most loaded expert is copied as long as the rest, exchanged by :func:`plan_placement`, leave a rank whose load
+    exceeds the mean by more than ``_WORTH_A_COPY``.
+
+    Returns: the copied experts, and the placement of all.
+
+    >>> plan_copies([90, 2, 2, 2], ((0, 1), (2, 3)), 1)
+    ((0,), ((0, 1), (2, 3)))
+    """
+    rest = list(loads)
+    copied: list[int] = []
+    while True:
+        planned = plan_placement(rest, placement)
+        totals = [sum(rest[expert] for expert in own) for own in planned]
+        excess = max(totals) - sum(totals) / len(totals)
+        if len(copied) == max_copies or excess * len(totals) <= _WORTH_A_COPY * sum(loads):
+            return tuple(copied), planned
+        copied.append(max(range(len(rest)), key=rest.__getitem__))
+        rest[copied[-1]] = 0.0
 
 
 def most_loaded(loads: Sequence[float], placement: Placement) -> float:

@@ -77,9 +77,12 @@ def test_the_names_of_the_groups_may_be_said_for_the_whole_model_at_stage_0() ->
     for name, group in about.group_of.items():
         joined[group % 2].append(name)
         split[group].append(name)
-    for names in (joined, split):
+    by_rank = [sorted(group, key=lambda name: "experts.0." not in name) for group in joined]
+    for names in (joined, split, by_rank):
         source = DeepSpeedSource(MADE / "ep2-stage0-fp32" / "checkpoint", names=names)
         assert source.about.group_of == about.group_of
+        held = everything(made("ep2-stage0-fp32"))
+        assert all(torch.equal(tensor, held[name]) for name, tensor in everything(source).items())
     left_out = DeepSpeedSource(MADE / "ep2-stage0-fp32" / "checkpoint", names=())
     assert list(left_out.kinds()) == [MODEL]
 

@@ -125,14 +125,23 @@ def _named(
     """The parameters of each of one rank's ``number`` groups; None: the names given do not say them.
 
     Where there are more groups than the caller has, the experts of each have a group of their own, after all others.
+    Experts are in the order of their numbers: with another expert-parallel size the caller has them in another order.
     """
     if names is None or not set(own) <= {name for group in names for name in group}:
         return None
+    order = {_expert_of(name): index for index, name in reversed(list(enumerate(own)))}
+    names = [sorted(group, key=lambda name: order.get(_expert_of(name), -1)) for group in names]
     groups = [[name for name in group if name in own or name not in experts] for group in names]
     if len(groups) < number:
         split = [[name for name in group if name in own] for group in groups]
         groups = [[name for name in group if name not in own] for group in groups] + split
     return [group for group in groups if group]
+
+
+def _expert_of(name: str) -> str:
+    """The name up to the number of the expert; all of it where it is no expert's."""
+    match = _NAME.fullmatch(name)
+    return name if match is None else name[: match.start("rest")]
 
 
 def ep_sizes(groups: Any) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -141,6 +142,31 @@ def test_a_layer_sends_its_rows_twice_forward_and_twice_backward(size: int) -> N
     for number, nbytes in run_ranks(size, rank):
         assert number == 4 * NUM_LAYERS
         assert nbytes == 4 * NUM_LAYERS * expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_holds_the_memory_of_the_formula(stage: int) -> None:
+    """4 ranks, ep 2: experts are in 2 parts, and each part is sharded over the 2 ranks that hold it."""
+    shape = dataclasses.replace(SHAPE, hidden_size=64)
+    experts = NUM_LAYERS * NUM_EXPERTS * 8 * 64 * 64
+    dense = shape.num_parameters() - experts
+
+    def rank() -> dict[str, int]:
+        engine = start_with(make(lambda: GPT(shape, experts=ExpertFeedForward)), config(stage, parallel={"ep": 2}), sgd)
+        engine.backward(engine(*batch(0, current_world().rank, 4)))
+        engine.step()
+        held: dict[str, int] = {}
+        for entry in engine.memory_report().entries:
+            held[entry.kind] = held.get(entry.kind, 0) + entry.nbytes
+        engine.destroy()
+        return held
+
+    for held in run_ranks(4, rank):
+        kinds = {"parameter": stage == 3, "gradient": stage >= 2, "optimizer state": stage >= 1}
+        for kind, is_sharded in kinds.items():
+            formula = 4 * (experts / 4 + dense / 4 if is_sharded else experts / 2 + dense)
+            # Parameters begin at multiples of 64 elements, so that a rank may own a few more or less.
+            assert held[kind] == pytest.approx(formula, rel=0.01), kind
 
 
 def balanced(rows: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli.app import app
-from shoal.cli.job import TrainJob, describe_shape, effective_config, usual_learning_rate
+from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
 from shoal.errors import ModelError, UsageError
 
@@ -112,6 +112,16 @@ def test_a_shape_chosen_twice_and_too_small_a_vocabulary_are_refused() -> None:
         TrainJob(model="tiny", parameters="1M").shape(256)
     with pytest.raises(UsageError, match=r"--vocab 100 is smaller than the tokenizer's 256"):
         TrainJob(vocab=100).shape(256)
+
+
+def test_the_example_with_experts_divides_them_and_takes_an_option_in_place_of_its_degree() -> None:
+    path = Path(__file__).resolve().parents[2] / "examples" / "experts.json"
+    job = TrainJob(config=str(path), experts=8)
+    config, notes = configure(job, **read_config(job))
+    assert (config["parallel"], notes) == ({"ep": 2}, [])
+    config, notes = configure(TrainJob(config="experts.json", experts=8, ep=4), **read_config(job))
+    assert config["parallel"] == {"ep": 4}
+    assert notes == ["--ep 4 overrules parallel.ep = 2 of experts.json."]
 
 
 def test_experts_are_added_to_a_shape_and_divided_among_ranks() -> None:

@@ -131,6 +131,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
         ("curriculum.md", "8 1.0\n16 1.0\n16 0.952\n24 0.909\n24 0.87\n32 0.835\n"),
         ("long-sequences.md", "1 1100\n"),
         ("embeddings.md", "[[1, 2, 3, 4, 5]]\n"),
+        ("experts.md", "574784 181568\n"),
         ("sharded-models.md", "torch.Size([8, 512]) torch.bfloat16 0.25\ntorch.float32\n"),
     ],
 )
@@ -147,6 +148,7 @@ def test_the_snippet_of_a_page_prints_what_the_page_says(page: str, printed: str
     ("page", "command"),
     [
         ("axes.md", ["{script}"]),
+        ("expert-parallelism.md", ["{script}"]),
         ("the-life-of-a-parameter.md", ["-m", "shoal", "run", "--ranks", "2", "{script}"]),
     ],
 )

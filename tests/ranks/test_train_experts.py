@@ -72,6 +72,13 @@ def test_losses_beside_another_axis_are_those_of_data_parallel_ranks_alone(axis:
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("axis", ["sp", "cp"])
+def test_ranks_with_parts_of_a_sequence_may_hold_different_experts(axis: str, tmp_path: Path) -> None:
+    expected, _ = run(tmp_path, "whole", 2, **{axis: 2})
+    found, _ = run(tmp_path, "divided", 2, ep=2, **{axis: 2})
+    assert_same(found, expected)
+
+
 def test_a_run_goes_on_at_another_expert_parallel_degree_and_stage(tmp_path: Path) -> None:
     expected, _ = run(tmp_path, "whole", 2, steps=4, schedule="constant")
     run(tmp_path, "begun", 2, ep=2, steps=2, schedule="constant", save_every=2)

@@ -65,6 +65,9 @@ def split_groups(groups: list[dict[str, Any]]) -> Any:
     [
         ("ep2-stage0-fp32", 2, 2, 1, False),
         ("ep1-stage0-fp32", 2, 2, 3, False),
+        ("ep1-stage0-fp32", 2, 2, 1, True),
+        ("ep2-stage0-fp32", 1, 1, 3, True),
+        ("ep2-stage0-bf16", 2, 1, 2, True),
         ("ep1-stage2-fp32", 2, 1, 3, False),
         ("ep1-stage1-fp32", 2, 2, 2, True),
         ("ep2-stage2-fp32", 1, 1, 0, False),

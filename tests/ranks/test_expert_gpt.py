@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,15 @@ def test_recomputed_blocks_route_as_in_forward(stage: int) -> None:
             torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_state_and_parameters_on_host_or_disk_train_alike(device: str, tmp_path: Path) -> None:
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    sections = {"zero_optimization": {"offload_optimizer": place, "offload_param": place}}
+    for _, values in spread(2, 3, parallel={"ep": 2}, **sections):
+        for name, value in alone(2)[1].items():
+            torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
 def test_in_bf16_the_losses_differ_by_rounding() -> None:
     losses = alone(2)[0]
     found = spread(2, 3, parallel={"ep": 2}, **BF16)
@@ -178,7 +188,7 @@ def balanced(rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_of_two_expert_parallel_ranks_goes_on_at_another_degree(stage: int, tmp_path: Any) -> None:
+def test_a_checkpoint_of_two_expert_parallel_ranks_goes_on_at_another_degree(stage: int, tmp_path: Path) -> None:
     def run(ep: int, first: int, last: int) -> dict[str, torch.Tensor]:
         engine = start_with(make(gpt), config(stage, gradient_clipping=0.5, parallel={"ep": ep}), sgd)
         if first:

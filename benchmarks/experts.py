@@ -7,8 +7,9 @@
 
 A step is forward and backward of one layer without an optimizer; both sides have the same weights and the same routing,
 nothing is dropped. Times and ratios are those of `parallel.py`; a ratio is the peer's time over Shoal's, so that of
-``products`` is the share of the experts' own work in the step. Losses must agree. DeepSpeed and Transformers are
-imported by their cases only.
+``products`` is the share of the experts' own work in the step. Losses must agree. What a step frees stays with the
+process, as in an engine of Shoal (`shoal/host_heap.py`), for both sides. DeepSpeed and Transformers are imported by
+their cases only.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from benchmarks.comm import make_world
 from benchmarks.parallel import Pair, measure, row_of
 from benchmarks.parallel_peers import Step
 from shoal.comm.protocol import Communicator
+from shoal.host_heap import keep_freed
 from shoal.mesh import Mesh
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
@@ -317,6 +319,7 @@ def run(cases: Sequence[str], sizes: Sizes, rounds: int) -> list[dict[str, Any]]
 
 def run_rank(rank: int, port: int, results: Any, case: str, sizes: Sizes, rounds: int) -> None:
     torch.set_num_threads(1)
+    keep_freed()
     size, build = CASES[case]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     world = make_world(rank, size, size > 1)

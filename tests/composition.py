@@ -160,8 +160,6 @@ class Refusal:
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
-    Refusal({"pp": ("2",), "hybrid": ("hpz",)}, "mesh"),
-    Refusal({"pp": ("2",), "built": ("zero.Init",)}, "pipeline-init"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
 )
 # Neither refused at start-up nor run: a block that is called again is out of order in a pipeline, which its stage

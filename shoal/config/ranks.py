@@ -123,9 +123,6 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
         fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
         what = f"{ep} does not divide the {holders} ranks among which experts are divided (dp_shard x cp x sp x tp)."
         yield Problem(next(iter(_asked(config)["ep"])), what, f"write one of {fits}.", code="mesh")
-    if hpz > 1 and degrees.get("pp", 1) > 1:
-        what = f"{hpz}, a second sharding, beside pp above 1."
-        yield Problem(HPZ, what, "leave it out, or use parallel.dp_replicate for shard groups.", code="mesh")
 
 
 def mesh_of(config: Schema, num_ranks: int) -> Mesh:

@@ -112,7 +112,7 @@ def initialize(
     prepare_experts(model, axes.ep, settings.expert_parallel)
     parts = parts_of(model, axes, settings, world.device)
     if axes.pp is not None or isinstance(model, StageModule):
-        model, parts = stages_of(model, parts, settings, world, plan.mesh)
+        model, parts = stages_of(model, parts, settings, world, axes)
         optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
         plan = of_own_units(plan, model, axes.pp)
     parts, axes = with_experts(model, parts, axes, settings)

@@ -11,7 +11,7 @@ from shoal.comm.protocol import Communicator
 from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
-from shoal.errors import ConfigError, ModelError, NotBuiltError
+from shoal.errors import ConfigError, ModelError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import modules_with_experts
@@ -36,12 +36,6 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
         return ModelParts()
     declared = declared_parts(model, comm)
     owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
-    if axes.pp is not None and any(owner is not None for owner in owners.values()):
-        raise NotBuiltError(
-            "a model that zero.Init has sharded, in pipeline stages beside tensor parallelism.",
-            do="build it on the meta device, or whole on the CPU: each rank keeps its part only.",
-            code="tensor-parallel-init",
-        )
     lost = [
         name
         for name, o in owners.items()

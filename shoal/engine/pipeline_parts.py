@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,25 +24,23 @@ from shoal.pipeline.schedule import build_schedule
 from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import topology_of_mesh
 from shoal.sharding.partition import names_a_unit
+from shoal.sharding.parts import cut as cut_part
 from shoal.zero.build import ModelParts
 from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.settings import Axes
+from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
 
 def stages_of(
-    model: nn.Module, parts: ModelParts, config: Config, world: World, mesh: Mesh
+    model: nn.Module, parts: ModelParts, config: Config, world: World, axes: Axes
 ) -> tuple[StageModule, ModelParts]:
     """Cut a model into pipeline stages and keep this rank's; a ``StageModule`` is cut already.
 
     Raises: ConfigError: a model that is cut has other stages than the config asks for. ModelError: it cannot be cut.
-    Communicates: control messages, where weights are tied over stages.
+    Communicates: control messages, where weights are tied over stages; what ``zero.Init`` has sharded, once.
     """
-    sharded = [name for name, parameter in model.named_parameters() if OWNERS.get(parameter) is not None]
-    if sharded and mesh.pp > 1:
-        raise NotBuiltError(
-            f"pipeline stages of a model that was built under zero.Init ({len(sharded)} parameters are sharded).",
-            do="build it on the meta device, or whole on the CPU: each rank keeps its stages only.",
-            code="pipeline-init",
-        )
+    mesh = axes.mesh
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(OWNERS.get(p), ShardedAtInit)}
     added = [name for name in ("curriculum_learning", "progressive_layer_drop") if getattr(config, name).enabled]
     if added:
         raise NotBuiltError(
@@ -54,6 +52,14 @@ def stages_of(
     num_micro = max(int(config.gradient_accumulation_steps), 1)
     virtual_stages = int(section.virtual_stages)
     is_cut = isinstance(model, StageModule) and not (isinstance(model, PipelineModule) and model.is_whole)
+    if sharded and is_cut and mesh.pp > 1:
+        raise NotBuiltError(
+            f"a {type(model).__name__} of this rank's pipeline stages, built under zero.Init ({len(sharded)} parameters"
+            " are sharded over ranks of all stages).",
+            do="build it outside of zero.Init: each rank keeps its stages only; or build PipelineModule(layers) without"
+            " num_stages and topology, and let the config cut it (pipeline.stages).",
+            code="pipeline-init",
+        )
     if isinstance(model, StageModule) and is_cut:
         virtual_stages = max(model.num_stages // mesh.pp, 1)
     schedule = build_schedule(section.schedule, mesh.pp, num_micro, virtual_stages=virtual_stages)
@@ -93,6 +99,8 @@ def stages_of(
             code="pipeline-stages",
         )
     here = {id(parameter) for parameter in model.parameters()}
+    if mesh.pp > 1:
+        _shard_over_stage(sharded, here, parts, axes.data, world.device)
     OWNERS.put_elsewhere(parameter for parameter in parameters if id(parameter) not in here)
     names = {name for name, _ in model.named_parameters()}
     tied = {}
@@ -103,6 +111,33 @@ def stages_of(
             if name in names:
                 tied[name] = comm
     return model, replace(parts, tied=tied, whole=whole)
+
+
+def _shard_over_stage(
+    sharded: Mapping[str, nn.Parameter], here: Collection[int], parts: ModelParts, comm: Communicator, device: Any
+) -> None:
+    """Give parameters that ``zero.Init`` has sharded over all ranks to the ranks of their pipeline stage.
+
+    Args:
+        sharded: of the whole model, in one order on every rank.
+        here: ids of those of this rank's stages.
+        comm: the ranks that hold the same stages.
+
+    Communicates: an all-gather of each over all ranks, and a broadcast over ``comm``.
+    Memory: one parameter.
+    """
+    owners: dict[ShardedAtInit, ShardedAtInit] = {}
+    for name, parameter in sharded.items():
+        owner = OWNERS.get(parameter)
+        assert isinstance(owner, ShardedAtInit)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            value = owner.whole(parameter)
+            owner.give_up(parameter)
+            if id(parameter) in here:
+                part = parts.local.get(name)
+                parameter.data = value if part is None else cut_part(value, part).contiguous()
+                transfer = ChunkedTransfer(comm, device)
+                owners.setdefault(owner, ShardedAtInit(transfer, shard_device=owner.shard_device)).shard(parameter)
 
 
 def _follow_config(model: PipelineModule, section: Pipeline) -> None:

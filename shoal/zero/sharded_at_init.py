@@ -173,6 +173,10 @@ class ShardedAtInit(ParameterOwner):
             self.transfer.gather(record.shard, target)
         else:
             target.copy_(cut(self.whole(parameter), part))
+        self.give_up(parameter)
+
+    def give_up(self, parameter: torch.Tensor) -> None:
+        """Free the shard; the parameter has no owner afterwards."""
         del self._records[parameter]
         OWNERS.pop(parameter, self)
         vars(parameter).pop("__deepcopy__", None)

@@ -142,6 +142,23 @@ def test_parameters_beyond_the_limit_are_gathered_and_reduced_in_each_pass() -> 
         assert received == {"all_gather": 2 * num_micro * psi / 2, "reduce_scatter": num_micro * psi / 2}
 
 
+@pytest.mark.parametrize("limit", [50, 10**6])
+def test_a_second_sharding_inside_a_stage_changes_no_bit_and_backward_gathers_from_it(limit: int) -> None:
+    zero = {"stage3_max_live_parameters": limit}
+    losses, values, norm = trained(8, 2, 3, "1f1b", 1, zero=zero)
+    found = trained(8, 2, 3, "1f1b", 1, zero={**zero, "zero_hpz_partition_size": 2})
+    assert (found[0], found[2]) == (losses, norm)
+    assert all(torch.equal(found[1][name], value) for name, value in values.items())
+    for recorded, psi in entries(8, 2, 3, 6, zero={**zero, "zero_hpz_partition_size": 2}):
+        gathered = {e.axis: 0 for e in recorded if e.op == "all_gather" and e.kind == "data"}
+        for entry in recorded:
+            if entry.op == "all_gather" and entry.kind == "data":
+                gathered[entry.axis] += entry.nbytes
+        once = limit > psi  # the stage is gathered once a step; else the forward of each micro-batch gathers
+        expected = {"dp": psi * 3 / 4} if once else {"dp": 6 * psi * 3 / 4, "fsdp:2x2/1": 6 * psi / 2}
+        assert gathered == pytest.approx(expected, rel=0.2)  # padded
+
+
 def test_a_batch_that_is_too_short_is_an_error_on_all_stages_and_the_next_one_runs() -> None:
     def job() -> Any:
         engine = engine_of(2, 2, 4, "1f1b", 1, tied=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -14,94 +13,27 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.fake import FakeTransport
-from shoal.comm.protocol import Communicator
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import World, current_world
 from shoal.errors import UsageError
-from shoal.mesh import Mesh, factor_axis
+from shoal.mesh import Mesh
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld
-from shoal.parallel.expert.hierarchical import hierarchical_all_to_all
 from shoal.parallel.expert.route import RowCounts
+from tests.ranks.expert_dispatch_cases import (
+    NUM_EXPERTS,
+    TOKENS,
+    WIDTH,
+    DispatchCase,
+    K,
+    Values,
+    assert_close,
+    experts_of_this_rank,
+    train,
+)
 
-NUM_EXPERTS, WIDTH, INNER, TOKENS, K = 8, 6, 10, 12, 2
-Values = dict[str, Tensor]
 Gloo = Callable[..., list[Any]]
-
-
-@dataclass
-class Case:
-    """The tokens of four groups, which 1, 2 or 4 ranks share, and their routes."""
-
-    tokens: Sequence[int] = (TOKENS,) * 4
-    k: int = K
-    index: list[Tensor] = field(default_factory=list)
-    score_before: bool = False
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-
-        def randn(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(self.dtype)
-
-        self.inner, self.outer = randn(NUM_EXPERTS, WIDTH, INNER), randn(NUM_EXPERTS, INNER, WIDTH)
-        self.hidden = [randn(tokens, WIDTH) for tokens in self.tokens]
-        self.weights = [randn(tokens, self.k) for tokens in self.tokens]
-        self.gradient = [randn(tokens, WIDTH) for tokens in self.tokens]
-        if not self.index:
-            self.index = [
-                torch.randint(-1, NUM_EXPERTS, (tokens, self.k), generator=generator) for tokens in self.tokens
-            ]
-
-    def expected(self) -> Values:
-        """One token and one expert at a time, by autograd, in fp64."""
-        leaves = [self.inner, self.outer, torch.cat(self.hidden), torch.cat(self.weights)]
-        inner, outer, hidden, weights = (leaf.double().requires_grad_() for leaf in leaves)
-        outputs = []
-        for token, experts in enumerate(torch.cat(self.index).tolist()):
-            output = torch.zeros(WIDTH, dtype=torch.float64)
-            for at, expert in enumerate(experts):
-                if expert >= 0:
-                    weight = weights[token, at]
-                    row = hidden[token] * weight if self.score_before else hidden[token]
-                    row = torch.relu(row @ inner[expert]) @ outer[expert]
-                    output = output + (row if self.score_before else row * weight)
-            outputs.append(output)
-        output = torch.stack(outputs)
-        named = {"inner": inner, "outer": outer, "hidden": hidden, "weights": weights}
-        loss = (output * torch.cat(self.gradient)).sum() + 0 * sum(leaf.sum() for leaf in named.values())
-        gradients = torch.autograd.grad(loss, list(named.values()))
-        return {"output": output.detach(), **dict(zip(named, gradients, strict=True))}
-
-    def found(self, ep: int, run: Callable[..., Values], place: Callable[[ExpertsHeld], None] | None = None) -> Values:
-        """What ``run`` gives on ``ep`` ranks, put together."""
-        results = run_ranks(ep, lambda: self.on_rank(run, place))
-        ids = [expert for _, held in results for expert in held]
-        values = {name: torch.cat([result[name] for result, _ in results]) for name in results[0][0]}
-        for name in ("inner", "outer"):
-            values[name] = values[name][torch.tensor(ids).argsort()]
-        return values
-
-    def on_rank(
-        self, run: Callable[..., Values], place: Callable[[ExpertsHeld], None] | None
-    ) -> tuple[Values, tuple[int, ...]]:
-        held = experts_of_this_rank()
-        if place is not None:
-            place(held)
-        rank, each = current_world().rank, 4 // held.ep_size
-        mine = slice(rank * each, (rank + 1) * each)
-        tensors = [torch.cat(of[mine]).clone() for of in (self.hidden, self.weights, self.gradient, self.index)]
-        experts = [leaf[list(held.ids)].clone().requires_grad_() for leaf in (self.inner, self.outer)]
-        return run(self, held, experts, *tensors), held.ids
-
-
-def experts_of_this_rank() -> ExpertsHeld:
-    world = current_world()
-    held = ExpertsHeld(NUM_EXPERTS, world.size)
-    held.set_ranks(world.communicator("dp", Mesh.of(world.size)) if world.size > 1 else None)
-    return held
 
 
 def moved(held: ExpertsHeld) -> None:
@@ -112,57 +44,19 @@ def moved(held: ExpertsHeld) -> None:
     held.owners = tuple(order.index(expert) // held.num_local for expert in range(NUM_EXPERTS))
 
 
-def train(
-    case: Case,
-    held: ExpertsHeld,
-    experts: list[Tensor],
-    hidden: Tensor,
-    weights: Tensor,
-    gradient: Tensor,
-    index: Tensor,
-    *,
-    wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda run: run,
-    **options: Any,
-) -> Values:
-    inner, outer = experts
-
-    def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return grouped_linear(torch.relu(grouped_linear(rows, inner, counts)), outer, counts)
-
-    def run(hidden: Tensor, weights: Tensor) -> Tensor:
-        return run_experts(hidden, index, weights, compute, held, score_before=case.score_before, **options)
-
-    hidden.requires_grad_()
-    weights.requires_grad_()
-    output = wrap(run)(hidden, weights)
-    assert output.shape == hidden.shape and output.dtype == hidden.dtype
-    output.backward(gradient)
-    values = {"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad}
-    values |= {"inner": inner.grad, "outer": outer.grad}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def assert_close(found: Values, expected: Values, rtol: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert value.shape == found[name].shape, name
-        if value.numel():
-            assert (found[name] - value).abs().max() <= rtol * max(value.abs().max(), 1e-3), name
-
-
 @pytest.mark.parametrize("ep", [1, 2, 4])
 @pytest.mark.parametrize("overlap", [1, 2, 5])
 @pytest.mark.parametrize("score_before", [False, True])
 def test_outputs_and_all_gradients_are_those_of_one_rank_with_all_experts(
     ep: int, overlap: int, score_before: bool
 ) -> None:
-    case = Case(score_before=score_before)
+    case = DispatchCase(score_before=score_before)
     found = case.found(ep, lambda *given: train(*given, overlap=overlap))
     assert_close(found, case.expected())
 
 
-def routed_to(*experts: int, tokens: Sequence[int] = (TOKENS,) * 4) -> Case:
-    return Case(tokens, len(experts), [torch.tensor(experts).expand(rows, -1) for rows in tokens])
+def routed_to(*experts: int, tokens: Sequence[int] = (TOKENS,) * 4) -> DispatchCase:
+    return DispatchCase(tokens, len(experts), [torch.tensor(experts).expand(rows, -1) for rows in tokens])
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -174,10 +68,10 @@ def routed_to(*experts: int, tokens: Sequence[int] = (TOKENS,) * 4) -> Case:
         pytest.param(routed_to(-1, -1), id="everything dropped"),
         pytest.param(routed_to(6, tokens=(0, 0, 1, 0)), id="one token in all"),
         pytest.param(routed_to(0, 7, tokens=(5, 0, 3, 0)), id="ranks without tokens"),
-        pytest.param(Case(k=8), id="more choices than experts of a rank"),
+        pytest.param(DispatchCase(k=8), id="more choices than experts of a rank"),
     ],
 )
-def test_any_distribution_of_tokens_works(case: Case, ep: int) -> None:
+def test_any_distribution_of_tokens_works(case: DispatchCase, ep: int) -> None:
     for overlap in (1, 2):
         found = case.found(ep, lambda *given, parts=overlap: train(*given, overlap=parts))
         assert_close(found, case.expected())
@@ -185,7 +79,7 @@ def test_any_distribution_of_tokens_works(case: Case, ep: int) -> None:
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_may_be_on_any_rank_in_any_order(ep: int) -> None:
-    case = Case()
+    case = DispatchCase()
     assert_close(case.found(ep, train, place=moved), case.expected())
 
 
@@ -254,7 +148,7 @@ def test_every_rank_issues_the_backward_collectives_also_where_hidden_needs_no_g
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed_experts_give_the_same_gradients(use_reentrant: bool) -> None:
-    case = Case()
+    case = DispatchCase()
 
     def wrap(run: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def recomputed(*args: Tensor) -> Tensor:
@@ -268,7 +162,7 @@ def test_recomputed_experts_give_the_same_gradients(use_reentrant: bool) -> None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_sums_over_choices_are_rounded_once(dtype: torch.dtype) -> None:
-    case = Case(dtype=dtype)
+    case = DispatchCase(dtype=dtype)
     alone, divided = (case.found(ep, train) for ep in (1, 2))
     for name, value in alone.items():
         assert value.dtype == dtype and torch.equal(value, divided[name]), name
@@ -281,9 +175,9 @@ def test_sums_over_choices_are_rounded_once(dtype: torch.dtype) -> None:
 
 
 def test_under_autocast_the_result_has_the_dtype_of_hidden() -> None:
-    case = Case()
+    case = DispatchCase()
 
-    def run(case: Case, held: ExpertsHeld, *given: Any) -> Values:
+    def run(case: DispatchCase, held: ExpertsHeld, *given: Any) -> Values:
         with torch.autocast("cpu", torch.bfloat16):
             return train(case, held, *given)
 
@@ -335,60 +229,6 @@ def test_parts_are_sent_before_the_experts_run_on_earlier_ones() -> None:
             *["combine backward", "combine backward", "compute backward", "dispatch backward"],
             *["compute backward", "dispatch backward", "beside backward", "end"],
         ]
-
-
-def two_axes() -> tuple[Communicator, Communicator, Communicator]:
-    world, mesh = current_world(), Mesh.of(4)
-    local, node = (world.communicator(factor_axis("dp_shard", (2, 2), (at,)), mesh) for at in (1, 0))
-    return world.communicator("dp_shard", mesh), local, node
-
-
-def test_an_all_to_all_in_two_steps_gives_what_one_gives_and_sends_less_between_nodes() -> None:
-    counts = [[(3 * source + 2 * target) % 5 for target in range(4)] for source in range(4)]
-
-    def run() -> None:
-        comm, local, node = two_axes()
-        rank = comm.rank
-        rows = [
-            torch.arange(counts[source][target] * 3.0).view(-1, 3) + 1000 * source + 100 * target
-            for source in range(4)
-            for target in range(4)
-        ]
-        mine = torch.cat(rows[4 * rank : 4 * rank + 4]).requires_grad_()
-        with current_world().recorder.recording() as entries:
-            received = hierarchical_all_to_all(mine, counts, local, node, label="rows")
-            received.backward(2 * received.detach())
-        assert torch.equal(received, torch.cat(rows[rank::4]))
-        assert torch.equal(mine.grad, 2 * mine)  # type: ignore[arg-type]
-        beside, across = rank ^ 1, rank ^ 2  # the other rank of the node, the same coordinate of the other node
-        received_rows = [
-            counts[beside][rank] + counts[beside][across],
-            counts[across][rank] + counts[across ^ 1][rank],
-            counts[rank][beside] + counts[across][beside],
-            counts[rank][across] + counts[rank][across ^ 1],
-        ]
-        data = [(entry.axis, entry.nbytes) for entry in entries if entry.kind == "data"]
-        assert data == [
-            (axis.axis, 12 * num) for axis, num in zip((local, node, local, node), received_rows, strict=True)
-        ]
-
-    run_ranks(4, run)
-
-
-def test_experts_over_two_axes_give_what_they_give_over_one() -> None:
-    case = Case()
-
-    def run(case: Case, held: ExpertsHeld, *given: Any) -> Values:
-        held.comm, *axes = two_axes()
-        held.hierarchy = axes[0], axes[1]
-        with current_world().recorder.recording() as entries:
-            values = train(case, held, *given)
-        along = [entry.axis for entry in entries if entry.kind == "data"]
-        assert along == [axes[0].axis, axes[1].axis] * 4
-        return values
-
-    in_two_steps, at_once = case.found(4, run), case.found(4, train)
-    assert all(torch.equal(value, in_two_steps[name]) for name, value in at_once.items())
 
 
 def test_a_dry_run_sends_an_even_share_to_every_expert() -> None:

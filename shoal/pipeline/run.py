@@ -83,6 +83,7 @@ class _Visit:
     outputs: list[torch.Tensor] = field(default_factory=list)
     output_form: MessageForm | None = None
     weight_groups: Any = None  # between I and W
+    weights_left: Any = None  # edges, their gradients, and weights that no group has
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
 
@@ -347,7 +348,8 @@ class PipelineRun:
         visit = self._visits[stage, micro]
         ends, gradients = self._output_gradients(stage, micro, visit)
         if is_split and visit.inputs:
-            from torch.distributed.pipelining._backward import stage_backward_input  # loads torch's compiler
+            # They load torch's compiler.
+            from torch.distributed.pipelining._backward import _get_grad_fn_or_grad_acc, stage_backward_input
 
             starts = [torch.ones_like(end) if g is None else g for end, g in zip(ends, gradients, strict=True)]
 
@@ -361,6 +363,10 @@ class PipelineRun:
                 )
                 if all(gradient is None for gradient in found):  # no weight is on the way to an input
                     visit.weight_groups = (edges, [start for _, start in pairs])
+                elif len(edges) > 1:  # one output may depend on an input, and another one on weights alone
+                    known = {node for group in visit.weight_groups for node in group["params"]}
+                    left = [w for w in self._compute.weights(stage) if _get_grad_fn_or_grad_acc(w) not in known]
+                    visit.weights_left = (edges, [start for _, start in pairs], left) if left else None
 
             self._compute.backward(inputs, stage)
         elif is_split:
@@ -380,6 +386,7 @@ class PipelineRun:
     def _backward_weights(self, stage: int, micro: int) -> None:
         visit = self._visits[stage, micro]
         groups, visit.weight_groups = visit.weight_groups, None
+        left, visit.weights_left = visit.weights_left, None
         if isinstance(groups, tuple):
             ends, gradients = groups
             self._compute.backward(lambda: self._whole(ends, gradients), stage)
@@ -388,6 +395,9 @@ class PipelineRun:
 
             def weights() -> None:
                 stage_backward_weight(iter(self._compute.weights(stage)), groups)
+                if left is not None:
+                    edges, gradients, leaves = left
+                    torch.autograd.backward(edges, gradients, inputs=leaves)
 
             self._compute.backward(weights, stage, is_weight_pass=True)
         visit.outputs = []

@@ -259,3 +259,27 @@ def test_layers_that_some_micro_batch_uses_are_updated() -> None:
 
     assert_as_alone(layers, 4, 2, 1)
     assert_as_alone(layers, 2, 2, 3)
+
+
+class Prompted(nn.Module):
+    """Returns what it received, changed, and a value of its weight alone; ``Joined`` uses both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.prompt, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+
+    def forward(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tanh(self.linear(value)), torch.tanh(self.prompt.weight[:1] + self.prompt.bias)
+
+
+class Joined(nn.Linear):
+    def forward(self, pair: Any) -> torch.Tensor:
+        return super().forward(pair[0] + pair[1])
+
+
+@pytest.mark.parametrize(("schedule", "stage"), [("1f1b", 1), ("zb_h1", 1), ("zb_h1", 3)])
+def test_a_weight_that_only_another_output_depends_on_gets_its_gradient(schedule: str, stage: int) -> None:
+    def layers() -> Sequence[nn.Module]:
+        return [*linears(3), Prompted(), Joined(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+
+    assert_as_alone(layers, 3, 3, stage, schedule)

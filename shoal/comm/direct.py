@@ -394,13 +394,15 @@ class DirectCommunicator:
         )
 
     def _forget_read(self) -> None:
-        while self._read and self._is_read_by_marks(self._read[0][0]):
+        has_marked = self._group.has_marked
+        while self._read:
+            work = self._read[0][0]
+            if work.stage is not Stage.FINISHED:
+                return
+            for peer in range(self.size):
+                if peer != self.rank and not has_marked(peer, work.number, Mark.DONE):
+                    return
             self._read.popleft()
-
-    def _is_read_by_marks(self, work: DirectWork) -> bool:
-        return work.stage is Stage.FINISHED and all(
-            self._group.has_marked(peer, work.number, Mark.DONE) for peer in range(self.size)
-        )
 
     def _free_slot(self) -> None:
         """Every slot is in use: advance works until the oldest call is done on all ranks."""

@@ -8,7 +8,7 @@ the words in Python objects, ``shm`` in shared memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,7 +28,7 @@ class GroupCall(NamedTuple):
         return f"{self.op} {self.label!r}{source} of {self.numel} x {str(self.dtype).removeprefix('torch.')}"
 
 
-class Mark(Enum):
+class Mark(IntEnum):
     """How far a rank is with a call that it has posted."""
 
     REDUCED = 0  # its range of full has the sum; peers may copy it

@@ -8,7 +8,7 @@ number that is written last shows that all words before it are written; other ma
         slot     0 reduced  1 done  2 signature  3 file  4 fd  5 its bytes  6 offset  7 numel  8 text bytes  9 text
                  call n is in slot n % slots; "reduced" and "done" hold n + 1
     a rank's words for all axes
-        header   0 secret   1 failed   2 text bytes   3.. the traceback
+        header   0 secret   1 failed   2 text bytes   3 asleep (``futex``)   4.. the traceback
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
+from shoal.comm.futex import WakeWord
 from shoal.comm.memory_group import GroupCall, Mark
 from shoal.errors import CommError, RankFailedError
 from shoal.process import started
@@ -41,10 +42,10 @@ _TEXT_WORD = 9
 _TEXT_BYTES = 8 * (_SLOT_WORDS - _TEXT_WORD)
 _AREA_WORDS = _HEADER_WORDS + _SLOTS * _SLOT_WORDS
 _CHANNEL_WORDS = _HEADER_WORDS + _CHANNEL_SLOTS * _SLOT_WORDS
-_PROCESS_BYTES = 8 * 3 + 4 * MAX_TRACEBACK_CHARACTERS + 64
-_SPINS = 50
-_FIRST_SLEEP_SECONDS = 20e-6
-_LAST_SLEEP_SECONDS = 1e-3
+_ASLEEP_WORD, _REPORT_BYTE = 3, 8 * 4
+_PROCESS_BYTES = _REPORT_BYTE + 4 * MAX_TRACEBACK_CHARACTERS + 64
+_SPINS = 2  # ranks may share a core, which a rank that only looks takes from those that compute
+_SLEEP_SECONDS = 2e-3  # at most; peers wake a rank that sleeps
 _LIVENESS_SECONDS = 0.25
 
 
@@ -78,6 +79,8 @@ class LocalPeers:
         self._store.set(f"process/{rank}", json.dumps(asdict(self._handle)))
         self._handles: dict[int, FileHandle] = {rank: self._handle}
         self._processes: dict[int, memoryview] = {}  # rank -> its words
+        self._asleep = WakeWord(self._words, _ASLEEP_WORD)
+        self.wake_words: dict[int, WakeWord] = {}  # by rank, of the others
         self._maps: dict[tuple[int, int], mmap.mmap] = {}
         self._dead: set[int] = set()
         self._looked: dict[int, float] = {}
@@ -92,6 +95,7 @@ class LocalPeers:
                 return False
             self._handles[rank] = handle
             self._processes[rank] = mapped
+            self.wake_words[rank] = WakeWord(mapped, _ASLEEP_WORD)
         return True
 
     def read_store(self, key: str, timeout: float) -> str:
@@ -132,7 +136,8 @@ class LocalPeers:
         """Raises: RankFailedError: a rank of this host has reported one."""
         for words in self._processes.values():
             if words[1]:
-                text = words.cast("B")[24 : 24 + words[2]].tobytes().decode(errors="replace")
+                encoded = words.cast("B")[_REPORT_BYTE : _REPORT_BYTE + words[2]]
+                text = encoded.tobytes().decode(errors="replace")
                 failed, _, traceback = text.partition("\n")
                 raise RankFailedError(int(failed), traceback)
 
@@ -150,10 +155,20 @@ class LocalPeers:
     def report(self, rank: int, text: str) -> None:
         """Report to all peers that ``rank`` failed."""
         if not self._words[1]:
-            encoded = f"{rank}\n{clip(text)}".encode(errors="replace")[: _PROCESS_BYTES - 32]
-            self._words.cast("B")[24 : 24 + len(encoded)] = encoded
+            encoded = f"{rank}\n{clip(text)}".encode(errors="replace")[: _PROCESS_BYTES - _REPORT_BYTE]
+            self._words.cast("B")[_REPORT_BYTE : _REPORT_BYTE + len(encoded)] = encoded
             self._words[2] = len(encoded)
             self._words[1] = 1
+            for word in self.wake_words.values():
+                word.wake()
+
+    def prepare_sleep(self) -> None:
+        """Peers that post something from now on end, or prevent, the next ``sleep``."""
+        self._asleep.prepare()
+
+    def sleep(self) -> None:
+        """Block until a peer has posted something, for at most ``_SLEEP_SECONDS``."""
+        self._asleep.sleep(_SLEEP_SECONDS)
 
     def pid(self, rank: int) -> int:
         return self._handles[rank].pid
@@ -164,6 +179,7 @@ class LocalPeers:
             os.close(self._handle.fd)
             self.allocator.close()
             self._processes.clear()
+            self.wake_words.clear()
             self._maps.clear()
 
 
@@ -196,8 +212,8 @@ class SharedMemoryGroup:
         self._files = files
         self._own = words[self.rank]
         self._own_bytes = self._own.cast("B")
+        self._wake_words = [local_peers.wake_words[rank] for rank in ranks if rank != local_peers.rank]
         self._sources: dict[int, torch.Tensor] = {}
-        self._asleep_since = 0.0
         self._texts: dict[GroupCall, tuple[int, bytes]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -206,8 +222,7 @@ class SharedMemoryGroup:
     def readable(self, source: torch.Tensor) -> torch.Tensor:
         if source.numel() == 0 or self._allocator.locate(source) is not None:
             return source
-        with torch.no_grad():
-            return self._allocator.empty(source.numel(), source.dtype).copy_(source)
+        return self._allocator.empty(source.numel(), source.dtype).copy_(source)
 
     def channel(self, source: int, target: int) -> SharedMemoryGroup:
         assert self._files is not None
@@ -235,6 +250,7 @@ class SharedMemoryGroup:
         self._sources[number] = source
         self._sources.pop(number - self.capacity, None)
         own[1] = number + 1
+        self._wake()
 
     def has_posted(self, peer: int, number: int) -> bool:
         return bool(self._words[peer][1] > number)
@@ -257,25 +273,24 @@ class SharedMemoryGroup:
         return torch.frombuffer(file, dtype=dtype, count=numel, offset=words[at + 6])
 
     def mark(self, number: int, mark: Mark) -> None:
-        self._own[self._slot(number) + mark.value] = number + 1
+        self._own[self._slot(number) + mark] = number + 1
+        self._wake()
         if mark is Mark.DONE:
             self._sources.pop(number, None)  # kept by the communicator until the peers are done
 
     def has_marked(self, peer: int, number: int, mark: Mark) -> bool:
-        return bool(self._words[peer][self._slot(number) + mark.value] > number)
+        at = _HEADER_WORDS + (number % self.capacity) * _SLOT_WORDS  # called most often
+        return bool(self._words[peer][at + mark] > number)
 
     def ticket(self) -> int:
+        self._local_peers.prepare_sleep()
         return 0
 
     def pause(self, ticket: int, attempt: int) -> None:
         if attempt < _SPINS:
             os.sched_yield()
         else:
-            now = time.monotonic()
-            if attempt == _SPINS:
-                self._asleep_since = now
-            # In proportion to the wait so far, so that no wait is overslept by more than a sixteenth.
-            time.sleep(min(_LAST_SLEEP_SECONDS, max(_FIRST_SLEEP_SECONDS, (now - self._asleep_since) / 16)))
+            self._local_peers.sleep()
 
     def check(self, missing: Sequence[int]) -> None:
         self._local_peers.raise_failure()
@@ -308,7 +323,13 @@ class SharedMemoryGroup:
             for peer in range(self.size):
                 for area in (_sends_to(peer), _receives_from(peer)):
                     self._files[self.rank][area][2] = 1
+        self._wake()
         self._sources.clear()
+
+    def _wake(self) -> None:
+        """Wake the peers that sleep: this rank's words have changed."""
+        for word in self._wake_words:
+            word.wake()
 
     def _describe(self, call: GroupCall) -> tuple[int, bytes]:
         found = self._texts.get(call)

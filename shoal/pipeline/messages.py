@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -38,7 +39,7 @@ class TensorForm:
     shape: tuple[int, ...]
     has_gradient: bool  # the receiver sends its gradient back
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
@@ -54,6 +55,11 @@ class MessageForm:
     tree: Any
     tensors: tuple[TensorForm, ...]
 
+    @cached_property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
     def to_json(self) -> bytes:
         tensors = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.has_gradient] for t in self.tensors]
         return json.dumps([self.tree, tensors]).encode()
@@ -63,7 +69,7 @@ class MessageForm:
         tree, tensors = json.loads(text)
         return cls(tree, tuple(TensorForm(_DTYPES[d], tuple(shape), bool(g)) for d, shape, g in tensors))
 
-    @property
+    @cached_property
     def gradients(self) -> MessageForm:
         """The message that goes back: the gradients of the tensors that have one."""
         tensors = tuple(TensorForm(t.dtype, t.shape, False) for t in self.tensors if t.has_gradient)
@@ -218,7 +224,7 @@ class Channel:
 
     def send(self, form: MessageForm, tensors: Sequence[torch.Tensor], peer: int, *, label: str) -> Work | None:
         """Send tensors in one message. ``drain()`` the result before they are overwritten."""
-        if not form.tensors or not sum(t.nbytes for t in form.tensors):
+        if not form.nbytes:
             return None
         if len(tensors) == 1:
             return self._comm.send(tensors[0].detach().contiguous().view(-1), peer, label=label)
@@ -230,7 +236,7 @@ class Channel:
 
     def recv(self, form: MessageForm, peer: int, *, label: str) -> Incoming:
         """Begin to receive a message."""
-        if not form.tensors or not sum(t.nbytes for t in form.tensors):
+        if not form.nbytes:
             return Incoming(form, None, None)
         if len(form.tensors) == 1:
             only = form.tensors[0]

@@ -90,7 +90,7 @@ class GradientBuffer:
         self.axes = axes
         self.is_view = is_view
         self.adds_in_place = False  # autograd adds later micro-batches into the sum: ``parameter.grad`` is a view of it
-        self._is_attached = False  # is every ``parameter.grad`` such a view?
+        self.is_attached = False  # is every ``parameter.grad`` such a view?
         dtype = policy.accumulate_dtype or parameters.dtype
         self._sum_dtype = sum_dtype or dtype
         self.state = GradientState.NONE
@@ -166,7 +166,7 @@ class GradientBuffer:
         A sharded accumulator keeps them whole on this rank; where the sum has the parameters' dtype, autograd adds
         them up in ``parameter.grad``. So do gradients that arrive after the reduction.
         """
-        if self._is_attached or not self._has_new() or (self.state is GradientState.REDUCED and self.is_whole):
+        if self.is_attached or not self._has_new() or (self.state is GradientState.REDUCED and self.is_whole):
             return
         if not self.is_whole:
             if self._sum_dtype != self.buffer.dtype:
@@ -179,10 +179,10 @@ class GradientBuffer:
         if self.adds_in_place and self.dtype == self._sum_dtype == self.buffer.dtype:
             for parameter, view, has_grad in zip(self.parameters, self.accumulator.views, self.has_grad, strict=True):
                 parameter.grad = view if has_grad else None
-            self._is_attached = all(self.has_grad)
+            self.is_attached = all(self.has_grad)
 
     def _accumulate_whole(self) -> None:
-        self._is_attached = False
+        self.is_attached = False
         self.accumulator.memory()
         self.accumulator.wait_for_reader()
         take_gradients(
@@ -325,7 +325,7 @@ class GradientBuffer:
     def reset(self) -> None:
         """Drop the gradient of this step. The memory stays, unless it is offloaded or a view of the script's."""
         if self._shown or self.adds_in_place:
-            self._shown, self._is_attached = [], False
+            self._shown, self.is_attached = [], False
             for parameter in self.parameters:
                 parameter.grad = None
         self.accumulator.forget_host()

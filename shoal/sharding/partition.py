@@ -1,9 +1,9 @@
 """Partitions a model into units: groups of parameters that are needed together.
 
 The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found as
-repeated siblings), each large module outside the blocks (an embedding, a head), and the root, which takes what is left.
-A parameter that several of these share belongs to the root. A container of experts is never cut: which expert runs
-depends on the data, and ranks must agree on what to gather.
+repeated siblings in a list, a sequence or a module with numbered children), each large module outside the blocks (an
+embedding, a head), and the root, which takes what is left. A parameter that several of these share belongs to the root.
+A container of experts is never cut: which expert runs depends on the data, and ranks must agree on what to gather.
 """
 
 from __future__ import annotations
@@ -226,12 +226,15 @@ def _repeated_siblings(model: nn.Module, min_numel: int, numel: Mapping[int, int
             return
         seen.add(id(module))
         children = [(child_name, child) for child_name, child in module._modules.items() if child is not None]
+        # A PipelineModule numbers its layers.
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        listed = [child for child_name, child in children if is_list or child_name.isdigit()]
         repeated: set[type[nn.Module]] = set()
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and not _is_expert_container(name):
-            repeated = _repeated_classes([child for _, child in children], min_numel, numel)
+        if not _is_expert_container(name):
+            repeated = _repeated_classes(listed, min_numel, numel)
         for child_name, child in children:
             path = f"{name}.{child_name}" if name else child_name
-            if _plain_class(child) in repeated:
+            if (is_list or child_name.isdigit()) and _plain_class(child) in repeated:
                 if id(child) not in seen:
                     found.append(path)
                     seen.add(id(child))

@@ -186,6 +186,11 @@ class Unit:
         return self.is_complete
 
     @property
+    def is_attached(self) -> bool:
+        """Does autograd add the gradients of this pass into the sums (``GradientBuffer.is_attached``)?"""
+        return all(group.gradient.is_attached for group in self.trained)
+
+    @property
     def is_complete(self) -> bool:
         """Has every trained parameter its gradient of this pass?"""
         return all(self._has_grad)

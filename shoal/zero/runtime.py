@@ -421,8 +421,11 @@ class ShardedModel:
         return self._pass
 
     def gradient_ready(self, unit: Unit, index: int) -> None:
-        self._follow_stream()
         current = self._pass
+        if unit.is_attached and current is not None:
+            current.has_gradient = True
+            return
+        self._follow_stream()
         if current is None or current.outermost is None:
             current = self.begin_backward(is_in_graph=in_backward())
         current.has_gradient = True

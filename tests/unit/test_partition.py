@@ -35,6 +35,13 @@ def test_siblings_that_are_too_small_are_left_to_the_root() -> None:
     }
 
 
+def test_numbered_children_of_any_module_are_blocks_where_they_repeat() -> None:
+    model = nn.Module()
+    for name, layer in (("0", nn.Linear(64, 64)), ("1", nn.Linear(64, 64)), ("head", nn.Linear(64, 64))):
+        model.add_module(name, layer)
+    assert members(partition(model, SMALL)) == {"root": 2, "0": 2, "1": 2}
+
+
 def test_large_modules_outside_the_blocks_are_units_of_their_own() -> None:
     model = nn.Module()
     model.embedding = nn.Embedding(1 << 11, 64)

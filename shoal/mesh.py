@@ -92,7 +92,7 @@ def tied_axis(pipeline_stages: Sequence[int]) -> str:
 
 
 def factor_axis(axis: Axis, sizes: Sequence[int], factors: Sequence[int]) -> str:
-    """The axis of the ranks that differ only in some factors of a basic axis, or of ``fsdp``.
+    """The axis of the ranks that differ only in some factors of a basic axis, of ``fsdp`` or of ``ep``.
 
     Args:
         sizes: the factors of the axis's degree, the slowest first.
@@ -324,7 +324,7 @@ class Mesh:
         base, sizes_text, kept_text = found.groups() if found else ("", "1", "0")
         sizes = [int(size) for size in sizes_text.split("x")]
         kept = [int(factor) for factor in kept_text.split(",")]
-        degree = self.size(base) if base in (*_SLOWEST_FIRST, "fsdp") else 0
+        degree = self.size(base) if base in (*_SLOWEST_FIRST, "fsdp", "ep") else 0
         if degree != prod(sizes) or max(kept) >= len(sizes) or kept != sorted(set(kept)):
             raise ConfigError(
                 f"the axis {axis!r} is not made of factors of an axis of this mesh",
@@ -332,7 +332,8 @@ class Mesh:
                 do="use factor_axis(axis, sizes, factors) with sizes whose product is the degree of the axis.",
                 code="mesh-axis",
             )
-        stride = self._stride("sp" if base == "fsdp" else base)  # the last of the neighbours that make up fsdp
+        # Of fsdp: that of the last of the neighbours that make it up.
+        stride = 1 if base == "ep" else self._stride("sp" if base == "fsdp" else base)
         return tuple(_Extent(stride * prod(sizes[factor + 1 :]), sizes[factor]) for factor in kept)
 
     def _tied_stages(self, axis: str) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from shoal.config.base import Auto, Section, key
+from shoal.config.parallel import Degree
 from shoal.config.problems import Problem
 from shoal.config.unsupported import with_unsupported
 from shoal.text import did_you_mean
@@ -53,6 +54,11 @@ class ExpertParallel(Section):
     )
     overlap: int = key(
         1, "chunks of the tokens: one is communicated while another is computed; 1: none (Shoal's own key)", ge=1
+    )
+    ranks_per_node: Degree = key(
+        "auto",
+        "expert-parallel ranks of one node: where they are on several, rows move within a node first, then once between"
+        " nodes; auto: by host name (Shoal's own key)",
     )
     rebalance_every: int = key(
         0, "steps after which experts move between ranks, by measured load; 0: never (Shoal's own key)", ge=0

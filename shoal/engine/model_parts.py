@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,7 @@ from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.errors import ConfigError, ModelError
-from shoal.mesh import Mesh
+from shoal.mesh import Mesh, factor_axis
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.tensor.apply import parallelize
@@ -63,7 +64,39 @@ def with_experts(model: nn.Module, parts: ModelParts, axes: Axes, config: Config
     experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp, axes.pp)
     has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
     named = replace(axes, names=axes.world) if has_lists else axes
+    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node) if experts else None
+    for _, _, held in modules_with_experts(model):
+        held.hierarchy = hierarchy if held.ep_size > 1 else None
     return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named
+
+
+def _two_steps(axes: Axes, ranks_per_node: int | str) -> tuple[Communicator, Communicator] | None:
+    """The expert-parallel ranks of this node, and those at this rank's place on the nodes; None: there is one node.
+
+    Raises: ConfigError: the ranks of a node do not divide the expert-parallel ranks.
+    Communicates: along ``ep``: host names.
+    """
+    assert axes.ep is not None
+    size = axes.ep.size
+    if isinstance(ranks_per_node, str):
+        hosts = axes.ep.gather_objects(socket.gethostname(), label="hosts")
+        ranks_per_node = hosts.count(hosts[0])
+        runs = [set(hosts[at : at + ranks_per_node]) for at in range(0, size, ranks_per_node)]
+        if size % ranks_per_node or any(len(run) > 1 for run in runs) or len(set(hosts)) < len(runs):
+            return None  # the nodes have other numbers of these ranks, or not in a row
+    if size % ranks_per_node:
+        fits = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise ConfigError(
+            f"expert_parallel.ranks_per_node is {ranks_per_node}, which does not divide {size} expert-parallel ranks.",
+            do=f"write one of {fits}, or leave it out.",
+            code="expert-parallel-size",
+        )
+    if ranks_per_node in (1, size):
+        return None
+    sizes = (size // ranks_per_node, ranks_per_node)
+    world = current_world()
+    local, node = (world.communicator(factor_axis("ep", sizes, (at,)), axes.mesh) for at in (1, 0))
+    return local, node
 
 
 def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> ModelParts:

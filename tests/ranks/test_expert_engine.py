@@ -299,3 +299,21 @@ def test_a_pipeline_stage_may_have_no_experts() -> None:
 
     for values in run_ranks(4, rank):
         assert_close(values, expected)
+
+
+def test_rows_move_in_two_steps_where_ranks_are_on_several_nodes() -> None:
+    expected = alone(RoutedModel, 4, 1)
+
+    def rank(ranks_per_node: int) -> tuple[dict[str, Any], bool]:
+        section = {"expert_parallel": {"ranks_per_node": ranks_per_node}}
+        engine = start_with(make(RoutedModel), settings(2, 4, **section))
+        train(engine, range(STEPS))
+        held = engine.module.blocks[0].experts.experts_held
+        return engine.module_state_dict(), held.hierarchy is not None
+
+    for values, has_steps in run_ranks(4, partial(rank, 2)):
+        assert has_steps
+        assert_close(values, expected)
+    assert not any(has_steps for _, has_steps in run_ranks(4, partial(rank, 4)))
+    with pytest.raises(ConfigError, match="ranks_per_node is 3, which does not divide 4"):
+        run_ranks(4, partial(rank, 3))

@@ -3,7 +3,7 @@
 1  failing rank    its exception reaches ``World.report_failure`` (from the engine, or the excepthook below)
 2  failing rank    writes rank and traceback to the store (the first report stays) and to shared memory, and closes its
                    Gloo connections
-3  other ranks     over shared memory: a wait sees the flag within a millisecond; over Gloo: the connection is closed;
+3  other ranks     over shared memory: the flag wakes a rank that waits; over Gloo: the connection is closed;
                    over NCCL: a thread polls the store and aborts the groups
    killed rank     reports nothing; over NCCL the rank before it does, whose connection to it was closed
 4  other ranks     look the traceback up, raise RankFailedError with it, and report it in turn

@@ -45,7 +45,7 @@ _CHANNEL_WORDS = _HEADER_WORDS + _CHANNEL_SLOTS * _SLOT_WORDS
 _ASLEEP_WORD, _REPORT_BYTE = 3, 8 * 4
 _PROCESS_BYTES = _REPORT_BYTE + 4 * MAX_TRACEBACK_CHARACTERS + 64
 _SPINS = 2  # ranks may share a core, which a rank that only looks takes from those that compute
-_SLEEP_SECONDS = 2e-3  # at most; peers wake a rank that sleeps
+_SLEEP_SECONDS = 0.01  # at most; peers wake a rank that sleeps
 _LIVENESS_SECONDS = 0.25
 
 

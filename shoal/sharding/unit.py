@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from operator import attrgetter
 
 import torch
 
@@ -43,6 +44,9 @@ _MOVES: dict[UnitState, frozenset[UnitState]] = {
     UnitState.GATHERING: frozenset({UnitState.FULL}),
     UnitState.FULL: frozenset({UnitState.SHARDED, UnitState.GATHERING}),
 }
+
+
+_IS_ATTACHED = attrgetter("gradient.is_attached")  # asked for each gradient of each micro-batch
 
 
 class Unit:
@@ -188,7 +192,7 @@ class Unit:
     @property
     def is_attached(self) -> bool:
         """Does autograd add the gradients of this pass into the sums (``GradientBuffer.is_attached``)?"""
-        return all(group.gradient.is_attached for group in self.trained)
+        return all(map(_IS_ATTACHED, self.trained))
 
     @property
     def is_complete(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,21 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     job = TrainJob(text=("a", "b"), steps=3, learning_rate=0.1)
     job.save(tmp_path / "job.json")
     assert TrainJob.load(tmp_path / "job.json") == job
+
+
+def test_a_resumed_run_has_the_model_and_text_of_the_run(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat. " * 40)
+    out = str(tmp_path / "run")
+    job = TrainJob(layers=1, hidden=16, sequence=12, experts=2, top_k=1, text=(str(text),), sample_tokens=0, out=out)
+    assert start(replace(job, steps=1)) == 0
+    assert start(TrainJob(resume=out, steps=2, sample_tokens=0)) == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "train/loss" in line] == [1, 2]
+    assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
+    with pytest.raises(UsageError, match="is 1 layers of 16 with 2 experts, 1 per token, and .* with 4 experts"):
+        start(TrainJob(resume=out, experts=4, steps=3))
+    assert TrainJob.load(tmp_path / "run" / "job.json").experts == 2
 
 
 def test_an_error_of_shoals_own_is_a_message_without_a_traceback() -> None:

@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 from shoal.models import NAMED_SHAPES, GPTConfig, named_config, nearest_config, parse_count
 
 CHECKPOINTS = "checkpoints"
+JOB_FILE = "job.json"
 _DEFAULT_SHAPE = "tiny"
 _DEFAULT_STAGE = 3
 _DEFAULT_MICRO_BATCH = 8
@@ -66,7 +67,9 @@ class TrainJob:
     resume: str | None = None
 
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        beside.replace(path)  # other ranks may be reading the file
 
     @classmethod
     def load(cls, path: Path) -> TrainJob:

@@ -7,11 +7,10 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
-from shoal.cli.job import TrainJob, checkpoint_folder, describe_shape, read_config, run_folder
+from shoal.cli.job import JOB_FILE, TrainJob, checkpoint_folder, describe_shape, read_config, run_folder
 from shoal.errors import UsageError
 from shoal.launch import LocalJob, read_environment, run_local
 
-JOB_FILE = "job.json"
 _SHAPE = ("model", "parameters", "layers", "hidden", "heads", "vocab", "sequence", "experts", "top_k")
 
 
@@ -25,15 +24,14 @@ def start(job: TrainJob) -> int:
     if job.out is None:
         job = dataclasses.replace(job, out=str(Path("runs") / f"{datetime.now():%Y-%m-%d-%H%M%S}"))
     _check(job)
-    folder, is_launched = Path(str(job.out)), read_environment().is_launched
-    if not is_launched:
-        folder.mkdir(parents=True, exist_ok=True)
-        job.save(folder / JOB_FILE)
-    if is_launched or job.ranks == 1:
+    if read_environment().is_launched or job.ranks == 1:
         from shoal.cli.training import train
 
         train(job)
         return 0
+    folder = Path(str(job.out))
+    folder.mkdir(parents=True, exist_ok=True)
+    job.save(folder / JOB_FILE)
     program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
     outcome = run_local(LocalJob(program, job.ranks, rank_0_keeps_terminal=True))
     if outcome.report:

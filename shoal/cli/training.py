@@ -21,6 +21,7 @@ from torch.utils.data import default_collate
 
 import shoal
 from shoal.cli.job import (
+    JOB_FILE,
     TrainJob,
     checkpoint_folder,
     describe_shape,
@@ -200,6 +201,7 @@ class _Run:
         if not self.is_writer:
             return Monitor()
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.job.save(self.folder / JOB_FILE)
         if self.job.resume is None:
             (self.folder / METRICS_FILE).unlink(missing_ok=True)
         return Monitor(

@@ -261,14 +261,21 @@ def examine(
     for axis, degree in (degrees or {}).items():
         asked = getattr(config.parallel, axis)
         if asked not in ("auto", degree):
-            what = f"{asked}, and initialize() was given a mesh with {axis} {degree}."
-            problems.append(Problem(f"parallel.{axis}", what, "leave one of them out.", code="mesh"))
+            what, do = f"{asked}, and initialize() was given a mesh with {axis} {degree}.", "leave one of them out."
+            if axis == "ep":
+                what, do = f"{asked}, and the model's layers have ep_size {degree}.", "leave parallel.ep out."
+            problems.append(Problem(f"parallel.{axis}", what, do, code="mesh"))
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
     config._raw, config._origins, config._keys = document.value, found.origins, tuple(keys)
     config._warnings, config._unresolved, config._name = tuple(found.warnings), tuple(unresolved), name
     together = [*check_together(config, found), *(engine_problems(config) if check_supported else ())]
     if world_size is not None:
         mismatches = [*rank_problems(config, world_size)] if check_supported else []
+        if "ep" in (degrees or {}):
+            mismatches = [
+                replace(each, path="ep_size of the model's layers") if each.path == "parallel.ep" else each
+                for each in mismatches
+            ]
         together += mismatches
         try:
             ranks, because = batch_ranks(config, world_size)

@@ -27,7 +27,7 @@ class ExpertParallel(Section):
         None, f"names of a model family's layers: {', '.join(PRESETS)}; null: found from the model"
     )
     moe_layer_pattern: str | None = key(
-        None, "regular expression over the whole name: which modules are mixture-of-experts layers; null: by preset"
+        None, "regular expression for the end of a module's name: the mixture-of-experts layers; null: by preset"
     )
     router_pattern: str | None = key(None, "attribute that holds the router, or a regular expression over its name")
     expert_pattern: str | None = key(None, "attribute that holds the experts, or a regular expression over its name")

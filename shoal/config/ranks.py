@@ -122,7 +122,10 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
     if not groups and holders % ep:
         fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
         what = f"{ep} does not divide the {holders} ranks among which experts are divided (dp_shard x cp x sp x tp)."
-        yield Problem(next(iter(_asked(config)["ep"])), what, f"write one of {fits}.", code="mesh")
+        if holders == 1:
+            what = f"{ep}, and there is 1 rank among which experts are divided (dp_shard x cp x sp x tp)."
+        do = f"write one of {fits}." if holders > 1 else f"write 1, or start {ep} ranks for each pipeline stage."
+        yield Problem(next(iter(_asked(config)["ep"])), what, do, code="mesh")
 
 
 def mesh_of(config: Schema, num_ranks: int) -> Mesh:

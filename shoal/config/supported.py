@@ -126,11 +126,13 @@ def unused_reasons(config: Schema) -> dict[str, str]:
     zero, is_auto = config.zero_optimization, config.offload == "auto"
     param, state = zero.offload_param, zero.offload_optimizer
     nonfinite, wire = config.precision.nonfinite, config.communication_data_type
-    elasticity = config.elasticity
+    elasticity, experts = config.elasticity, config.expert_parallel
     param_is = f'zero_optimization.offload_param.device is "{param.device}"'
     state_is = f'zero_optimization.offload_optimizer.device is "{state.device}"'
     auto = '"offload": "auto" decides'
     has_disk = "nvme" in (param.device, state.device) or bool(is_auto and (param.nvme_path or state.nvme_path))
+    is_divided = config.parallel.ep not in ("auto", 1) or (experts.enabled and experts.autoep_size > 1)
+    whole = "one rank holds all experts of a layer"
     checks: list[tuple[bool, str, str, str]] = [  # is used, the reason where not, section, keys
         (
             zero.stage == 3,
@@ -145,6 +147,13 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             f"the step gathers parameters at stages 1 and 2, and this is stage {zero.stage}",
             "zero_optimization.",
             "overlap_param_gather",
+        ),
+        (is_divided, whole, "expert_parallel.", "rebalance_every"),
+        (
+            is_divided and experts.rebalance_every > 0,
+            "copies are chosen each rebalance_every steps, and that is 0" if is_divided else whole,
+            "expert_parallel.",
+            "hot_experts",
         ),
         (zero.stage != 0, "stage 0 shards nothing", "", "zero_optimization.mics_shard_size"),
         (zero.stage != 0, "stage 0 shards nothing", "parallel.", "dp_shard dp_replicate"),

@@ -12,7 +12,10 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.config.experts import ExpertParallel
+from shoal.errors import ModelError
 from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from tests.ranks.models import SEQUENCE, VOCABULARY
 from tests.ranks.training import BF16, batch, config, make, sgd, start_with
@@ -108,6 +111,24 @@ def test_losses_and_parameters_equal_those_of_one_process(
         assert "pp" in parallel or values.keys() == expected.keys()
         for name, value in values.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("parallel", [{"ep": 2}, {"ep": 2, "pp": 2}], ids=str)
+def test_biases_balance_the_routers_alike_at_any_degree(parallel: dict[str, int]) -> None:
+    sections = {"expert_parallel": {"load_balance_coeff": 0.05}}
+    size, micro = 2 * parallel.get("pp", 1), parallel.get("pp", 1)
+    expected = spread(2, 0, micro, parallel={"ep": 1}, **sections)[0][1]
+    assert sum(bool(value.abs().sum()) for name, value in expected.items() if "expert_bias" in name) == NUM_LAYERS
+    for _, values in spread(size, 1, micro, parallel=parallel, **sections):
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_names_that_no_layer_of_the_model_has_are_an_error() -> None:
+    for keys in ({"moe_layer_pattern": "nothing"}, {"preset_model": "mixtral"}):
+        with pytest.raises(ModelError, match=r"GPT has no expert layer. Looked for: modules whose names end in"):
+            prepare_experts(gpt(), None, ExpertParallel(enabled=True, **keys))
+    assert prepare_experts(gpt(), None, ExpertParallel(enabled=True)) == []
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -195,6 +195,7 @@ def test_a_rank_holds_its_experts_only() -> None:
         ({"expert_pattern": "gate"}, "Linear is neither a module with stacked parameters"),
         ({"num_experts_attr": "num_experts_per_tok"}, "4 experts, and num_experts_per_tok of the model's config is 2"),
         ({"top_k_attr": "missing"}, r"its experts for each token are None of 4 \(missing of the model's config\)"),
+        ({"top_k": 5}, r"its experts for each token are 5 of 4 \(expert_parallel.top_k\)"),
         ({"shared_experts_pattern": "shared"}, "no attribute 'shared', its shared experts"),
         ({"num_expert_groups": 3, "num_limited_groups": 1}, "4 experts cannot be divided into 3 groups"),
     ],

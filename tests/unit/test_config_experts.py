@@ -37,6 +37,20 @@ def test_a_degree_that_does_not_divide_the_ranks_names_what_does() -> None:
     assert caught.value.do == "write one of 1, 2, 4."
 
 
+def test_one_rank_cannot_divide_experts() -> None:
+    with pytest.raises(ConfigError, match=r"autoep_size: 2, and there is 1 rank among which experts") as caught:
+        load({"expert_parallel": {"enabled": True, "autoep_size": 2}}, world_size=1)
+    assert caught.value.do == "write 1, or start 2 ranks for each pipeline stage."
+
+
+def test_a_degree_of_the_models_layers_is_named_as_theirs() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.ep: 4, and the model's layers have ep_size 2") as caught:
+        load({"parallel": {"ep": 4}}, world_size=4, degrees={"ep": 2})
+    assert caught.value.do == "leave parallel.ep out."
+    with pytest.raises(ConfigError, match="ep_size of the model's layers: 2 does not divide the 3 ranks"):
+        load({}, world_size=3, degrees={"ep": 2})
+
+
 @pytest.mark.parametrize(
     ("keys", "path", "what"),
     [

@@ -31,6 +31,15 @@ AWAY = "zero_optimization.offload_optimizer"
     [
         (zero(0, mics_shard_size=2), "zero_optimization.mics_shard_size = 2: no effect here: stage 0 shards nothing."),
         ({"parallel": {"dp_shard": 2}}, "parallel.dp_shard = 2: no effect here: stage 0 shards nothing."),
+        (
+            {"expert_parallel": {"rebalance_every": 5}},
+            "expert_parallel.rebalance_every = 5: no effect here: one rank holds all experts of a layer.",
+        ),
+        (
+            {"parallel": {"ep": 2}, "expert_parallel": {"hot_experts": 2}},
+            "expert_parallel.hot_experts = 2: no effect here: copies are chosen each rebalance_every steps, and that"
+            " is 0.",
+        ),
         (zero(2, zero_hpz_partition_size=2), f"zero_optimization.zero_hpz_partition_size = 2: {STAGE_3}"),
         (zero(2, stage3_prefetch_bucket_size=0), f"zero_optimization.stage3_prefetch_bucket_size = 0: {STAGE_3}"),
         (zero(2, stage3_max_live_parameters=9), f"zero_optimization.stage3_max_live_parameters = 9: {STAGE_3}"),
@@ -106,7 +115,8 @@ def test_a_key_that_has_no_effect_beside_the_others_is_reported(config: dict[str
         {"checkpoint": {"keep_every": 5, "keep_last": 2}},
         {"bf16": {"enabled": True, "check_grad_overflow": False}},
         {"precision": {"reduce_dtype": "bf16", "nonfinite": "skip"}},
-        {"expert_parallel": {"load_balance_coeff": 0.001, "rebalance_every": 5}},
+        {"expert_parallel": {"load_balance_coeff": 0.001}},
+        {"parallel": {"ep": 2}, "expert_parallel": {"rebalance_every": 5, "hot_experts": 1}},
     ],
 )
 def test_a_key_that_has_an_effect_or_was_left_at_its_default_needs_no_line(config: dict[str, Any]) -> None:

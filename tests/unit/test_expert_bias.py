@@ -5,9 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shoal.config.experts import ExpertParallel
+from shoal.models import GPTConfig
+from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.bias import add_bias, bias_of, update_bias
 from shoal.parallel.expert.load import imbalance
 from shoal.parallel.expert.losses import tokens_per_expert
+from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.zero.buffer_formats import widen
 
 EXPERTS = 6
@@ -50,6 +54,22 @@ def test_the_bias_stays_in_fp32_beside_16_bit_parameters() -> None:
     gate.to(torch.bfloat16)
     widen(gate, torch.bfloat16)
     assert gate.expert_bias.dtype == torch.float32
+
+
+def test_the_bias_of_shoals_gpt_chooses_and_does_not_weigh() -> None:
+    layer = ExpertFeedForward(GPTConfig(16, 4, 1, 8, 2, num_experts=4, experts_per_token=2))
+    model, hidden = torch.nn.Sequential(layer), torch.randn(5, 8)
+    prepare_experts(model, None, ExpertParallel(load_balance_coeff=0.1))
+    bias = bias_of(layer.router, 4)
+    assert bias is not None
+    bias += torch.tensor([0.0, 10.0, 0.0, 10.0])
+    probabilities = layer.router(hidden).softmax(-1)[:, [1, 3]]
+    outputs = [
+        torch.nn.functional.gelu(hidden @ layer.experts.up[expert], approximate="tanh") @ layer.experts.down[expert]
+        for expert in (1, 3)
+    ]
+    weights = probabilities / probabilities.sum(-1, keepdim=True)
+    torch.testing.assert_close(layer(hidden)[0], weights[:, :1] * outputs[0] + weights[:, 1:] * outputs[1])
 
 
 def test_the_imbalance_is_the_largest_load_over_the_mean() -> None:

@@ -7,6 +7,7 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
+from shoal.parallel.expert.bias import add_bias, bias_of
 from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.huggingface import INTERFACE, Dispatch, check_experts, is_stack, use_experts
@@ -16,10 +17,12 @@ from shoal.parallel.expert.patterns import (
     ExpertPreset,
     config_of,
     find_layers,
+    has_name,
     preset_of,
     router_keys,
 )
 from shoal.parallel.expert.router import replace_router
+from shoal.parallel.expert.stacked import ExpertFeedForward
 
 
 def prepare_experts(model: nn.Module, comm: Communicator | None, section: ExpertParallel) -> list[str]:
@@ -36,6 +39,8 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         divided among the ranks.
     Communicates: nothing.
     """
+    if section.load_balance_coeff is not None:
+        _add_biases(model)
     if comm is None and not section.enabled:
         return []
     preset = preset_of(model, section)
@@ -45,6 +50,7 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         found.update((name, module) for name, module in model.named_modules() if is_stack(module))
     if not found:
         if any(True for _ in modules_with_experts(model)):
+            _check_named(model, preset, section)
             return []  # the model's layers are Shoal's already
         raise _nothing_found(model, preset, section)
     if not layers and (keys := router_keys(section)):
@@ -67,6 +73,22 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
     for module in found.values():
         use_experts(module, comm, dispatch)
     return list(found)
+
+
+def _add_biases(model: nn.Module) -> None:
+    """Give the routers of Shoal's GPT a bias to choose by."""
+    for module in model.modules():
+        if isinstance(module, ExpertFeedForward):
+            num_experts = module.experts.experts_held.num_experts
+            if bias_of(module.router, num_experts) is None:
+                add_bias(module.router, num_experts)
+
+
+def _check_named(model: nn.Module, preset: ExpertPreset | None, section: ExpertParallel) -> None:
+    """Raises: ModelError: the config names layers, and the model has none of that name."""
+    is_named = section.preset_model is not None or section.moe_layer_pattern is not None
+    if is_named and preset is not None and not any(has_name(name, preset) for name, _ in model.named_modules()):
+        raise _nothing_found(model, preset, section)
 
 
 def _nothing_found(model: nn.Module, preset: ExpertPreset | None, section: ExpertParallel) -> ModelError:

@@ -171,17 +171,21 @@ def preset_of(model: nn.Module, section: ExpertParallel) -> ExpertPreset | None:
     return replace(preset, weights=weights, **{key: value for key, value in given.items() if value is not None})
 
 
+def has_name(name: str, preset: ExpertPreset) -> bool:
+    """Whether a module of this name may be a layer with experts."""
+    try:
+        return re.fullmatch(rf"(?:.+\.)?(?:{preset.layers})", name) is not None
+    except re.error as error:
+        raise _misfit(preset.layers, f"the pattern is no regular expression: {error}") from error
+
+
 def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel) -> Iterator[ExpertLayer]:
     """The layers that fit the preset's pattern and have a router and experts.
 
     Raises: ModelError: a layer has one of the two, or its experts are of neither form, or lack an attribute.
     """
-    try:
-        pattern = re.compile(rf"(?:.+\.)?(?:{preset.layers})")
-    except re.error as error:
-        raise _misfit(preset.layers, f"the pattern is no regular expression: {error}") from error
     for name, block in model.named_modules():
-        if not pattern.fullmatch(name):
+        if not has_name(name, preset):
             continue
         router, experts = _child(block, preset.router), _child(block, preset.experts)
         if router is None and experts is None:
@@ -223,10 +227,8 @@ def routing_of(
     config = config_of(model)
     top_k = section.top_k if section.top_k != "auto" else getattr(config, preset.top_k, getattr(router, "top_k", None))
     if not isinstance(top_k, int) or not 0 < top_k <= num_experts:
-        raise _misfit(
-            "the router",
-            f"its experts for each token are {top_k!r} of {num_experts} ({preset.top_k} of the model's config)",
-        )
+        source = f"{preset.top_k} of the model's config" if section.top_k == "auto" else "expert_parallel.top_k"
+        raise _misfit("the router", f"its experts for each token are {top_k!r} of {num_experts} ({source})")
     normalises, scale = preset.normalises, section.routed_scaling_factor
     if isinstance(normalises, str):
         normalises = bool(getattr(config, normalises, True))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shoal.models.gpt import INIT_STD, GPTConfig, Linear, residual_std
+from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld
@@ -85,7 +86,9 @@ class ExpertFeedForward(nn.Module):
         rows = hidden.flatten(0, -2)
         logits = self.router(rows)  # [tokens, E]
         probabilities = logits.softmax(-1)
-        weights, chosen = probabilities.topk(self.experts_per_token)  # [tokens, k] each
+        bias = bias_of(self.router, logits.shape[-1])
+        chosen = (probabilities if bias is None else probabilities + bias).topk(self.experts_per_token).indices
+        weights = probabilities.gather(-1, chosen)  # [tokens, k], as chosen
         weights = weights / weights.sum(-1, keepdim=True)
         out = run_experts(rows, chosen, weights.to(rows.dtype), self.experts, self.experts.experts_held)
         loss = self.auxiliary_loss * switch_loss(probabilities, chosen) + self.z_loss * router_z_loss(logits)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shoal.parallel.sequence.documents import Documents
     from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
     from shoal.pipeline.module import PipelineModule
+    from shoal.simulation.check import check_streams
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "attention",
+    "check_streams",
     "checkpointing",
     "comm",
     "errors",
@@ -61,6 +63,7 @@ _MODULES = {
     "TiedLayerSpec": "shoal.pipeline.layers",
     "add_config_arguments": "shoal.config",
     "attention": "shoal.parallel.sequence.attention",
+    "check_streams": "shoal.simulation.check",
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",

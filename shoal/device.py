@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from shoal.host_heap import HostHeap, resident_nbytes
+from shoal.streams import host_memory, is_accelerator, simulation
 
 logger = logging.getLogger("shoal")
 
@@ -68,11 +69,13 @@ class Device:
         On CPU the cast of the gradient, the update and the cast of the parameter of one block stay in cache: the step
         moves each byte through memory once. A GPU wants one large launch instead.
         """
-        return None if self.is_cuda else 512 * 1024
+        return None if is_accelerator(self.torch_device) else 512 * 1024
 
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize(self.torch_device)
+        elif (found := simulation()) is not None:
+            found.synchronize()
 
     def give_cache_back(self) -> None:
         """Give the memory that the allocator keeps for later, and nothing uses, back to the driver or the kernel."""
@@ -125,7 +128,7 @@ def host_empty(numel: int, dtype: torch.dtype, device: torch.device, *, is_pinne
     Where the system refuses to page-lock so much, one line says so and the memory is an ordinary one.
     """
     if not is_pinned or device.type != "cuda":
-        return torch.empty(numel, dtype=dtype)
+        return host_memory(torch.empty(numel, dtype=dtype), is_pinned=is_pinned)
     nbytes = numel * dtype.itemsize
     try:
         # torch's allocator rounds up to a power of two, and keeps what is freed for later.

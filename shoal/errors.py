@@ -9,6 +9,7 @@ ShoalError
 │   └── RankFailedError    another rank failed; carries that rank's traceback
 ├── CheckpointError        a checkpoint: missing, damaged, of another model, or one that cannot be written
 ├── TierError              state on a disk that could not be read or written
+├── StreamError            work of an accelerator without the order that it needs
 ├── NonFiniteError         a loss or gradient that is NaN or infinite
 ├── OutOfMemoryError       no memory; carries the ledger and the change that saves most
 ├── NotBuiltError          a part of Shoal that is not built yet, by name
@@ -105,6 +106,10 @@ class CheckpointError(ShoalError, RuntimeError):
 
 class TierError(ShoalError, OSError):
     code = "tier"
+
+
+class StreamError(ShoalError, RuntimeError):
+    code = "stream"
 
 
 class NonFiniteError(ShoalError, FloatingPointError):

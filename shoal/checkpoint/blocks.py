@@ -23,6 +23,7 @@ from shoal.checkpoint.storage import Reader, Sink, Storage
 from shoal.checkpoint.tree import SAFETENSORS_DTYPES, name_of
 from shoal.errors import CheckpointError
 from shoal.memory.stream_copies import CopyDone, copies_of
+from shoal.streams import host_mark, is_in_host_memory
 
 MAX_BLOCKS = 1024  # of one file: blocks of a larger one are larger
 _GATHER_NBYTES = 1 << 20  # smaller tensors are gathered into one write
@@ -139,6 +140,7 @@ class Snapshot:
         self._rest: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._done = CopyDone()
         self._is_taken = threading.Event()
+        self._see_taken: Callable[[], None] = lambda: None  # called by a thread that has waited for it
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         for entry, offset in zip(plan.entries, plan.offsets, strict=True):
             at = offset
@@ -152,13 +154,13 @@ class Snapshot:
                     self._copy(flat, target)
         self._done.block()
         for flat, target in kept:
-            if flat.device.type == "cpu":
+            if is_in_host_memory(flat):
                 self._rest.append((flat, target))
             else:
                 self._copy(flat, target)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        if source.device.type == "cpu" or self._copies is None:
+        if is_in_host_memory(source) or self._copies is None:
             target.copy_(source)
         else:
             self._done = self._copies.copy(source, target)
@@ -171,6 +173,7 @@ class Snapshot:
             self._done.block()
         finally:
             self._rest.clear()
+            self._see_taken = host_mark()
             self._is_taken.set()
 
     def wait(self) -> None:
@@ -180,6 +183,7 @@ class Snapshot:
         self._done.wait()
         if self._rest:
             self._is_taken.wait()
+        self._see_taken()
 
 
 class _BlockWriter:
@@ -238,7 +242,7 @@ def _bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = tensor.detach().reshape(-1)
     if not flat.numel():
         return
-    if flat.device.type == "cpu":
+    if is_in_host_memory(flat):
         yield _view_of(flat.contiguous())
         return
     for part in flat.split(max(MAX_SMALL_BLOCK // flat.element_size(), 1)):

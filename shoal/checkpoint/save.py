@@ -28,6 +28,7 @@ from shoal.checkpoint.problems import listed, share
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
+from shoal.streams import carried
 
 logger = logging.getLogger("shoal")
 
@@ -110,6 +111,7 @@ class Save:
         self._on_phase = on_phase
         self._progress = _SaveState.WRITING
         self._thread: threading.Thread | None = None
+        self._joined: Callable[[], None] = lambda: None  # called when the thread has ended
         self._snapshot: Snapshot | None = None
         self._outcome: Any = None  # of the part under way: a FileRecord, or an error
         self._record: dict[str, Any] = {}
@@ -180,6 +182,7 @@ class Save:
                 self._outcome = error
 
         self._outcome = None
+        guarded, self._joined = carried(guarded)
         thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
         try:
             thread.start()
@@ -270,6 +273,7 @@ class Save:
             self._advance()
 
     def _advance(self) -> None:
+        self._joined()
         try:
             if self._outcome is None and (self._progress is _SaveState.WRITING or self._comm.rank == 0):
                 self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")

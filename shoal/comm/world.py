@@ -41,6 +41,7 @@ from shoal.comm.single import SingleCommunicator
 from shoal.comm.torch_dist import ProcessTransport
 from shoal.errors import ConfigError, RankFailedError, UsageError
 from shoal.mesh import Mesh
+from shoal.streams import simulation
 
 TIMEOUT = timedelta(minutes=30)
 
@@ -87,7 +88,7 @@ class World:
         self.mesh = Mesh.of(size)  # of the engine that was made last
         self.recorder = Recorder()
         self._transport = transport
-        self._communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self._communicators: dict[tuple[str, tuple[int, ...], object], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._on_closing: list[Callable[[], None]] = []
         self._on_close = on_close
@@ -108,14 +109,18 @@ class World:
                 f"{mesh} has {mesh.world_size} ranks and the world {self.size}", do="use Mesh.of(world.size)."
             )
         ranks = mesh.ranks_along(axis, self.rank)
-        found = self._communicators.get((axis, ranks))
+        accelerator = simulation()
+        key = axis, ranks, accelerator
+        found = self._communicators.get(key)
         if found is None:
             backend: Backend
             if mesh.size(axis) == 1 or self._transport is None:
                 backend = SingleCommunicator(axis)
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
                 backend = self._transport.open(axis, mesh.groups(axis))
-            found = self._communicators[axis, ranks] = RecordedCommunicator(backend, self.recorder)
+                if accelerator is not None:
+                    backend = accelerator.communicator(backend)
+            found = self._communicators[key] = RecordedCommunicator(backend, self.recorder)
         return found
 
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:

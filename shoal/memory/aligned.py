@@ -10,6 +10,7 @@ import torch
 
 from shoal.errors import OutOfMemoryError
 from shoal.memory.available import host_available_nbytes
+from shoal.streams import host_memory
 from shoal.text import format_bytes
 
 logger = logging.getLogger("shoal")
@@ -64,7 +65,7 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
     if not is_inherited:
         with suppress(OSError):
             memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return host_memory(torch.frombuffer(memory, dtype=torch.uint8), is_pinned=is_pinned)
 
 
 def _pinned(nbytes: int) -> torch.Tensor:

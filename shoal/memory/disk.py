@@ -27,6 +27,7 @@ from shoal.memory.io_threads import IoThreads, Ticket
 from shoal.memory.private_folder import PrivateFolder
 from shoal.memory.tier_error import failed, free_nbytes, no_room
 from shoal.memory.transfer import DiskTransfer, FileExtent, Traffic, Way
+from shoal.streams import host_transfer
 
 logger = logging.getLogger("shoal")
 
@@ -214,17 +215,22 @@ class DiskTier:
                 f"{tensor.nbytes} bytes at offset {offset} are not inside {extent.name!r}, which has {extent.nbytes}.",
                 do="allocate a larger extent, or move a smaller tensor.",
             )
-        return self._threads.submit(
-            DiskTransfer(
-                extent,
-                tensor,
-                offset,
-                is_write=is_write,
-                way=self._way,
-                open_file=self._folder.open,
-                traffic=self.traffic,
-            )
+        transfer = DiskTransfer(
+            extent,
+            tensor,
+            offset,
+            is_write=is_write,
+            way=self._way,
+            open_file=self._folder.open,
+            traffic=self.traffic,
         )
+        if is_write:
+            waited = host_transfer(f"disk write of {extent.name!r}", reads=[tensor])
+        else:
+            waited = host_transfer(f"disk read of {extent.name!r}", writes=[tensor])
+        ticket = self._threads.submit(transfer)
+        ticket.on_waited = waited
+        return ticket
 
     def _own(self, extent: FileExtent) -> None:
         if self._extents.get(extent.name) is not extent or extent.is_free:

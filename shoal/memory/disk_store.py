@@ -21,6 +21,7 @@ from shoal.memory.disk import DiskTier
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import CopyDone, mark
 from shoal.memory.transfer import FileExtent
+from shoal.streams import is_accelerator
 
 _MAX_WRITES = 2  # under way, before the next one waits
 
@@ -68,7 +69,7 @@ class DiskStore:
         self.name = name
         self._device = device if device is not None else torch.device("cpu")
         self._max_ahead = max_ahead
-        self._is_pinned = is_pinned and self._device.type != "cpu"
+        self._is_pinned = is_pinned and is_accelerator(self._device)
         self._writes: deque[tuple[Ticket, torch.Tensor]] = deque()
         self._free: dict[int, list[tuple[torch.Tensor, CopyDone]]] = {}  # by size, with the last copy from it
         self._free_nbytes = 0

@@ -45,6 +45,7 @@ class Ticket:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self.on_waited: Callable[[], None] | None = None  # called by who has waited
 
     @property
     def is_done(self) -> bool:
@@ -63,6 +64,8 @@ class Ticket:
                 do="look at the system's log (dmesg) for the device.",
                 code="tier-stuck",
             )
+        if self.on_waited is not None:
+            self.on_waited()
         if self._error is not None:
             raise self._error
 

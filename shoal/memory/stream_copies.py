@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from shoal.memory.aligned import aligned_empty
+from shoal.streams import Streams, is_accelerator, streams_of
 
 
 class CopyDone:
     """The end of a copy."""
 
-    def __init__(self, event: torch.Event | None = None, device: torch.device | None = None) -> None:
+    def __init__(self, event: Any = None, streams: Streams | None = None) -> None:
         self._event = event
-        self._device = device
+        self._streams = streams
 
     def wait(self) -> None:
         """Make the current stream wait for this copy. Does not block the host."""
-        if self._event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(self._event)
+        if self._streams is not None:
+            self._streams.current().wait_event(self._event)
 
     def block(self) -> None:
         """Order: blocks the host until the copy has ended."""
@@ -36,8 +38,10 @@ class StreamCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.Stream(device)
+        streams = streams_of(device)
+        assert streams is not None  # a CPU has none: see ``copies_of``
+        self._streams = streams
+        self._stream = streams.stream()
 
     def to_host(self, source: torch.Tensor) -> tuple[torch.Tensor, CopyDone]:
         nbytes = source.numel() * source.element_size()
@@ -54,7 +58,7 @@ class StreamCopies:
             is_source_freed: the caller drops ``source``, on the device, before the copy has ended.
         """
         if is_source_freed:
-            source.record_stream(self._stream)
+            self._streams.record_stream(source, self._stream)
         with self.queued() as done:
             target.copy_(source, non_blocking=True)
         return done
@@ -66,10 +70,10 @@ class StreamCopies:
         Order: the current stream does not wait for the block, unless ``wait()`` of the end of the block is called
         after it.
         """
-        event = torch.Event(self._device)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        event = self._streams.event()
+        self._stream.wait_stream(self._streams.current())
         with self._stream:
-            yield CopyDone(event, self._device)
+            yield CopyDone(event, self._streams)
             event.record(self._stream)
 
 
@@ -81,8 +85,8 @@ class ComputeStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._streams = streams_of(device)
+        self._stream = None if self._streams is None else self._streams.current()
 
     def follow(self, in_use: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """Where the current stream is another than at the last call, make it wait for that one.
@@ -90,26 +94,27 @@ class ComputeStream:
         Args:
             in_use: gives the tensors whose memory may be freed while the new stream uses it.
         """
-        if self._stream is None:
+        if self._streams is None or self._stream is None:
             return
-        current = torch.accelerator.current_stream(self._device)
+        current = self._streams.current()
         if current == self._stream:
             return
         current.wait_stream(self._stream)
         self._stream = current
         for tensor in in_use():
-            tensor.record_stream(current)
+            self._streams.record_stream(tensor, current)
 
 
 def mark(device: torch.device) -> CopyDone:
     """An event after all work queued on the current stream of ``device`` so far."""
-    if device.type == "cpu":
+    streams = streams_of(device)
+    if streams is None:
         return CopyDone()
-    event = torch.Event(device)
-    event.record(torch.accelerator.current_stream(device))
-    return CopyDone(event, device)
+    event = streams.event()
+    event.record(streams.current())
+    return CopyDone(event, streams)
 
 
 def copies_of(device: torch.device) -> StreamCopies | None:
     """The copies of a device; None for the CPU, whose memory is the host's."""
-    return None if device.type == "cpu" else StreamCopies(device)
+    return StreamCopies(device) if is_accelerator(device) else None

@@ -24,6 +24,7 @@ import torch
 from shoal.errors import OptimizerError
 from shoal.optim.host_blocks import BlockedUpdate, HostThreads
 from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Rule, RuleName, kind_of
+from shoal.streams import host_access
 
 __all__ = ["Choice", "HostStep", "HostWork", "RuleName", "UpdatePath", "Rule", "choose_path", "kind_of"]
 
@@ -128,6 +129,8 @@ class HostStep:
         ordered = _check(rule, main, states, gradient, parameter)
         main, gradient = main.detach(), gradient.detach()
         parameter = None if parameter is None else parameter.detach()
+        written = [main, *ordered, *(() if parameter is None else (parameter,)), *(undo or ())]
+        host_access(f"host update ({kind})", reads=[gradient], writes=written)
         path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
         if undo is not None:
             undo = [saved.detach() for saved in undo]

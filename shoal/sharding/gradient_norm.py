@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from shoal.streams import is_in_host_memory
+
 NORM_BLOCK_NUMEL = 1 << 17  # 512 KiB of fp32
 
 
@@ -14,7 +16,7 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
 
     A 16-bit tensor on CPU is converted block by block, in cache: a norm that converts as it reads takes twice as long.
     """
-    if flat.device.type != "cpu" or flat.dtype not in (torch.float16, torch.bfloat16):
+    if not is_in_host_memory(flat) or flat.dtype not in (torch.float16, torch.bfloat16):
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         norm: torch.Tensor = torch.linalg.vector_norm(flat, dtype=dtype)
     else:
@@ -25,7 +27,7 @@ def sum_of_squares(flat: torch.Tensor) -> torch.Tensor:
 
 def sums_of_squares(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """``sum_of_squares`` of each; on an accelerator in one kernel for all of a dtype. Shape of each: []."""
-    if not flats or flats[0].device.type == "cpu":
+    if not flats or is_in_host_memory(flats[0]):
         return [sum_of_squares(flat) for flat in flats]
     found = [torch.zeros((), dtype=torch.float32, device=flat.device) if not flat.numel() else flat for flat in flats]
     for dtype in {flat.dtype for flat in flats if flat.numel()}:

@@ -22,6 +22,7 @@ from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.sharding.buffer import Axis, FlatBuffer
 from shoal.sharding.layout import BufferLayout, Segment
 from shoal.sharding.placement import SHARD, Move, Placement
+from shoal.streams import name_memory, resize_storage
 
 HPZ = Placement.of(hpz=SHARD)
 
@@ -93,7 +94,7 @@ class ParameterBuffer(FlatBuffer):
             if is_sharded
             else comm.empty(layout.numel, dtype, device)
         )
-        full.zero_()
+        name_memory(full, f"the parameters of unit {label!r}").zero_()
         super().__init__(label, {axis: comm}, Placement(), full)
         self.layout = layout
         self.dtype = dtype
@@ -126,6 +127,8 @@ class ParameterBuffer(FlatBuffer):
             self.shard = self._fetched()
         else:
             self.shard = host(end - begin, dtype) if host is not None else comm.empty(end - begin, dtype, device)
+        if is_sharded:
+            name_memory(self.shard, f"the stored shard of unit {label!r}")
 
     def _views_of(self, full: torch.Tensor) -> list[torch.Tensor]:
         return [full[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in self.layout.specs]
@@ -168,7 +171,7 @@ class ParameterBuffer(FlatBuffer):
         Communicates: one all-gather on the axis that shards (``from_hpz``: on that of the second sharding).
         Memory: the whole buffer on the device until ``release()``.
         """
-        self._storage.resize_(self._full_nbytes)
+        resize_storage(self._storage, self._full_nbytes)
         self.is_full = True
         if from_hpz and self._hpz is not None and self._hpz.shard is not None:
             self.placement = Placement()
@@ -231,7 +234,7 @@ class ParameterBuffer(FlatBuffer):
             parameter.data = substitute
         if keep_user_views and torch._C._storage_Use_Count(self._storage._cdata) > len(self.views) + 2:
             self._replace_full(torch.empty_like(self.full))
-        self._storage.resize_(0)
+        resize_storage(self._storage, 0)
         self.is_full = False
 
     def keep_hpz_shard(self) -> None:

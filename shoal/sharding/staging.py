@@ -14,6 +14,7 @@ import torch
 from shoal.comm.protocol import Communicator, Work
 from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.layout import BufferLayout
+from shoal.streams import is_accelerator
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
 MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
@@ -42,7 +43,7 @@ class StagingBuffers:
     def __init__(self, comm: Communicator, device: torch.device, max_buffers: int | None = None) -> None:
         self._comm = comm
         self._device = device
-        self._max_buffers = max_buffers or (MAX_BUFFERS if device.type == "cpu" else MAX_BUFFERS_ON_ACCELERATOR)
+        self._max_buffers = max_buffers or (MAX_BUFFERS_ON_ACCELERATOR if is_accelerator(device) else MAX_BUFFERS)
         self._free: dict[object, list[StagingBuffer]] = defaultdict(list)
         self._all: list[StagingBuffer] = []
         self._num_made: Counter[object] = Counter()

@@ -23,19 +23,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
 from shoal.device import Device, host_empty, is_fake
+from shoal.memory.host_thread import HostThread, ThreadResult
 from shoal.memory.stream_copies import CopyDone, copies_of
 from shoal.optim.host import HostStep
 from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.gradient_norm import sum_of_squares
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.staging import MAX_SHARDS
+from shoal.streams import name_memory
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +63,7 @@ class _Update:
     ranges: list[_RangeUpdate]
     gradient_scale: float
     version: tuple[int, int]  # of the gradient
-    work: Future[None]
+    work: ThreadResult[None]
     is_ahead: bool  # the step has not confirmed it yet
     is_sent_back: bool  # the parameters are rounded into a buffer first
 
@@ -76,7 +77,7 @@ class _HostCopies:
     parameters: torch.Tensor | None = None  # [owned numel]: rounded, on their way back
     undo: list[torch.Tensor] = field(default_factory=list)  # [owned numel] each: main parameters and states before
     arrival: CopyDone | None = None  # of ``gradient``
-    addition: Future[torch.Tensor | None] | None = None  # the last one to ``gradient``; for the step with its norm
+    addition: ThreadResult[torch.Tensor | None] | None = None  # the last one to ``gradient``; at the step with its norm
     version: tuple[int, int] | None = None  # of what ``gradient`` holds
     update: _Update | None = None
 
@@ -129,10 +130,10 @@ class CpuOptimizer:
         self._copies = copies_of(device.torch_device)
         self._step = step
         self._is_pinned = is_pinned
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: HostThread | None = None
         self._transfers: dict[ParameterGroup, _HostCopies] = {}
         # By numel and dtype, host memory for parts and the addition that reads it.
-        self._parts: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, Future[torch.Tensor | None]]]] = {}
+        self._parts: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, ThreadResult[torch.Tensor | None]]]] = {}
 
     @property
     def host_nbytes(self) -> int:
@@ -179,6 +180,7 @@ class CpuOptimizer:
         self._wait_for_readers(group)
         if transfer.gradient is None or transfer.gradient.dtype != gradient.dtype:
             transfer.gradient = host_empty(gradient.numel(), gradient.dtype, gradient.device, is_pinned=self._is_pinned)
+        name_memory(transfer.gradient, f"the gradient of unit {group.label!r} on the host")
         transfer.arrival = self._copy(gradient, transfer.gradient, is_source_freed=is_freed)
         transfer.version = group.gradient.version
 
@@ -205,6 +207,7 @@ class CpuOptimizer:
         else:
             host, reader = parts.popleft()
             reader.result()
+        name_memory(host, f"a part of the gradient of unit {group.label!r} on the host")
         copied = self._copy(part, host, is_source_freed=True)
 
         def run() -> torch.Tensor | None:
@@ -218,9 +221,9 @@ class CpuOptimizer:
         parts.append((host, transfer.addition))
         return copied
 
-    def _on_thread(self, run: Callable[[], _Result]) -> Future[_Result]:
+    def _on_thread(self, run: Callable[[], _Result]) -> ThreadResult[_Result]:
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="shoal-cpu-optimizer")
+            self._thread = HostThread("shoal-cpu-optimizer")
         return self._thread.submit(run)
 
     def gradient(self, group: ParameterGroup) -> torch.Tensor:
@@ -354,7 +357,7 @@ class CpuOptimizer:
             transfer.parameters = host_empty(
                 group.owned_numel, buffer.dtype, buffer.full.device, is_pinned=self._is_pinned
             )
-        return transfer.parameters
+        return name_memory(transfer.parameters, f"the updated parameters of unit {group.label!r} on the host")
 
     # parameters
 
@@ -410,7 +413,7 @@ class CpuOptimizer:
     def close(self) -> None:
         """End the thread, after the updates that were started; free the memory."""
         if self._thread is not None:
-            self._thread.shutdown()
+            self._thread.close()
             self._thread = None
         self._step.close()
         self._transfers.clear()

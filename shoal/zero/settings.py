@@ -14,6 +14,7 @@ from shoal.sharding.gradient import GradientPolicy
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
+from shoal.streams import is_accelerator
 from shoal.zero.offload_policy import Tiers, from_config
 
 
@@ -82,7 +83,7 @@ class ZeroSettings:
 
     def has_separate_host(self, device: torch.device) -> bool:
         """Is host memory other memory than the device's?"""
-        return device.type != "cpu" if self.is_host_separate is None else self.is_host_separate
+        return is_accelerator(device) if self.is_host_separate is None else self.is_host_separate
 
     def tiers(self, units: Sequence[UnitMemory]) -> Sequence[Tiers]:
         """The tiers that the file names."""

@@ -88,7 +88,7 @@ def test_every_error_says_when_it_is_raised_and_what_to_do() -> None:
         for code, text in zip(parts[::2], parts[1::2], strict=True)
         if not ("**Raised**" in text and "**Do**" in text)
     ]
-    assert silent == ["shoal", "optimizer", "placement", "tier"]
+    assert silent == ["shoal", "optimizer", "placement", "tier", "stream"]
 
 
 def test_the_api_page_is_what_the_script_makes() -> None:
@@ -106,11 +106,20 @@ def snippets(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
+def test_the_snippet_that_checks_streams_runs() -> None:
+    program = snippets("debugging.md")[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"\d{3} operations, 0 faults\.", done.stdout.splitlines()[-1])
+
+
 def test_the_snippets_of_the_how_to_pages_run() -> None:
     (precision,) = snippets("precision.md")
     (units,) = snippets("units.md")
     (memory,) = snippets("memory.md")
-    timeout, record = snippets("debugging.md")
+    timeout, record, _ = snippets("debugging.md")
     micro_batch = "loss = engine(torch.randint(0, 1024, (2, 16))).square().mean()\nengine.backward(loss)\n"
     program = "\n".join(
         [timeout, precision, "engine.destroy()", units, micro_batch, record, micro_batch, "engine.step()", memory]

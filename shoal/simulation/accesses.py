@@ -1,0 +1,117 @@
+"""Which operation has read and written which bytes of a storage last."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shoal.simulation.clocks import Clock, SimulatedStream
+
+
+@dataclass(frozen=True, eq=False)
+class Access:
+    """One operation's reads and writes.
+
+    Attributes: ``number``: of the operation in its stream. ``place``: the line of Python that asked for it.
+    """
+
+    stream: SimulatedStream
+    number: int
+    name: str
+    place: str
+
+    def is_before(self, clock: Clock) -> bool:
+        return self.number <= clock.get(self.stream, 0)
+
+
+@dataclass
+class _Touched:
+    start: int
+    write: Access | None
+    reads: dict[SimulatedStream, Access] = field(default_factory=dict)  # since the write, the last of each stream
+
+
+class TrackedStorage:
+    """The accesses of one storage, byte by byte.
+
+    Args:
+        is_host: does it lie in host memory? None: a single value, which is passed to kernels by the host, until an
+            operation of the device writes it.
+        stream: on which it was allocated; None: before the simulation, or on the host.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, *, is_host: bool | None, stream: SimulatedStream | None) -> None:
+        self.ref = StorageWeakRef(storage)
+        self.nbytes = storage.nbytes()
+        self.is_host = is_host
+        self.is_pinned = False
+        self.stream = stream
+        self.recorded: set[SimulatedStream] = set()
+        self.name = ""
+        self._segments = [_Touched(0, None)]
+
+    def forget(self) -> None:
+        """Its memory is another now."""
+        self._segments = [_Touched(0, None)]
+        self.recorded.clear()
+
+    def conflicts(
+        self, start: int, stop: int, access: Access, clock: Clock, *, is_write: bool
+    ) -> Iterator[tuple[Access, bool, int, int]]:
+        """Log an access of bytes ``[start, stop)``.
+
+        Yields: earlier accesses that conflict and that ``clock`` does not know to be over; was it a write; the bytes.
+        """
+        first, last = self._cut(start), self._cut(stop)
+        for index in range(first, last):
+            segment = self._segments[index]
+            end = self._segments[index + 1].start if index + 1 < len(self._segments) else stop
+            if segment.write is not None and not segment.write.is_before(clock):
+                yield segment.write, True, segment.start, end
+            if is_write:
+                for read in segment.reads.values():
+                    if not read.is_before(clock):
+                        yield read, False, segment.start, end
+            else:
+                segment.reads[access.stream] = access
+        if is_write:
+            self._segments[first:last] = [_Touched(start, access)]
+
+    def unordered(self, clock: Clock) -> Iterator[tuple[Access, bool, int, int]]:
+        """Accesses that ``clock`` does not know to be over; not those of streams that the allocator was told of."""
+        for index, segment in enumerate(self._segments):
+            end = self._segments[index + 1].start if index + 1 < len(self._segments) else self.nbytes
+            found = [(read, False) for read in segment.reads.values()]
+            if segment.write is not None:
+                found.append((segment.write, True))
+            for access, is_write in found:
+                if access.stream not in self.recorded and not access.is_before(clock):
+                    yield access, is_write, segment.start, end
+
+    def _cut(self, at: int) -> int:
+        """Make a segment begin at a byte. Returns: its index."""
+        index = bisect_right(self._segments, at, key=lambda segment: segment.start) - 1
+        segment = self._segments[index]
+        if segment.start == at:
+            return index
+        self._segments.insert(index + 1, _Touched(at, segment.write, dict(segment.reads)))
+        return index + 1
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of its storage that a tensor shows, and the one after the last; equal: none.
+
+    Of a tensor with gaps (a column), the bytes between count too.
+
+    >>> bytes_of(torch.zeros(4, 4)[1:3, :2])
+    (16, 40)
+    """
+    size, begin = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return 0, 0
+    last = sum(int((length - 1) * stride) for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * size, (begin + last + 1) * size

@@ -1,0 +1,73 @@
+"""Checks on the CPU that the streams of an accelerator would wait for each other where they must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shoal.errors import StreamError, UsageError
+from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.findings import StreamFinding
+from shoal.simulation.modes import watching
+from shoal.streams import simulated, simulation
+
+_MAX_SHOWN = 8
+
+
+class StreamCheck:
+    """What a check has found so far, on this rank."""
+
+    def __init__(self, accelerator: SimulatedAccelerator) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def findings(self) -> list[StreamFinding]:
+        """In the order in which they were first found."""
+        return list(self._accelerator.findings.values())
+
+    @property
+    def num_operations(self) -> int:
+        """Operations that were checked: if there are none, the block has done nothing."""
+        return self._accelerator.num_operations
+
+    def report(self) -> str:
+        """All findings as text."""
+        shown = "\n\n".join(str(finding) for finding in self.findings)
+        return f"{self.num_operations} operations, {len(self.findings)} faults" + (f":\n\n{shown}" if shown else ".")
+
+
+@contextmanager
+def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
+    """Simulate an accelerator on the CPU inside the block, and check every order between its streams.
+
+    Initialize, train a few steps and destroy the engine in the block, with a small model, on one rank or on several.
+    Values are computed on the CPU; only the orders are the accelerator's.
+
+    Args:
+        raises: raise at the end of the block if there is a finding; else read ``findings``.
+
+    Raises: StreamError: an access is not ordered after the last conflicting one, or cannot be checked. UsageError: in a
+        block of its own, or with an accelerator.
+    """
+    if simulation() is not None or torch.accelerator.is_available():
+        raise UsageError(
+            "check_streams simulates an accelerator on the CPU, and there is one already.",
+            do="do not nest blocks; on a machine with a GPU set CUDA_VISIBLE_DEVICES to nothing.",
+            code="stream-check",
+        )
+    accelerator = SimulatedAccelerator()
+    check = StreamCheck(accelerator)
+    with simulated(accelerator), watching(accelerator):
+        yield check
+        accelerator.notice_deaths()
+    found = check.findings
+    if found and raises:
+        shown = "\n\n".join(str(finding) for finding in found[:_MAX_SHOWN])
+        more = f"\n\n... and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+        raise StreamError(
+            f"the streams do not wait for each other where they must ({len(found)} faults):\n\n{shown}{more}",
+            do="add the wait that each entry names. If the lines are Shoal's own, please report it.",
+            code="stream-race",
+        )

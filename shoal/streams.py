@@ -1,0 +1,177 @@
+"""Streams, events and host memory of an accelerator: CUDA's through torch, or a simulated one's on the CPU.
+
+Everything in Shoal that orders work of an accelerator goes through these functions. On a CPU without a simulation they
+do nothing, or the plain thing. A simulation belongs to one rank; threads that ``carried`` starts see it too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Streams(Protocol):
+    """The streams of one accelerator. Streams and events are torch's, or have their methods."""
+
+    def stream(self) -> Any:
+        """A new stream beside the current one."""
+        ...
+
+    def event(self) -> Any: ...
+
+    def current(self) -> Any:
+        """The current stream of this thread."""
+        ...
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Memory of ``tensor`` is not reused before what ``stream`` has queued when the tensor is freed."""
+        ...
+
+
+class Simulation(Streams, Protocol):
+    """A simulated accelerator: its streams, and what it must be told because no operator of torch shows it."""
+
+    def is_host(self, tensor: torch.Tensor) -> bool: ...
+
+    def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None: ...
+
+    def label(self, tensor: torch.Tensor, name: str) -> None: ...
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
+
+    def host_access(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None: ...
+
+    def read_on_host(self, tensor: torch.Tensor) -> None: ...
+
+    def transfer(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> Callable[[], None]: ...
+
+    def carried(self, run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]: ...
+
+    def host_mark(self) -> Callable[[], None]: ...
+
+    def synchronize(self) -> None: ...
+
+    def communicator(self, backend: Any) -> Any: ...
+
+
+class TorchStreams:
+    """The streams of a device that torch drives."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> Any:
+        return torch.Stream(self._device)
+
+    def event(self) -> Any:
+        return torch.Event(self._device)
+
+    def current(self) -> Any:
+        return torch.accelerator.current_stream(self._device)
+
+    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
+
+
+class _OfThread(threading.local):
+    simulation: Simulation | None = None
+
+
+_OF_THREAD = _OfThread()
+
+
+def simulation() -> Simulation | None:
+    """The simulated accelerator of this thread, or None."""
+    return _OF_THREAD.simulation
+
+
+@contextmanager
+def simulated(accelerator: Simulation) -> Iterator[None]:
+    """Inside the block, the CPU is ``accelerator`` for this thread."""
+    before, _OF_THREAD.simulation = _OF_THREAD.simulation, accelerator
+    try:
+        yield
+    finally:
+        _OF_THREAD.simulation = before
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Has ``device`` streams, and memory apart from the host's?"""
+    return device.type != "cpu" or _OF_THREAD.simulation is not None
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """None: the device is a CPU."""
+    return TorchStreams(device) if device.type != "cpu" else _OF_THREAD.simulation
+
+
+def is_in_host_memory(tensor: torch.Tensor) -> bool:
+    """Does the tensor lie in the host's memory, and not in an accelerator's?"""
+    if tensor.device.type != "cpu":
+        return False
+    return _OF_THREAD.simulation is None or _OF_THREAD.simulation.is_host(tensor)
+
+
+def host_memory(tensor: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
+    """``tensor``, known from now on as memory of the host.
+
+    Args:
+        is_pinned: page-locked, if there is an accelerator; else copies to and from an accelerator block the host.
+    """
+    if _OF_THREAD.simulation is not None:
+        _OF_THREAD.simulation.add_host_memory(tensor, is_pinned=is_pinned)
+    return tensor
+
+
+def name_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """``tensor``, whose memory has this name in reports from now on."""
+    if _OF_THREAD.simulation is not None:
+        _OF_THREAD.simulation.label(tensor, name)
+    return tensor
+
+
+def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Free the memory of a storage (0), or allocate it again, on the current stream."""
+    if _OF_THREAD.simulation is not None:
+        _OF_THREAD.simulation.resize(storage, nbytes)
+    storage.resize_(nbytes)
+
+
+def host_access(name: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()) -> None:
+    """This thread reads and writes host memory now, in a kernel that is no operator of torch."""
+    if _OF_THREAD.simulation is not None:
+        _OF_THREAD.simulation.host_access(name, reads, writes)
+
+
+def host_transfer(
+    name: str, *, reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
+) -> Callable[[], None]:
+    """Other threads read and write host memory from now on. Returns: to be called when this thread has waited."""
+    found = _OF_THREAD.simulation
+    return _nothing if found is None else found.transfer(name, reads, writes)
+
+
+def carried(run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
+    """``run`` for another thread, which starts after what this one has done.
+
+    Returns: it, and what a thread calls that has waited for its end.
+    """
+    found = _OF_THREAD.simulation
+    return (run, _nothing) if found is None else found.carried(run)
+
+
+def host_mark() -> Callable[[], None]:
+    """What another thread calls that has waited until this one was here."""
+    return _nothing if _OF_THREAD.simulation is None else _OF_THREAD.simulation.host_mark()
+
+
+def _nothing() -> None:
+    return None

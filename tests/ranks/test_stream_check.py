@@ -1,0 +1,223 @@
+"""The real engine on a simulated accelerator: its streams wait for each other where they must, and faults are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.checkpoint.blocks import Snapshot
+from shoal.comm.threads import run_ranks
+from shoal.errors import ShoalError, StreamError
+from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.sharding.staging import ShardBuffers
+from shoal.sharding.unit import Unit
+from shoal.simulation.check import StreamCheck
+from shoal.streams import simulation
+from tests.ranks.models import Plain
+from tests.ranks.training import adamw, are_bit_equal, batch, config, run_steps, start, train_ranks
+
+MATRIX = [
+    (stage, tier, steps) for stage in range(4) for tier in ("none", "cpu") for steps in (1, 2) if stage or tier != "cpu"
+]
+
+
+def settings(stage: int, tier: str = "none", accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if tier != "none":
+        zero["offload_optimizer"] = {"device": tier}
+        if stage == 3:
+            zero["offload_param"] = {"device": tier}
+    zero.update(more.pop("zero_optimization", {}))
+    return config(stage, zero_optimization=zero, gradient_accumulation_steps=accumulation, **more)
+
+
+def checked(
+    made: dict[str, Any],
+    between: Callable[[shoal.Engine, int], Any] = lambda engine, step: None,
+    *,
+    steps: int = 2,
+    num_blocks: int = 2,
+) -> list[StreamCheck]:
+    """Train on two ranks that are threads. Returns: what each rank's check found."""
+
+    def run() -> StreamCheck:
+        with shoal.check_streams(raises=False) as check:
+            engine = start(lambda: Plain(num_blocks), made, adamw)
+            for step in range(steps):
+                run_steps(engine, 1, first=step * engine.gradient_accumulation_steps())
+                between(engine, step)
+            engine.destroy()
+        return check
+
+    return run_ranks(2, run)
+
+
+def reports(checks: list[StreamCheck]) -> str:
+    return "\n\n".join(str(finding) for check in checks for finding in check.findings)
+
+
+@pytest.mark.parametrize(("stage", "tier", "accumulation"), MATRIX)
+def test_the_streams_of_every_stage_wait_where_they_must(stage: int, tier: str, accumulation: int) -> None:
+    found = checked(settings(stage, tier, accumulation))
+    assert reports(found) == ""
+    assert min(check.num_operations for check in found) > 250
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"zero_optimization": {"overlap_comm": False}},
+        {"zero_optimization": {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}},
+        {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
+        {"fp16": {"enabled": True}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        {"offload_activation": {"device": "cpu"}},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_streams_of_other_options_wait_too(stage: int, more: dict[str, Any]) -> None:
+    assert reports(checked(settings(stage, accumulation=2, **more))) == ""
+
+
+def test_the_streams_of_an_evaluation_between_steps_wait_too() -> None:
+    def evaluate(engine: shoal.Engine, step: int) -> None:
+        engine.eval()
+        with torch.no_grad():
+            engine(*batch(step, engine.world.rank, 2))
+        engine.train()
+
+    assert reports(checked(settings(3, "cpu"), evaluate)) == ""
+
+
+def test_a_disk_is_read_and_written_where_it_is_waited_for(tmp_path: Path) -> None:
+    on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": on_disk, "offload_param": on_disk}
+    assert reports(checked(settings(3, zero_optimization=zero))) == ""
+
+
+def test_the_simulation_changes_no_values() -> None:
+    made = settings(3, "cpu", 2)
+
+    def run() -> dict[str, torch.Tensor]:
+        with shoal.check_streams():
+            engine = start(Plain, made, adamw)
+            run_steps(engine, 3)
+            model = engine.module
+            engine.destroy()
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    plain = train_ranks(2, Plain, {**made, "zero_optimization": {**made["zero_optimization"]}}, adamw)[0].parameters
+    assert all(are_bit_equal(found, plain) for found in run_ranks(2, run))
+
+
+# faults, each planted in the library
+
+
+@contextmanager
+def queued_without_a_wait(copies: StreamCopies) -> Iterator[CopyDone]:
+    event = copies._streams.event()
+    with copies._stream:
+        yield CopyDone(event, copies._streams)
+        event.record(copies._stream)
+
+
+@contextmanager
+def queued_on_the_compute_stream(copies: StreamCopies) -> Iterator[CopyDone]:
+    event = copies._streams.event()
+    event.record(copies._stream)  # before the copy, which the current stream carries out
+    yield CopyDone(event, copies._streams)
+
+
+def test_a_prefetch_that_does_not_wait_for_its_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamCopies, "queued", queued_without_a_wait)
+    found = reports(checked(settings(3, "cpu")))
+    assert "all_gather 'blocks.1' on the stream of collectives on 'dp' writes it before allocation on" in found
+    assert "the parameters of unit 'blocks.1', bytes 0 to" in found
+    assert "missing: the stream of collectives on 'dp' must wait for the compute stream, before the second" in found
+
+
+def test_a_copy_to_the_host_on_the_compute_stream_without_a_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamCopies, "queued", queued_on_the_compute_stream)
+    found = reports(checked(settings(2, "cpu", 2)))
+    assert "a part of the gradient of unit 'blocks.1' on the host" in found
+    assert "must wait for the compute stream, before the second operation" in found
+
+
+def test_a_buffer_that_is_reused_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire = ShardBuffers.acquire
+
+    def without_waiting(buffers: ShardBuffers, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        for free in buffers._free.values():
+            free.extend((flat, CopyDone()) for flat, _ in [free.popleft() for _ in range(len(free))])
+        return acquire(buffers, numel, dtype)
+
+    monkeypatch.setattr(ShardBuffers, "acquire", without_waiting)
+    found = reports(checked(settings(2, "cpu", 2)))
+    assert "must wait for copy stream 0, before the second operation" in found
+
+
+def test_a_gradient_that_the_host_reads_before_it_has_arrived_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyDone, "block", lambda copied: None)
+    found = reports(checked(settings(2, "cpu")))
+    assert (
+        "on the host's thread shoal-cpu-optimizer_0 reads it before aten.copy_.default on copy stream 0 writes it"
+        in found
+    )
+
+
+def test_a_collective_that_another_stream_waits_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Unit.gather
+
+    def elsewhere(unit: Unit, *, from_hpz: bool = False) -> None:
+        unit.start_gather(from_hpz=from_hpz)
+        accelerator = simulation()
+        assert accelerator is not None
+        with accelerator.stream():
+            gather(unit, from_hpz=from_hpz)
+
+    monkeypatch.setattr(Unit, "gather", elsewhere)
+    found = reports(checked(settings(3)))
+    assert (
+        "on the compute stream reads it before all_gather 'blocks.0' on the stream of collectives on 'dp' wr" in found
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_asynchronous_save_that_the_next_step_does_not_wait_for_is_found(
+    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(engine: shoal.Engine, step: int) -> None:
+        engine.save_checkpoint(tmp_path / folder, tag=str(step))
+
+    made = settings(stage, bf16={"enabled": True}, checkpoint={"async_save": True})
+    folder = "right"
+    assert reports(checked(made, save)) == ""
+    folder = "wrong"
+    monkeypatch.setattr(Snapshot, "wait", lambda snapshot: None)
+    found = reports(checked(made, save))
+    assert "on the compute stream writes it before aten.copy_.default on copy stream" in found
+
+
+def test_a_fault_is_raised_at_the_end_of_the_block_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CopyDone, "block", lambda copied: None)
+    raised: list[ShoalError] = []
+
+    def run() -> None:
+        try:
+            with shoal.check_streams():
+                engine = start(Plain, settings(2, "cpu"), adamw)
+                run_steps(engine, 1)
+                engine.destroy()
+        except StreamError as error:
+            raised.append(error)
+
+    run_ranks(2, run)
+    assert [error.code for error in raised] == ["stream-race"] * 2
+    assert "test_stream_check" in str(raised[0]) or "cpu_optimizer.py" in str(raised[0])

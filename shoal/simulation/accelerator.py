@@ -261,11 +261,12 @@ class SimulatedAccelerator:
             made = [t for t in self._memory(name, list(tensors_of(result))) if self._is_new(t, given)]
             found = [(tensor, self._storage_of(tensor)) for tensor in (*reads, *writes)]
             is_on_host = self._is_host_work(found)
-            stream = self.host if is_on_host else self.current()
+            is_scalar = not found and bool(made) and not any(tensor.dim() for tensor in made)  # nobody's, until used
+            stream = self.host if is_on_host or is_scalar else self.current()
             for tensor in made:
-                kind = True if is_on_host else None if not tensor.dim() and not found else False
+                kind = None if is_scalar else is_on_host
                 storage = self._storage_of(tensor, is_host=kind)
-                storage.is_host, storage.stream = kind, None if is_on_host else stream
+                storage.is_host, storage.stream = kind, stream if kind is False else None
             if not is_on_host:
                 for tensor in writes:
                     storage = self._storage_of(tensor)

@@ -177,14 +177,16 @@ def test_a_thread_starts_after_what_its_maker_has_done_and_is_waited_for_by_its_
     assert "the host must wait for the host's thread adder_0" in found
 
 
-def test_a_scalar_that_only_the_host_uses_does_not_make_the_host_wait_for_the_device() -> None:
+@pytest.mark.parametrize("maker", ["tensor", "zeros"])
+def test_a_scalar_that_only_the_host_uses_does_not_make_the_host_wait_for_the_device(maker: str) -> None:
     def use(accelerator: SimulatedAccelerator) -> None:
-        memory, step = host_empty(4, torch.float32, CPU), torch.tensor(0.0)
+        memory, step = host_empty(4, torch.float32, CPU), made()
         memory.copy_(torch.ones(4), non_blocking=True)
         step += 1
         step.item()
         memory.add_(1)
 
+    made = {"tensor": lambda: torch.tensor(0.0), "zeros": lambda: torch.zeros(())}[maker]
     (found,) = faults(use)
     assert "aten.add_.Tensor on the host writes it before aten.copy_.default on the compute stream writes it" in found
 

@@ -158,6 +158,7 @@ class Snapshot:
                 self._rest.append((flat, target))
             else:
                 self._copy(flat, target)
+        self._has_rest = bool(self._rest)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if is_in_host_memory(source) or self._copies is None:
@@ -181,9 +182,9 @@ class Snapshot:
         waits for copies of device memory.
         """
         self._done.wait()
-        if self._rest:
+        if self._has_rest:
             self._is_taken.wait()
-        self._see_taken()
+            self._see_taken()
 
 
 class _BlockWriter:

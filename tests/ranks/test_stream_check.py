@@ -15,6 +15,7 @@ from shoal.checkpoint.blocks import Snapshot
 from shoal.comm.threads import run_ranks
 from shoal.errors import ShoalError, StreamError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.parallel import activations
 from shoal.sharding.staging import ShardBuffers
 from shoal.sharding.unit import Unit
 from shoal.simulation.check import StreamCheck
@@ -82,7 +83,10 @@ def test_the_streams_of_every_stage_wait_where_they_must(stage: int, tier: str, 
     ids=str,
 )
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_streams_of_other_options_wait_too(stage: int, more: dict[str, Any]) -> None:
+def test_the_streams_of_other_options_wait_too(
+    stage: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "LEAST_NBYTES", 0)
     assert reports(checked(settings(stage, accumulation=2, **more))) == ""
 
 
@@ -203,6 +207,14 @@ def test_an_asynchronous_save_that_the_next_step_does_not_wait_for_is_found(
     monkeypatch.setattr(Snapshot, "wait", lambda snapshot: None)
     found = reports(checked(made, save))
     assert "on the compute stream writes it before aten.copy_.default on copy stream" in found
+
+
+def test_saved_tensors_that_are_freed_before_they_are_copied_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "LEAST_NBYTES", 0)
+    monkeypatch.setattr(CopyDone, "wait", lambda copied: None)
+    found = reports(checked(settings(1, offload_activation={"device": "cpu"})))
+    assert "the memory was freed (the last tensor of it is gone) before aten.copy_.default on copy stream" in found
+    assert "or record_stream." in found
 
 
 def test_a_fault_is_raised_at_the_end_of_the_block_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ import torch
 import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.comm.threads import run_ranks
-from shoal.errors import ShoalError, StreamError
+from shoal.comm.world import current_world
+from shoal.errors import CommError, ShoalError, StreamError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
+from shoal.mesh import Mesh
 from shoal.parallel import activations
 from shoal.sharding.staging import ShardBuffers
 from shoal.sharding.unit import Unit
@@ -215,6 +217,18 @@ def test_saved_tensors_that_are_freed_before_they_are_copied_are_found(monkeypat
     found = reports(checked(settings(1, offload_activation={"device": "cpu"})))
     assert "the memory was freed (the last tensor of it is gone) before aten.copy_.default on copy stream" in found
     assert "or record_stream." in found
+
+
+def test_ranks_that_issue_different_collectives_are_told_apart_as_without_the_check() -> None:
+    def run() -> None:
+        world = current_world()
+        with shoal.check_streams():
+            comm = world.communicator("dp", Mesh.of(world.size))
+            comm.all_reduce(torch.ones(4), label=f"of rank {world.rank}").wait()
+
+    with pytest.raises(CommError, match="disagree about call 0") as raised:
+        run_ranks(2, run)
+    assert raised.value.code == "comm-mismatch"
 
 
 def test_a_fault_is_raised_at_the_end_of_the_block_by_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:

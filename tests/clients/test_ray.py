@@ -15,6 +15,7 @@ def trained() -> ClientRun:
     return run_script("ray_cases.py", ranks=1, timeout=400)
 
 
+@pytest.mark.timeout(180)  # Ray's own processes start in the fixture
 @pytest.mark.parametrize("name", ["stage2", "stage3"])
 def test_two_workers_train_as_with_deepspeed(trained: ClientRun, name: str) -> None:
     found = trained.case(name)

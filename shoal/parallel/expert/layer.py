@@ -256,6 +256,11 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         held = ExpertsHeld(num_experts, ep_size, form="listed")
+        if enable_expert_tensor_parallelism:
+            warnings.warn(
+                "enable_expert_tensor_parallelism has no effect: tensor-parallel ranks hold different experts, whole.",
+                stacklevel=2,
+            )
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size

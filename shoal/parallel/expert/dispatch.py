@@ -35,7 +35,7 @@ from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
-from shoal.parallel.expert.same_tokens import on_own_tokens
+from shoal.parallel.expert.same_tokens import gather_outputs, take_own_tokens
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -75,32 +75,15 @@ def run_experts(
         a gradient.
     """
     held.router_check.note(weights)
-    run = partial(
-        _run_own, compute=compute, held=held, score_before=score_before, overlap=overlap, beside=beside, label=label
-    )
-    if held.same_tokens is not None:
-        return on_own_tokens(run, hidden, expert_index, weights, held.same_tokens, label)
-    return run(hidden, expert_index, weights, may_drop=may_drop)
-
-
-def _run_own(
-    hidden: Tensor,
-    expert_index: Tensor,
-    weights: Tensor,
-    *,
-    compute: Compute,
-    held: ExpertsHeld,
-    score_before: bool,
-    overlap: int,
-    beside: Callable[[], None] | None,
-    label: str,
-    may_drop: bool = True,
-) -> Tensor:
-    """As ``run_experts``, of tokens that this rank alone has."""
+    num_tokens, same = len(hidden), held.same_tokens
+    if same is not None:
+        hidden, expert_index, weights = take_own_tokens(hidden, expert_index, weights, same, label)
+        may_drop = True  # the tokens that make the parts equal have no expert
     run = partial(_run_divided, compute=compute, score_before=score_before, label=label)
     copies = held.copies
     if copies is None or not copies.experts or held.comm is None:
-        return run(hidden, expert_index, weights, held=held, overlap=overlap, beside=beside, may_drop=may_drop)
+        out = run(hidden, expert_index, weights, held=held, overlap=overlap, beside=beside, may_drop=may_drop)
+        return out if same is None else gather_outputs(out, num_tokens, same, label)
     tensors = copies.gather(held.ids, held.owners, held.comm, label)
     place = copies.place_of(expert_index, held.num_experts)
     if held.load is not None:
@@ -114,7 +97,8 @@ def _run_own(
             parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
 
     elsewhere = expert_index.masked_fill(place >= 0, -1)
-    return run(hidden, elsewhere, weights, held=held, overlap=overlap, beside=run_copies) + parts[0]
+    out = run(hidden, elsewhere, weights, held=held, overlap=overlap, beside=run_copies) + parts[0]
+    return out if same is None else gather_outputs(out, num_tokens, same, label)
 
 
 def _run_divided(

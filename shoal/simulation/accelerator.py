@@ -119,8 +119,8 @@ class SimulatedAccelerator:
         return SimulatedCommunicator(backend, self, self._new_stream(f"the stream of collectives on {backend.axis!r}"))
 
     def carried(self, run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
-        started = dict(self.host.clock)
-        ended: Clock = {}
+        started = self.host.clock.copy()
+        ended = Clock()
 
         def inside() -> T:
             self.host.join(started)
@@ -128,12 +128,12 @@ class SimulatedAccelerator:
                 try:
                     return run()
                 finally:
-                    ended.update(self.host.clock)
+                    ended.join(self.host.clock)
 
         return inside, lambda: self.host.join(ended)
 
     def host_mark(self) -> Callable[[], None]:
-        reached = dict(self.host.clock)
+        reached = self.host.clock.copy()
         return lambda: self.host.join(reached)
 
     @contextmanager
@@ -200,9 +200,8 @@ class SimulatedAccelerator:
         if found.is_host is not False:
             return  # a kernel has the value; page-locked memory is given back after its copies, other copies block
         stream = found.stream if found.stream is not None else self._compute
-        clock = dict(stream.clock)
-        for known, number in self.host.clock.items():
-            clock[known] = max(number, clock.get(known, 0))
+        clock = stream.clock.copy()
+        clock.join(self.host.clock)
         for access, was_write, start, stop in found.unordered(clock):
             key = ("freed", access.name, access.place, stream)
             say = partial(freed, self._named(found), start, stop, access, was_write, how, stream.name, _place())

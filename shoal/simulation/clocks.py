@@ -3,13 +3,54 @@
 A stream's clock says of every stream up to which operation it is known to have ended before the next operation here.
 An operation of another stream happens before it if its number is not above that. A host thread is a stream too: what it
 queues starts after what it has waited for.
+
+Where operations have durations, a clock also knows the one of all these that ends last: the next one starts then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-Clock = dict["SimulatedStream", int]
+
+@dataclass(frozen=True, eq=False)
+class TimedOperation:
+    """An operation with its times, in seconds since the simulation began.
+
+    Attributes: ``kind``: what it is a part of, for sums. ``before``: which ended when this one could start; None: it
+    waited for nothing.
+    """
+
+    stream: SimulatedStream
+    name: str
+    kind: str
+    start: float
+    end: float
+    before: TimedOperation | None
+
+
+class Clock(dict["SimulatedStream", int]):
+    """What is known to be over: per stream the number of an operation; ``last``: the one of them that ends last."""
+
+    last: TimedOperation | None = None
+
+    @property
+    def seconds(self) -> float:
+        """When everything that this clock knows is over."""
+        return 0.0 if self.last is None else self.last.end
+
+    def join(self, other: Clock) -> None:
+        """Know also what ``other`` knows."""
+        for stream, number in other.items():
+            if number > self.get(stream, 0):
+                self[stream] = number
+        if other.last is not None and other.last.end > self.seconds:
+            self.last = other.last
+
+    def copy(self) -> Clock:
+        made = Clock(self)
+        made.last = self.last
+        return made
 
 
 class SimulatedStream:
@@ -27,7 +68,7 @@ class SimulatedStream:
         enter: Callable[[SimulatedStream | None], None],
     ) -> None:
         self.name = name
-        self.clock: Clock = {self: 0}
+        self.clock = Clock({self: 0})
         self._before, self._launch, self._enter = before, launch, enter
 
     def __repr__(self) -> str:
@@ -40,10 +81,7 @@ class SimulatedStream:
 
     def join(self, clock: Clock) -> None:
         """What comes next starts after everything that ``clock`` knows."""
-        own = self.clock
-        for stream, number in clock.items():
-            if number > own.get(stream, 0):
-                own[stream] = number
+        self.clock.join(clock)
 
     def wait_stream(self, other: SimulatedStream) -> None:
         self._before()
@@ -72,13 +110,13 @@ class SimulatedEvent:
     """
 
     def __init__(self, before: Callable[[], None], host: Callable[[], SimulatedStream]) -> None:
-        self.clock: Clock = {}
+        self.clock = Clock()
         self._before, self._host = before, host
 
     def record(self, stream: SimulatedStream) -> None:
         self._before()
         stream.join(self._host().clock)
-        self.clock = dict(stream.clock)
+        self.clock = stream.clock.copy()
 
     def synchronize(self) -> None:
         self._before()

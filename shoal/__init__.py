@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
     from shoal.pipeline.module import PipelineModule
     from shoal.simulation.check import check_streams
+    from shoal.simulation.dry_run import dry_run
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "check_streams",
     "checkpointing",
     "comm",
+    "dry_run",
     "errors",
     "init_distributed",
     "initialize",
@@ -64,6 +66,7 @@ _MODULES = {
     "add_config_arguments": "shoal.config",
     "attention": "shoal.parallel.sequence.attention",
     "check_streams": "shoal.simulation.check",
+    "dry_run": "shoal.simulation.dry_run",
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",

@@ -37,6 +37,11 @@ class Streams(Protocol):
 class Simulation(Streams, Protocol):
     """A simulated accelerator: its streams, and what it must be told because no operator of torch shows it."""
 
+    @property
+    def host_nbytes(self) -> int | None:
+        """Host memory for all ranks; None: what there really is."""
+        ...
+
     def is_host(self, tensor: torch.Tensor) -> bool: ...
 
     def add_host_memory(self, tensor: torch.Tensor, *, is_pinned: bool) -> None: ...
@@ -53,13 +58,13 @@ class Simulation(Streams, Protocol):
         self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> Callable[[], None]: ...
 
-    def carried(self, run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]: ...
+    def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]: ...
 
     def host_mark(self) -> Callable[[], None]: ...
 
     def synchronize(self) -> None: ...
 
-    def communicator(self, backend: Any) -> Any: ...
+    def communicator(self, backend: Any, ranks: tuple[int, ...]) -> Any: ...
 
 
 class TorchStreams:
@@ -159,13 +164,13 @@ def host_transfer(
     return _nothing if found is None else found.transfer(name, reads, writes)
 
 
-def carried(run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
-    """``run`` for another thread, which starts after what this one has done.
+def carried(run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
+    """``run`` for another thread, of this name, which starts after what this one has done.
 
     Returns: it, and what a thread calls that has waited for its end.
     """
     found = _OF_THREAD.simulation
-    return (run, _nothing) if found is None else found.carried(run)
+    return (run, _nothing) if found is None else found.carried(run, thread)
 
 
 def host_mark() -> Callable[[], None]:

@@ -182,7 +182,7 @@ class Save:
                 self._outcome = error
 
         self._outcome = None
-        guarded, self._joined = carried(guarded)
+        guarded, self._joined = carried(guarded, "shoal-checkpoint")
         thread = threading.Thread(target=guarded, name="shoal-checkpoint", daemon=True)
         try:
             thread.start()

@@ -119,7 +119,7 @@ class World:
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
                 backend = self._transport.open(axis, mesh.groups(axis))
                 if accelerator is not None:
-                    backend = accelerator.communicator(backend)
+                    backend = accelerator.communicator(backend, ranks)
             found = self._communicators[key] = RecordedCommunicator(backend, self.recorder)
         return found
 

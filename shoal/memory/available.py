@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from shoal.streams import simulation
+
 
 def host_available_nbytes(root: Path = Path("/")) -> int:
-    """Bytes that may still be allocated without swapping, being killed, or being refused.
+    """Bytes that may still be allocated without swapping, being killed, or being refused. In a dry run: by its machine.
 
     Args:
         root: where ``proc`` and ``sys`` are mounted.
     """
+    simulated = simulation()
+    if simulated is not None and simulated.host_nbytes is not None:
+        return simulated.host_nbytes
     found = [*_of_machine(root), *_of_cgroups(root), *_of_limits(root)]
     return max(0, min(found)) if found else 0
 

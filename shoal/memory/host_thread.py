@@ -30,11 +30,12 @@ class HostThread:
     """The thread; it starts with the first function."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def submit(self, run: Callable[[], T]) -> ThreadResult[T]:
         """Call ``run()`` after the functions before. Does not block the host."""
-        run, joined = carried(run)
+        run, joined = carried(run, self._name)
         return ThreadResult(self._pool.submit(run), joined)
 
     def close(self) -> None:

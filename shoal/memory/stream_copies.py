@@ -76,6 +76,18 @@ class StreamCopies:
             yield CopyDone(event, self._streams)
             event.record(self._stream)
 
+    @contextmanager
+    def after(self, mark: CopyDone) -> Iterator[CopyDone]:
+        """Queue what the block does on the copy stream, which waits for ``mark`` and not for what was queued since.
+
+        Memory that the block allocates is the copy stream's.
+        """
+        event = self._streams.event()
+        with self._stream:
+            mark.wait()
+            yield CopyDone(event, self._streams)
+            event.record(self._stream)
+
 
 class ComputeStream:
     """The stream in which a model computes. A script may choose another (``with torch.cuda.stream(s)``) at any time.

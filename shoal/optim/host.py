@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 
+from shoal.device import is_fake
 from shoal.errors import OptimizerError
 from shoal.optim.host_blocks import BlockedUpdate, HostThreads
 from shoal.optim.host_rules import CUT_NUMEL, NUMBERS, Rule, RuleName, kind_of
@@ -131,6 +132,8 @@ class HostStep:
         parameter = None if parameter is None else parameter.detach()
         written = [main, *ordered, *(() if parameter is None else (parameter,)), *(undo or ())]
         host_access(f"host update ({kind})", reads=[gradient], writes=written)
+        if is_fake(main):
+            return HostWork()
         path = self._path_of(rule, gradient.dtype, None if parameter is None else parameter.dtype)
         if undo is not None:
             undo = [saved.detach() for saved in undo]

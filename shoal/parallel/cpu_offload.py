@@ -20,7 +20,6 @@ from typing import Protocol
 
 import torch
 
-from shoal.device import is_fake
 from shoal.errors import UsageError
 from shoal.parallel.saved_tensors import Form, ForwardCall, InPlaceTensor, SavedTensor, input_changed, version_of
 from shoal.sharding.placement import Tier
@@ -153,7 +152,7 @@ class HostStore:
             self._leaving.popleft()
 
     def store(self, tensor: torch.Tensor, call: ForwardCall) -> SavedTensor:
-        copies = None if is_fake(tensor) else self._copies_for(tensor.device)
+        copies = self._copies_for(tensor.device)
         if copies is None:
             return InPlaceTensor(tensor, Tier.HOST)
         if not Form.of(tensor).can_move:

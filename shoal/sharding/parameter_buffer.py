@@ -16,7 +16,6 @@ import torch
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import WireFormat
-from shoal.device import is_fake
 from shoal.memory.disk_store import DiskBuffer, DiskStore
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.sharding.buffer import Axis, FlatBuffer
@@ -112,7 +111,8 @@ class ParameterBuffer(FlatBuffer):
         self.placeholders = [placeholder(spec.shape, dtype, device) for spec in layout.specs] if is_sharded else []
         self._hpz_comm = hpz
         self._hpz = FlatBuffer(label, {"hpz": hpz}, Placement(), full) if hpz is not None else None
-        self._copies = None if is_fake(full) else copies
+        self._copies = copies
+        self._staged: torch.Tensor | None = None  # on the device, for the next gather of an offloaded shard
         self._disk = disk if is_sharded else None
         self._disk_buffer: DiskBuffer | None = None  # the shard's, on the disk
         self._is_changed = False  # since it was fetched from the disk
@@ -165,6 +165,17 @@ class ParameterBuffer(FlatBuffer):
 
     # between the stored placement and Replicate
 
+    def allocate(self) -> None:
+        """Allocate what ``gather`` needs, on the current stream."""
+        resize_storage(self._storage, self._full_nbytes)
+        if self.is_shard_offloaded and self.comm.size > 1:
+            self._staged = self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+
+    def free(self) -> None:
+        """Free the full buffer, which is not in use."""
+        resize_storage(self._storage, 0)
+        self._staged = None
+
     def gather(self, *, from_hpz: bool = False) -> Work:
         """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``attach_views()``.
 
@@ -202,7 +213,9 @@ class ParameterBuffer(FlatBuffer):
     def _gather_offloaded(self, axis: Axis, wire: WireFormat | None) -> Work:
         """Copy the shard to the device and gather it. The current stream waits for neither before ``Work.wait()``."""
         # A tensor of its own: peers may read it after the full buffer was released.
-        staged = None if axis.size == 1 else self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
+        staged, self._staged = self._staged, None
+        if staged is None and axis.size > 1:
+            staged = self.comm.empty(self.shard.numel(), self.dtype, self.full.device)
         # The all-gather is issued where the copy is queued: it starts after the copy, not after the device's work.
         with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
             with self.resident_shard(is_read_only=True):
@@ -234,7 +247,7 @@ class ParameterBuffer(FlatBuffer):
             parameter.data = substitute
         if keep_user_views and torch._C._storage_Use_Count(self._storage._cdata) > len(self.views) + 2:
             self._replace_full(torch.empty_like(self.full))
-        resize_storage(self._storage, 0)
+        self.free()
         self.is_full = False
 
     def keep_hpz_shard(self) -> None:

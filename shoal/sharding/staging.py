@@ -18,7 +18,7 @@ from shoal.streams import is_accelerator
 
 MAX_BUFFERS = 4  # of one layout, before a rank waits for a slower one to have read the oldest
 MAX_BUFFERS_ON_ACCELERATOR = 2  # there only the device waits
-MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into
+MAX_SHARDS = 2  # of one size: while one is copied to the host, the next is reduced into; over ranks, two are
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class StagingBuffers:
         self._all: list[StagingBuffer] = []
         self._num_made: Counter[object] = Counter()
         self._num_users: Counter[object] = Counter()
-        self.shards = ShardBuffers(device)
+        self.shards = ShardBuffers(device, MAX_SHARDS + (comm.size > 1))
 
     def register(self, layout: BufferLayout) -> None:
         """One more group of this layout will acquire buffers, one at a time and once in a backward pass."""
@@ -94,18 +94,19 @@ class StagingBuffers:
 class ShardBuffers:
     """Device memory for reduced gradients that are stored on the host.
 
-    Memory: until ``clear()``, of each size and dtype ``MAX_SHARDS`` buffers, or as many as were in use at once.
+    Memory: until ``clear()``, of each size and dtype ``max_shards`` buffers, or as many as were in use at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, max_shards: int = MAX_SHARDS) -> None:
         self._device = device
+        self._max_shards = max_shards
         self._free: dict[tuple[int, torch.dtype], deque[tuple[torch.Tensor, CopyDone]]] = defaultdict(deque)
         self._num_made: Counter[tuple[int, torch.dtype]] = Counter()
 
     def acquire(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A buffer of arbitrary values. Order: the current stream waits for the copy of the values before."""
         free = self._free[numel, dtype]
-        if free and self._num_made[numel, dtype] >= MAX_SHARDS:
+        if free and self._num_made[numel, dtype] >= self._max_shards:
             flat, copied = free.popleft()
             copied.wait()
             return flat

@@ -24,6 +24,7 @@ import torch
 
 from shoal.comm.protocol import Work
 from shoal.errors import PlacementError
+from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
@@ -65,6 +66,7 @@ class Unit:
         self.pin_count = 0  # callers beside the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
         self._works: list[Work] = []
+        self._also = CopyDone()
         self._hidden: list[ParameterBuffer] = []  # stored whole, and being gathered after a step
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
@@ -134,6 +136,22 @@ class Unit:
         self._move(UnitState.GATHERING)
         self._works = [group.buffer.gather(from_hpz=from_hpz) for group in self.groups if group.buffer.is_sharded]
 
+    def allocate(self) -> None:
+        """Allocate on the current stream what the next ``start_gather`` needs."""
+        for group in self.groups:
+            if group.buffer.is_sharded:
+                group.buffer.allocate()
+
+    def free_if_released(self) -> None:
+        """Free what ``allocate`` has allocated, unless it is in use."""
+        for group in self.groups:
+            if group.buffer.is_sharded and self.is_released:
+                group.buffer.free()
+
+    def wait_also(self, done: CopyDone) -> None:
+        """``gather()`` waits for ``done``, too, on the device."""
+        self._also = done
+
     def finish_updates(self) -> None:
         """Wait for updates of the groups on the host; work queued on the device afterwards sees their parameters."""
         self.has_pending_update = False
@@ -154,6 +172,8 @@ class Unit:
         if self.state is UnitState.FULL:
             return
         self.start_gather(from_hpz=from_hpz)
+        self._also.wait()
+        self._also = CopyDone()
         for work in self._works:
             work.wait()
         self._works = []

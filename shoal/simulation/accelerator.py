@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache, partial
 from types import FrameType
@@ -19,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 
 from shoal.comm.protocol import Backend
-from shoal.device import is_fake
 from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator
 from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
 from shoal.simulation.findings import StreamFinding, freed, race
 from shoal.simulation.modes import watching
+from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 
 T = TypeVar("T")
@@ -42,6 +43,9 @@ _SKIPPED = (
     "/shoal/zero/parameter_access.py",
 )
 _NUM_PLACES = 3
+_ALLOCATIONS = ("aten.empty", "aten.new_empty")
+_OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
+_DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
 
 
 class _Thread(threading.local):
@@ -54,18 +58,29 @@ class _Thread(threading.local):
 class SimulatedAccelerator:
     """The accelerator of one rank. Made by the thread that runs the rank.
 
+    Args:
+        times: gives operations durations; the host's threads are then simulated in turn. None: only orders count.
+
     Attributes: ``findings``: by what was reported. ``num_operations``: that were checked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, times: StreamTimes | None = None) -> None:
+        self.times = times
         self.findings: dict[object, StreamFinding] = {}
         self.num_operations = 0
+        self._next_deaths = 0
         self._lock = threading.RLock()
         self._thread = _Thread()
         self._storages: dict[int, TrackedStorage] = {}
         self._streams: list[SimulatedStream] = []
-        self._compute = self._new_stream("the compute stream")
+        self.compute = self._new_stream("the compute stream")
         self._main = threading.get_ident()
+        self._main_host = self.host
+        self._host_threads: dict[str, SimulatedStream] = {}
+
+    @property
+    def host_nbytes(self) -> int | None:
+        return None if self.times is None else self.times.host_nbytes
 
     # streams: see ``shoal.streams``
 
@@ -102,7 +117,7 @@ class SimulatedAccelerator:
         return SimulatedEvent(self.notice_deaths, lambda: self.host)
 
     def current(self) -> SimulatedStream:
-        return self._thread.entered[-1] if self._thread.entered else self._compute
+        return self._thread.entered[-1] if self._thread.entered else self.compute
 
     def record_stream(self, tensor: torch.Tensor, stream: SimulatedStream) -> None:
         with self._lock:
@@ -114,11 +129,14 @@ class SimulatedAccelerator:
             if not stream.name.startswith("the host"):
                 self.host.join(stream.clock)
 
-    def communicator(self, backend: Backend) -> SimulatedCommunicator:
-        """``backend`` with collectives on a stream of its own."""
-        return SimulatedCommunicator(backend, self, self._new_stream(f"the stream of collectives on {backend.axis!r}"))
+    def communicator(self, backend: Backend, ranks: tuple[int, ...]) -> SimulatedCommunicator:
+        """``backend`` with collectives on a stream of its own. ``ranks``: those along its axis."""
+        stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
+        return SimulatedCommunicator(backend, self, stream, ranks)
 
-    def carried(self, run: Callable[[], T]) -> tuple[Callable[[], T], Callable[[], None]]:
+    def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
+        if self.times is not None:
+            return self._carried_out(run, thread)
         started = self.host.clock.copy()
         ended = Clock()
 
@@ -131,6 +149,24 @@ class SimulatedAccelerator:
                     ended.join(self.host.clock)
 
         return inside, lambda: self.host.join(ended)
+
+    def _carried_out(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
+        """Call ``run()`` now, as if ``thread`` did, after what it has done before."""
+        own = self.host
+        if thread not in self._host_threads:
+            self._host_threads[thread] = self._new_stream(f"the host's thread {thread}")
+        other = self._host_threads[thread]
+        other.join(own.clock)
+        self._thread.host = other
+        try:
+            result: Future[T] = Future()
+            result.set_result(run())
+        except BaseException as error:
+            result.set_exception(error)
+        finally:
+            self._thread.host = own
+        ended = other.clock.copy()
+        return result.result, lambda: self.host.join(ended)
 
     def host_mark(self) -> Callable[[], None]:
         reached = self.host.clock.copy()
@@ -155,8 +191,8 @@ class SimulatedAccelerator:
         """The storage's accesses; one that was not seen before is ``is_host`` (on another thread always)."""
         storage = tensor.untyped_storage()
         found = self._storages.get(storage._cdata)
-        if found is None:
-            if threading.get_ident() != self._main:
+        if found is None or found.ref.expired():
+            if self.host is not self._main_host:
                 is_host = True
             elif not tensor.dim() and not is_host:
                 is_host = None
@@ -190,6 +226,9 @@ class SimulatedAccelerator:
 
     def notice_deaths(self) -> None:
         """Check storages that were freed since the last operation."""
+        if self.times is not None and self.num_operations < self._next_deaths:
+            return
+        self._next_deaths = self.num_operations + _DEATHS_EVERY
         with self._lock:
             for key, found in list(self._storages.items()):
                 if found.ref.expired():
@@ -199,7 +238,7 @@ class SimulatedAccelerator:
     def _check_free(self, found: TrackedStorage, how: str) -> None:
         if found.is_host is not False:
             return  # a kernel has the value; page-locked memory is given back after its copies, other copies block
-        stream = found.stream if found.stream is not None else self._compute
+        stream = found.stream if found.stream is not None else self.compute
         clock = stream.clock.copy()
         clock.join(self.host.clock)
         for access, was_write, start, stop in found.unordered(clock):
@@ -225,11 +264,20 @@ class SimulatedAccelerator:
         return Access(stream, stream.tick(), name, _place())
 
     def run(
-        self, name: str, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        name: str,
+        stream: SimulatedStream,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        cost: Callable[[StreamTimes], Cost] | None = None,
     ) -> None:
         """An operation that is queued on ``stream`` now."""
         with self._lock:
+            if self.times is not None and stream is not self.host:
+                self.times.add(self.host, "launch", self.times.launch())
             access = self._access(name, stream)
+            if self.times is not None and cost is not None:
+                self.times.add(stream, name, cost(self.times))
             written = {id(tensor) for tensor in writes}
             for tensor in reads:
                 if id(tensor) not in written:
@@ -273,14 +321,46 @@ class SimulatedAccelerator:
                         storage.is_host, storage.stream = False, stream
                 reads = [tensor for tensor in reads if self._storage_of(tensor).is_host is not None]
             if reads or writes or made:
-                self.run(name, stream, reads, [*writes, *made])
+                cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
+                self.run(name, stream, reads, [*writes, *made], cost)
             if not is_on_host and (effects.blocks_host or self._blocks(operator, found, args, kwargs)):
                 self.notice_deaths()
                 self.host.join(stream.clock)
 
+    def _cost(
+        self,
+        operator: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        made: Sequence[torch.Tensor],
+        times: StreamTimes,
+    ) -> Cost:
+        """Of an operator of torch: host work, a copy over the bus, or a kernel."""
+        name = str(operator)
+        if name.startswith(_ALLOCATIONS):
+            return Cost(COMPUTE, 0.0)
+        found = [self._storage_of(tensor) for tensor in (*reads, *writes, *made)]
+        if all(storage.is_host is not False for storage in found):
+            return self._host_cost(reads, [*writes, *made], times)
+        on_host = [storage for storage in found if storage.is_host]
+        if on_host and name.startswith(("aten.copy_", "aten._to_copy")):
+            written = [*writes, *made]
+            is_to_host = any(self.is_host(tensor) for tensor in written)
+            is_pinned = all(storage.is_pinned for storage in on_host)
+            return times.copy(_nbytes(written), is_to_host=is_to_host, is_pinned=is_pinned)
+        factor = 1 if name.startswith(_OVERWRITES) else 2
+        return times.kernel(operator, args, kwargs, result, _nbytes(reads) + factor * _nbytes(writes) + _nbytes(made))
+
+    def _host_cost(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], times: StreamTimes) -> Cost:
+        nbytes = _nbytes(reads) + 2 * _nbytes(writes)  # a cache line is read before it is written
+        return times.on_host(nbytes, is_main=self.host is self._main_host)
+
     def _is_host_work(self, found: Sequence[tuple[torch.Tensor, TrackedStorage]]) -> bool:
         if not found:
-            return threading.get_ident() != self._main
+            return self.host is not self._main_host
         return all(storage.is_host is not False for _, storage in found)
 
     @staticmethod
@@ -294,12 +374,14 @@ class SimulatedAccelerator:
         on_host = [storage for _, storage in found if storage.is_host]
         if not on_host:
             return False
-        is_async = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return not (str(operator).startswith("aten.copy_") and is_async and all(each.is_pinned for each in on_host))
+        if not str(operator).startswith("aten.copy_") or not all(each.is_pinned for each in on_host):
+            return True
+        return not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
     def _is_new(self, tensor: torch.Tensor, given: Sequence[torch.Tensor]) -> bool:
         key = tensor.untyped_storage()._cdata
-        if key in self._storages or tensor.device.type != "cpu":
+        known = self._storages.get(key)
+        if (known is not None and not known.ref.expired()) or tensor.device.type != "cpu":
             return False
         return all(other.layout is not torch.strided or other.untyped_storage()._cdata != key for other in given)
 
@@ -307,7 +389,7 @@ class SimulatedAccelerator:
         """The dense tensors of CPU memory in these; others are reported. Those of ``meta`` have no memory."""
         found: list[torch.Tensor] = []
         for tensor in tensors:
-            if tensor.device.type == "meta" or is_fake(tensor):
+            if tensor.device.type == "meta":
                 continue
             if tensor.device.type != "cpu":
                 self.unknown(name, f"a tensor is on {tensor.device}, and the simulated accelerator is the CPU")
@@ -320,7 +402,7 @@ class SimulatedAccelerator:
 
     def host_access(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         self.notice_deaths()
-        self.run(name, self.host, reads, writes)
+        self.run(name, self.host, reads, writes, partial(self._host_cost, reads, writes))
 
     def read_on_host(self, tensor: torch.Tensor) -> None:
         """The host reads a tensor's values, wherever it lies. Order: blocks the host."""
@@ -328,13 +410,17 @@ class SimulatedAccelerator:
             self.notice_deaths()
             is_on_host = self._storage_of(tensor).is_host is not False
             stream = self.host if is_on_host else self.current()
-            self.run("a read of values", stream, [tensor], [])
+
+            def cost(times: StreamTimes) -> Cost:
+                return times.copy(tensor.nbytes, is_to_host=True, is_pinned=True)
+
+            self.run("a read of values", stream, [tensor], [], None if is_on_host else cost)
             self.host.join(stream.clock)
 
     def transfer(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Callable[[], None]:
         self.notice_deaths()
         stream = SimulatedStream("the disk", self.notice_deaths, self._launch, self._enter)
-        self.run(name, stream, reads, writes)
+        self.run(name, stream, reads, writes, lambda times: times.disk(_nbytes([*reads, *writes])))
         return lambda: self.host.join(stream.clock)
 
     # findings
@@ -351,6 +437,10 @@ class SimulatedAccelerator:
                 self.findings[key] = StreamFinding(text())
             else:
                 found.count += 1
+
+
+def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _place() -> str:

@@ -17,6 +17,7 @@ from shoal.comm.finished import own_range
 from shoal.comm.protocol import Backend, Work
 from shoal.comm.sums import is_same_memory
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
+from shoal.simulation.times import Cost, StreamTimes
 
 
 class StreamsOfCollectives(Protocol):
@@ -35,7 +36,12 @@ class StreamsOfCollectives(Protocol):
     def paused(self) -> AbstractContextManager[None]: ...
 
     def run(
-        self, name: str, stream: SimulatedStream, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+        self,
+        name: str,
+        stream: SimulatedStream,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        cost: Callable[[StreamTimes], Cost] | None = None,
     ) -> None: ...
 
 
@@ -81,7 +87,10 @@ class SimulatedWork:
 class SimulatedCommunicator:
     """The ranks along one axis, over NCCL's stream in the simulation. Host memory goes to the backend as it is."""
 
-    def __init__(self, backend: Backend, accelerator: StreamsOfCollectives, stream: SimulatedStream) -> None:
+    def __init__(
+        self, backend: Backend, accelerator: StreamsOfCollectives, stream: SimulatedStream, ranks: tuple[int, ...]
+    ) -> None:
+        self.ranks = ranks
         self.axis, self.rank, self.size = backend.axis, backend.rank, backend.size
         self._backend, self._accelerator, self._stream = backend, accelerator, stream
 
@@ -229,7 +238,14 @@ class SimulatedCommunicator:
             for tensor in tensors:
                 accelerator.label(tensor, f"memory of unit {label!r}", is_weak=True)
             reads, writes = _accesses(source, target)
-            accelerator.run(f"{name} {label!r}", self._stream, reads, writes)
+            nbytes = max(tensor.nbytes for tensor in tensors)
+            accelerator.run(
+                f"{name} {label!r}",
+                self._stream,
+                reads,
+                writes,
+                lambda times: times.collective(name, nbytes, self.ranks),
+            )
             event = accelerator.event()
             event.record(self._stream)
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +38,9 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if func.namespace == "prim":  # an attribute of a subclass
+            return func(*args, **kwargs)
+        if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass runs operators of plain tensors, which come here
         watcher = self._watcher
         if watcher.is_paused:
@@ -45,7 +48,7 @@ class _Operators(TorchDispatchMode):
         watcher.notice_deaths()
         effects = effects_of(func)
         before = []
-        if effects.is_custom:  # its schema was written by hand: is it true?
+        if effects.is_custom and FakeTensor not in types:  # its schema was written by hand: is it true?
             reads = accessed(effects, args, kwargs)[0]
             before = [(tensor, tensor.clone()) for tensor in reads if tensor.layout is torch.strided]
         result = func(*args, **kwargs)

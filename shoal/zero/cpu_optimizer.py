@@ -36,7 +36,7 @@ from shoal.optim.host_rules import Rule, RuleName, kind_of
 from shoal.sharding.gradient_norm import sum_of_squares
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.staging import MAX_SHARDS
-from shoal.streams import name_memory
+from shoal.streams import name_memory, simulation
 
 _Result = TypeVar("_Result")
 
@@ -231,7 +231,7 @@ class CpuOptimizer:
         return self._transfer(group).values()
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor, *, is_source_freed: bool = False) -> CopyDone:
-        if self._copies is None or is_fake(source):
+        if self._copies is None:
             target.copy_(source, non_blocking=True)
             return CopyDone()
         return self._copies.copy(source, target, is_source_freed=is_source_freed)
@@ -300,7 +300,9 @@ class CpuOptimizer:
                     value.copy_(old[part.range.start : part.range.stop])
 
     def _range_updates(self, group: ParameterGroup, ranges: Sequence[ParameterRange]) -> list[_RangeUpdate] | None:
-        if self.kind is None or group.main.dtype != torch.float32 or is_fake(group.main):
+        if self.kind is None or group.main.dtype != torch.float32:
+            return None
+        if is_fake(group.main) and simulation() is None:
             return None
         updates = []
         for part in ranges:
@@ -316,7 +318,8 @@ class CpuOptimizer:
     def _rule(self, part: ParameterRange, state: Mapping[str, Any]) -> Rule:
         assert self.kind is not None
         # SGD counts no steps: its first one is the one that makes its momentum, and is not done here.
-        number = float(state["step"]) + 1 if "step" in state else 2.0
+        is_counted = "step" in state and not is_fake(state["step"])
+        number = float(state["step"]) + 1 if is_counted else 2.0
         return Rule.of(self.kind, self._optimizer.param_groups[part.group], number)
 
     def _submit(

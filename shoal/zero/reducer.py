@@ -87,7 +87,7 @@ class Reducer:
         self._wait(MAX_UNDER_WAY - 1)
         unit.reduce(at_step=self.at_step)
         self._under_way.append(unit)
-        if not self._has_overlap:
+        if not self._has_overlap or self._comm.size == 1:
             self._wait()
 
     def _wait(self, num_left: int = 0) -> None:

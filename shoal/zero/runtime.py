@@ -26,6 +26,7 @@ from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit, UnitState
 from shoal.zero.deferred_gathers import DeferredGathers
 from shoal.zero.disk_state import Disks
+from shoal.zero.gather_ahead import GatherAhead
 from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.hooks import HookSet, accumulates_into, tensors_in
 from shoal.zero.order import UnitOrder
@@ -133,6 +134,7 @@ class ShardedModel:
         self.axes = axes
         self._device = device
         self._compute = ComputeStream(device)
+        self._gather_ahead = GatherAhead(device)
         self.sparse_names = sparse_names
         self.sharded_at_init = sharded_at_init
         self.sharded = [unit for unit in self.units if unit.is_sharded]
@@ -262,6 +264,7 @@ class ShardedModel:
     def after_model(self, output: Any) -> None:
         if in_backward():
             return
+        self._gather_ahead.cancel()
         for unit in self.sharded:
             if unit.state is UnitState.GATHERING:
                 unit.release()
@@ -301,7 +304,7 @@ class ShardedModel:
                 candidate.release()
         updated = self.order.after_update(self.live_numel()) if self._has_host_updates else None
         if updated is not None:
-            updated.start_gather()
+            self._gather_ahead.start(updated)
 
     def _is_worth_keeping(self, unit: Unit) -> bool:
         distance = self.order.reuse_distance(unit, self._running)
@@ -319,6 +322,8 @@ class ShardedModel:
         unit.gather(from_hpz=from_hpz)
         for later in self.order.ahead(self.live_numel()):
             later.start_gather(from_hpz=from_hpz)
+        if self._has_host_updates and not from_hpz:
+            self._gather_ahead.reserve(self.order.after_update(self.live_numel()))
 
     def _fetch_ahead(self) -> None:
         """Begin to read the units that come next from their disk, as far as there are buffers for them."""
@@ -548,6 +553,7 @@ class ShardedModel:
         self._pass = None
         self._is_kept = False
         self._running.clear()
+        self._gather_ahead.cancel()
         self.reducer.reset()
         self._release_readers(is_recovering=True)
 

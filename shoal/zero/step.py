@@ -319,7 +319,7 @@ class ShardedStep:
                 by_dtype.setdefault(group.main.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             sizes = [gradients[index].numel() for index in indices]
-            casts = list(self._scratch_of(sum(sizes), dtype, gradients[indices[0]].device)[: sum(sizes)].split(sizes))
+            casts = list(self._scratch_of(sum(sizes), dtype, gradients[indices[0]])[: sum(sizes)].split(sizes))
             torch._foreach_copy_(casts, [gradients[index] for index in indices])
             for index, cast in zip(indices, casts, strict=True):
                 gradients[index] = cast
@@ -398,10 +398,11 @@ class ShardedStep:
         optimizer.step_unit(whole, comm, buffer.full.device, parts_comm)
         self._round(ranges)
 
-    def _scratch_of(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def _scratch_of(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        """Memory of values that are used up in the next call, in the memory that ``like`` lies in."""
         held = self._scratch
-        if held is None or held.numel() < numel or held.dtype != dtype or held.device != device:
-            self._scratch = held = torch.empty(numel, dtype=dtype, device=device)
+        if held is None or held.numel() < numel or held.dtype != dtype or held.device != like.device:
+            self._scratch = held = like.new_empty(numel, dtype=dtype)
         return held
 
     # loading

@@ -15,7 +15,6 @@ from shoal.device import Device, host_empty, read_vector
 from shoal.errors import StreamError, UsageError
 from shoal.memory.host_thread import HostThread
 from shoal.memory.stream_copies import ComputeStream, StreamCopies, mark
-from shoal.simulation import accelerator as accelerator_module
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.accesses import bytes_of
 from shoal.simulation.check import StreamCheck
@@ -228,8 +227,7 @@ def test_an_operator_whose_schema_hides_what_it_writes_is_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
-def test_memory_that_is_not_the_accelerators_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerator_module, "is_fake", lambda tensor: False)
+def test_memory_that_is_not_the_accelerators_is_named() -> None:
     with FakeTensorMode():
         foreign = torch.empty(2, device="cuda")
 

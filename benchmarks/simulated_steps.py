@@ -1,0 +1,135 @@
+"""Steps of large models on simulated H100s: what each rank waits for. No GPU, no values, a few minutes on one core.
+
+python -m benchmarks.simulated_steps                # the table of benchmarks/README.md
+python -m benchmarks.simulated_steps --only 7b-8-3 --trace runs/7b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import shoal
+from shoal.models.gpt import GPT, GPTConfig
+from shoal.simulation.dry_run import DryRun
+from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, HOST, UPDATE
+
+SHAPES = {
+    "1.5b": GPTConfig(vocab_size=50_304, sequence_length=1024, num_layers=48, hidden_size=1600, num_heads=25),
+    "7b": GPTConfig(vocab_size=32_000, sequence_length=4096, num_layers=32, hidden_size=4096, num_heads=32),
+}
+WARM_STEPS = 2  # the first learns the order of the units, the second has optimizer state
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model on some ranks."""
+
+    model: str
+    num_ranks: int
+    stage: int
+    micro_batch: int
+    offload: str = ""  # "", "optimizer", "all"
+    recompute: bool = False
+    accumulation: int = 1
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(part) for part in (self.model, self.num_ranks, self.stage, self.offload) if part != "")
+
+    def config(self) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage}
+        if self.offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        if self.offload == "all":
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": 1.0,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        }
+
+
+CASES = [
+    *(Case("1.5b", 1, stage, 8) for stage in range(4)),
+    *(Case("1.5b", 8, stage, 8) for stage in range(4)),
+    *(Case("7b", 8, stage, 2) for stage in range(1, 4)),
+    Case("1.5b", 1, 2, 16, "optimizer", True),
+    Case("1.5b", 8, 3, 8, "optimizer"),
+    Case("7b", 1, 2, 8, "optimizer", True),
+    Case("7b", 1, 3, 8, "all", True),
+    Case("7b", 8, 3, 2, "optimizer"),
+    Case("7b", 8, 3, 2, "all"),
+]
+
+
+def run(case: Case, machine: str, num_steps: int = 1) -> DryRun:
+    """Run a case dry. Returns: it, with its last steps."""
+    shape = SHAPES[case.model]
+    with shoal.dry_run(case.num_ranks, machine=machine) as dry:
+        model = GPT(shape)
+        if case.recompute:
+            for block in model.blocks:
+                block.forward = _recomputed(block.forward)  # type: ignore[method-assign]
+        engine, *_ = shoal.initialize(model=model, config=case.config())
+        tokens = torch.zeros(case.micro_batch, shape.sequence_length, dtype=torch.long)
+        for _ in range(WARM_STEPS + num_steps):
+            with dry.step():
+                for _ in range(case.accumulation):
+                    engine.backward(engine(tokens, tokens))
+                    engine.step()
+        engine.destroy()
+    return dry
+
+
+def _recomputed(forward: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return shoal.checkpointing.checkpoint(forward, *args, **kwargs)
+
+    return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", default="h100")
+    parser.add_argument("--only", default="", help="run the cases whose name begins so")
+    parser.add_argument("--trace", default="", help="write the last case's Chrome trace to this file")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    kinds = (COMPUTE, COMMUNICATION, COPY, UPDATE, HOST)
+    print(
+        "| model, GPUs, stage, offload | micro-batch | step ms |",
+        *(f"{kind} |" for kind in kinds),
+        "host ms | took s |",
+    )
+    print("|---" * (len(kinds) + 5) + "|")
+    for case in CASES:
+        if not case.name.startswith(arguments.only):
+            continue
+        began = time.monotonic()
+        with contextlib.redirect_stdout(io.StringIO()):
+            dry = run(case, arguments.machine)
+        last = dry.steps[-1]
+        name = case.name + (" recomputed" if case.recompute else "")
+        shares = " | ".join(f"{1e3 * last.by_kind[kind]:.1f} ({100 * last.share(kind):.1f} %)" for kind in kinds)
+        print(
+            f"| {name} | {case.micro_batch} | {1e3 * last.seconds:.0f} | {shares} "
+            f"| {1e3 * last.host_seconds:.1f} | {time.monotonic() - began:.0f} |",
+            flush=True,
+        )
+        if arguments.trace:
+            dry.write_trace(arguments.trace)
+
+
+if __name__ == "__main__":
+    main()

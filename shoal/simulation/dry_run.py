@@ -1,0 +1,156 @@
+"""A dry run: the real engine as one rank of any number, without values, with the memory, traffic and time of its steps.
+
+with shoal.dry_run(8, machine="h100") as run:
+    engine, *_ = shoal.initialize(model=model(), optimizer=..., config=...)
+    for _ in range(3):
+        with run.step():
+            engine.backward(engine(batch))
+            engine.step()
+    engine.destroy()
+print(run.report())
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from shoal.comm.recorder import Entry
+from shoal.comm.world import World, fake_world
+from shoal.errors import UsageError
+from shoal.simulation.accelerator import SimulatedAccelerator
+from shoal.simulation.machines import GpuNode, machine_of
+from shoal.simulation.modes import watching
+from shoal.simulation.times import COMPUTE, HOST, KINDS, StreamTimes, exposed
+from shoal.streams import simulated, simulation
+from shoal.text import format_bytes, table
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of a dry run.
+
+    Attributes: ``begin``: seconds since the dry run began. ``seconds``: on the compute stream. ``by_kind``: what these
+    are: "compute" is its own work, everything else is what it waits for. ``host_seconds``: that the host needs to queue
+    the step's work. ``busy``: what all streams do in this time. ``received``: bytes by collective.
+    """
+
+    begin: float
+    seconds: float
+    by_kind: dict[str, float]
+    host_seconds: float
+    busy: dict[str, float]
+    received: dict[str, int]
+
+    def share(self, kind: str) -> float:
+        """The part of the step in which the compute stream waits for this kind."""
+        return self.by_kind[kind] / self.seconds if self.seconds else 0.0
+
+
+class DryRun:
+    """One rank of a dry run.
+
+    Attributes: ``steps``: those that were measured, in order. The first ones differ: the order of the units is learnt.
+    """
+
+    def __init__(self, world: World, accelerator: SimulatedAccelerator, times: StreamTimes) -> None:
+        self.world = world
+        self.machine = times.machine
+        self.steps: list[StepTime] = []
+        self._accelerator, self._times = accelerator, times
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measure what is inside as one step."""
+        stream, first = self._accelerator.compute, len(self._times.operations)
+        begin = stream.clock.seconds
+        with self.world.recorder.recording() as entries:
+            yield
+        stream.join(self._accelerator.host.clock)
+        self.steps.append(self._measured(first, begin, stream.clock.seconds, entries))
+
+    def _measured(self, first: int, begin: float, end: float, entries: list[Entry]) -> StepTime:
+        operations = self._times.operations
+        busy = dict.fromkeys(KINDS, 0.0)
+        for operation in operations[first:]:
+            busy[operation.kind] += operation.end - operation.start
+        received: dict[str, int] = {}
+        for entry in entries:
+            received[entry.op] = received.get(entry.op, 0) + entry.nbytes
+        by_kind = exposed(operations, self._accelerator.compute, begin, end)
+        return StepTime(begin, end - begin, by_kind, busy[HOST], busy, received)
+
+    def report(self) -> str:
+        """The last step as a table: by kind, milliseconds that count, their share, and those of all streams."""
+        if not self.steps:
+            return "no step was measured: use `with run.step():`."
+        last = self.steps[-1]
+        rows = [
+            [
+                kind if kind == COMPUTE else f"waiting for {kind}",
+                f"{1e3 * last.by_kind[kind]:.1f}",
+                f"{100 * last.share(kind):.1f} %",
+                f"{1e3 * last.busy[kind]:.1f}",
+            ]
+            for kind in KINDS
+        ]
+        rows.append(["step", f"{1e3 * last.seconds:.1f}", "", ""])
+        traffic = ", ".join(f"{op} {format_bytes(nbytes)}" for op, nbytes in last.received.items() if nbytes)
+        return (
+            f"rank {self.world.rank} of {self.world.size}, {self.machine.name}, step {len(self.steps)}\n"
+            + table(rows, ["compute stream", "ms", "share", "ms on all streams"])
+            + f"\nreceived: {traffic or 'nothing'}"
+        )
+
+    def write_trace(self, path: str | Path) -> Path:
+        """Write all operations as a Chrome trace (chrome://tracing, ui.perfetto.dev), a row for each stream."""
+        rows: dict[str, int] = {}
+        events: list[dict[str, object]] = []
+        for operation in self._times.operations:
+            row = rows.setdefault(operation.stream.name, len(rows))
+            events.append(
+                {
+                    "name": operation.name,
+                    "cat": operation.kind,
+                    "ph": "X",
+                    "pid": self.world.rank,
+                    "tid": row,
+                    "ts": 1e6 * operation.start,
+                    "dur": 1e6 * (operation.end - operation.start),
+                }
+            )
+        for name, row in rows.items():
+            named = {"name": "thread_name", "ph": "M", "pid": self.world.rank, "tid": row, "args": {"name": name}}
+            events.append(named)
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return Path(path)
+
+
+@contextmanager
+def dry_run(num_ranks: int, rank: int = 0, *, machine: str | GpuNode = "h100") -> Iterator[DryRun]:
+    """Be rank ``rank`` of ``num_ranks`` inside the block, on a simulated GPU: tensors have shapes and no values.
+
+    Build the model, initialize, take a few steps in ``step()`` and destroy the engine inside the block.
+
+    Args:
+        machine: "h100", "h200", or figures of another one.
+
+    Memory: that of the model's objects; tensors have none.
+    Raises: UsageError: inside another simulation; an unknown machine or rank.
+    """
+    if simulation() is not None:
+        raise UsageError(
+            "a dry run simulates an accelerator, and there is a simulated one already.",
+            do="do not nest dry_run and check_streams.",
+            code="stream-check",
+        )
+    times = StreamTimes(machine_of(machine), num_ranks)
+    accelerator = SimulatedAccelerator(times)
+    with fake_world(num_ranks, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
+        with simulated(accelerator), watching(accelerator):
+            yield DryRun(world, accelerator, times)

@@ -1,0 +1,132 @@
+"""How long operations take, and when each starts: after what its stream has waited for, and when its way is free."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from shoal.simulation.clocks import SimulatedStream, TimedOperation
+from shoal.simulation.machines import GpuNode
+
+COMPUTE, COMMUNICATION, COPY, HOST, UPDATE, DISK = (
+    "compute",
+    "communication",
+    "copies",
+    "host",
+    "host updates",
+    "disk",
+)
+KINDS = (COMPUTE, COMMUNICATION, COPY, UPDATE, DISK, HOST)
+_TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one operation. ``way``: what only one operation at a time can use; empty: its stream alone."""
+
+    kind: str
+    seconds: float
+    way: str = ""
+
+
+class StreamTimes:
+    """The operations of one rank with their times."""
+
+    def __init__(self, machine: GpuNode, num_ranks: int) -> None:
+        self.machine = machine
+        self.operations: list[TimedOperation] = []
+        self.host_nbytes = machine.host_nbytes * -(-num_ranks // machine.gpus_per_node)
+        self._ranks_per_node = min(num_ranks, machine.gpus_per_node)
+        self._busy: dict[str, list[tuple[float, float]]] = {}
+
+    def add(self, stream: SimulatedStream, name: str, cost: Cost) -> None:
+        """An operation is queued on ``stream``, whose clock knows everything that it waits for."""
+        before = stream.clock.last
+        start = stream.clock.seconds
+        if cost.way:
+            start = self._occupy(cost.way, start, cost.seconds)
+        made = TimedOperation(stream, name, cost.kind, start, start + cost.seconds, before)
+        stream.clock.last = made
+        self.operations.append(made)
+
+    def _occupy(self, way: str, start: float, seconds: float) -> float:
+        """The first time from ``start`` on at which ``way`` is free for so long."""
+        busy = self._busy.setdefault(way, [])
+        index = max(bisect_left(busy, (start, start)) - 1, 0)
+        while index < len(busy) and start + seconds > busy[index][0]:
+            start = max(start, busy[index][1])
+            index += 1
+        busy.insert(index, (start, start + seconds))
+        return start
+
+    # costs
+
+    def launch(self) -> Cost:
+        return Cost(HOST, self.machine.launch_seconds)
+
+    def kernel(self, operator: Any, args: Sequence[Any], kwargs: Any, result: Any, nbytes: int) -> Cost:
+        """An operator on the device that reads and writes ``nbytes`` in all."""
+        machine = self.machine
+        seconds = max(machine.kernel_seconds, nbytes / machine.memory_bandwidth)
+        formula = flop_registry.get(operator.overloadpacket)
+        if formula is not None and nbytes:
+            dtype = next(value.dtype for value in args if isinstance(value, torch.Tensor))
+            rate = machine.flops(dtype)
+            if "attention" in str(operator):
+                rate *= machine.attention_fraction
+            seconds = max(seconds, formula(*args, out_val=result, **kwargs) / rate)
+        return Cost(COMPUTE, seconds)
+
+    def copy(self, nbytes: int, *, is_to_host: bool, is_pinned: bool) -> Cost:
+        rate = self.machine.bus_bandwidth if is_pinned else self.machine.pageable_bandwidth
+        return Cost(COPY, self.machine.kernel_seconds + nbytes / rate, _TO_HOST if is_to_host else _TO_DEVICE)
+
+    def collective(self, op: str, nbytes: int, ranks: tuple[int, ...]) -> Cost:
+        is_in_node = len({rank // self.machine.gpus_per_node for rank in ranks}) == 1
+        seconds = self.machine.collective_seconds(op, nbytes, ranks)
+        return Cost(COMMUNICATION, seconds, "NVLink" if is_in_node else "the network")
+
+    def on_host(self, nbytes: int, *, is_main: bool) -> Cost:
+        """Work of the host that reads and writes ``nbytes`` of its memory, which all ranks of the node share."""
+        return Cost(HOST if is_main else UPDATE, nbytes * self._ranks_per_node / self.machine.host_bandwidth)
+
+    def disk(self, nbytes: int) -> Cost:
+        return Cost(DISK, nbytes * self._ranks_per_node / self.machine.disk_bandwidth, "the disks")
+
+
+def exposed(
+    operations: Sequence[TimedOperation], stream: SimulatedStream, begin: float, end: float
+) -> dict[str, float]:
+    """What ``stream`` did between two times, in seconds by kind.
+
+    While it waits, the time belongs to the operation that it waits for, and before that one started, to the one that
+    this waited for in turn.
+
+    Args:
+        end: not before the end of the last operation of ``stream``; when its clock's last operation ended.
+    """
+    found = dict.fromkeys(KINDS, 0.0)
+    reached = begin
+    for operation in operations:
+        if operation.stream is stream and operation.end > begin:
+            _attribute(found, reached, operation.start, operation.before, operation.kind)
+            found[operation.kind] += operation.end - max(operation.start, reached)
+            reached = operation.end
+    _attribute(found, reached, end, stream.clock.last, HOST)
+    return found
+
+
+def _attribute(found: dict[str, float], begin: float, end: float, waited: TimedOperation | None, kind: str) -> None:
+    """Give the time from ``begin`` to ``end`` to what something of ``kind`` waited for, and what that waited for."""
+    while waited is not None and end > begin:
+        if waited.end < end:  # another operation was in the way
+            found[kind] += end - max(waited.end, begin)
+            end = max(waited.end, begin)
+        found[waited.kind] += end - min(max(waited.start, begin), end)
+        end = min(max(waited.start, begin), end)
+        kind, waited = waited.kind, waited.before

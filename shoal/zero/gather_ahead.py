@@ -1,0 +1,49 @@
+"""The gather of the unit that comes next, while its update on the host is pending, beside the forward before it.
+
+before the forward   its buffers are allocated, and a mark is set in the compute stream
+after it is queued   the host waits for the update; copy and all-gather wait for the mark, not for the forward
+
+On a CPU the second part alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.memory.stream_copies import CopyDone, copies_of, mark
+from shoal.sharding.unit import Unit
+
+
+class GatherAhead:
+    """Of one model, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = copies_of(device)
+        self._reserved: Unit | None = None
+        self._mark = CopyDone()
+
+    def reserve(self, unit: Unit | None) -> None:
+        """``unit`` will be gathered next, when a forward has been queued; None: no unit."""
+        if unit is self._reserved or self._copies is None:
+            return
+        self.cancel()
+        if unit is not None:
+            unit.allocate()
+            self._reserved, self._mark = unit, mark(self._device)
+
+    def start(self, unit: Unit) -> None:
+        """Gather ``unit``, after its update. Order: blocks the host until the update is done."""
+        if unit is not self._reserved or self._copies is None:
+            unit.start_gather()
+            return
+        self._reserved = None
+        with self._copies.after(self._mark) as done:
+            unit.start_gather()
+        unit.wait_also(done)
+
+    def cancel(self) -> None:
+        """No forward will follow."""
+        if self._reserved is not None:
+            self._reserved.free_if_released()
+            self._reserved = None

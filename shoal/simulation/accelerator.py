@@ -2,8 +2,9 @@
 
 Every operator runs on the current stream of the thread that calls it, a copy without ``non_blocking`` or from pageable
 memory blocks the host, ``item()`` does too. The memory of tensors is the device's, unless Shoal allocated it for the
-host. Allocator: what is freed may be used again at once by the stream that allocated it. So to allocate counts as a
-write of that stream, and to free needs that all other streams are done, or were named by ``record_stream``.
+host. Allocator: what is freed may be used again by the next allocation of the stream that allocated it, of any size. So
+to allocate counts as a write of that stream, and it must know that all other streams are done with what was freed
+before, unless they were named by ``record_stream``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator
 from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
-from shoal.simulation.findings import StreamFinding, freed, race
+from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
 from shoal.simulation.modes import watching
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
@@ -73,6 +74,7 @@ class SimulatedAccelerator:
         self._thread = _Thread()
         self._storages: dict[int, TrackedStorage] = {}
         self._streams: list[SimulatedStream] = []
+        self._freed: dict[SimulatedStream, list[FreedBytes]] = {}  # since the last allocation, by who allocated it
         self.compute = self._new_stream("the compute stream")
         self._main = threading.get_ident()
         self._main_host = self.host
@@ -127,7 +129,7 @@ class SimulatedAccelerator:
         self.notice_deaths()
         for stream in self._streams:
             if not stream.name.startswith("the host"):
-                self.host.join(stream.clock)
+                self.host.wait_clock(stream.clock)
 
     def communicator(self, backend: Backend, ranks: tuple[int, ...]) -> SimulatedCommunicator:
         """``backend`` with collectives on a stream of its own. ``ranks``: those along its axis."""
@@ -148,7 +150,7 @@ class SimulatedAccelerator:
                 finally:
                     ended.join(self.host.clock)
 
-        return inside, lambda: self.host.join(ended)
+        return inside, lambda: self.host.wait_clock(ended)
 
     def _carried_out(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
         """Call ``run()`` now, as if ``thread`` did, after what it has done before."""
@@ -170,7 +172,7 @@ class SimulatedAccelerator:
 
     def host_mark(self) -> Callable[[], None]:
         reached = self.host.clock.copy()
-        return lambda: self.host.join(reached)
+        return lambda: self.host.wait_clock(reached)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -217,11 +219,12 @@ class SimulatedAccelerator:
                 found = self._storages[storage._cdata] = TrackedStorage(storage, is_host=False, stream=None)
             if found.nbytes == nbytes:
                 return
-            self._check_free(found, "its storage was resized")
+            self._free(found, "its storage was resized")
             found.forget()
             found.nbytes = nbytes
             if nbytes:
                 found.stream = self.current()
+                self._allocate(found.stream)
                 self._touch_storage(found, 0, nbytes, self._access("allocation", found.stream), is_write=True)
 
     def notice_deaths(self) -> None:
@@ -232,19 +235,29 @@ class SimulatedAccelerator:
         with self._lock:
             for key, found in list(self._storages.items()):
                 if found.ref.expired():
-                    self._check_free(found, "the last tensor of it is gone")
+                    self._free(found, "the last tensor of it is gone")
                     del self._storages[key]
 
-    def _check_free(self, found: TrackedStorage, how: str) -> None:
+    def _free(self, found: TrackedStorage, how: str) -> None:
         if found.is_host is not False:
             return  # a kernel has the value; page-locked memory is given back after its copies, other copies block
         stream = found.stream if found.stream is not None else self.compute
         clock = stream.clock.copy()
         clock.join(self.host.clock)
-        for access, was_write, start, stop in found.unordered(clock):
-            key = ("freed", access.name, access.place, stream)
-            say = partial(freed, self._named(found), start, stop, access, was_write, how, stream.name, _place())
-            self._report(key, say)
+        freed = [
+            FreedBytes(self._named(found), start, stop, access, was_write, how, _place())
+            for access, was_write, start, stop in found.unordered(clock)
+        ]
+        if freed:
+            self._freed.setdefault(stream, []).extend(freed)
+
+    def _allocate(self, stream: SimulatedStream) -> None:
+        """Check that memory that was freed may be used again on ``stream``."""
+        stream.join(self.host.clock)
+        for freed in self._freed.pop(stream, ()):
+            if not freed.access.is_before(stream.clock):
+                key = ("freed", freed.access.name, freed.access.place, stream)
+                self._report(key, partial(reused, freed, stream.name, _place()))
 
     def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
@@ -320,6 +333,8 @@ class SimulatedAccelerator:
                     if storage.is_host is None:
                         storage.is_host, storage.stream = False, stream
                 reads = [tensor for tensor in reads if self._storage_of(tensor).is_host is not None]
+            if not is_on_host and not is_scalar and made:
+                self._allocate(stream)
             if reads or writes or made:
                 cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                 self.run(name, stream, reads, [*writes, *made], cost)
@@ -421,7 +436,7 @@ class SimulatedAccelerator:
         self.notice_deaths()
         stream = SimulatedStream("the disk", self.notice_deaths, self._launch, self._enter)
         self.run(name, stream, reads, writes, lambda times: times.disk(_nbytes([*reads, *writes])))
-        return lambda: self.host.join(stream.clock)
+        return lambda: self.host.wait_clock(stream.clock)
 
     # findings
 

@@ -47,6 +47,7 @@ _NUM_PLACES = 3
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
+_is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
 
 class _Thread(threading.local):
@@ -233,10 +234,9 @@ class SimulatedAccelerator:
             return
         self._next_deaths = self.num_operations + _DEATHS_EVERY
         with self._lock:
-            for key, found in list(self._storages.items()):
-                if found.ref.expired():
-                    self._free(found, "the last tensor of it is gone")
-                    del self._storages[key]
+            dead = [key for key, found in self._storages.items() if _is_dead(found.ref.cdata)]
+            for key in dead:
+                self._free(self._storages.pop(key), "the last tensor of it is gone")
 
     def _free(self, found: TrackedStorage, how: str) -> None:
         if found.is_host is not False:

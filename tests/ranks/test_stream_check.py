@@ -14,7 +14,7 @@ import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import CommError, ShoalError, StreamError
+from shoal.errors import CommError, ShoalError, StreamError, UsageError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.mesh import Mesh
 from shoal.parallel import activations
@@ -247,3 +247,35 @@ def test_a_fault_is_raised_at_the_end_of_the_block_by_every_rank(monkeypatch: py
     run_ranks(2, run)
     assert [error.code for error in raised] == ["stream-race"] * 2
     assert "test_stream_check" in str(raised[0]) or "cpu_optimizer.py" in str(raised[0])
+
+
+def test_the_config_key_checks_from_initialize_to_destroy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that lie there before, and under ``zero.Init``, are checked from then on."""
+
+    def run() -> int:
+        made = settings(3, "cpu", debug={"check_streams": True})
+        engine = start(Plain, made, adamw)
+        assert engine.stream_check is not None
+        run_steps(engine, 2)
+        engine.destroy()
+        assert simulation() is None
+        return engine.stream_check.num_operations
+
+    assert min(run_ranks(2, run)) > 250
+    monkeypatch.setattr(CopyDone, "block", lambda copied: None)
+    with pytest.raises(StreamError) as raised:
+        run_ranks(2, run)
+    assert raised.value.code == "stream-race"
+
+
+def test_the_config_key_leaves_nothing_behind_when_initialize_fails_and_needs_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = settings(2, debug={"check_streams": True})
+    with pytest.raises(ShoalError, match="no trained parameter|optimizer"):
+        shoal.initialize(model=Plain(), config={**made, "optimizer": {"type": "Muon9"}})
+    assert simulation() is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as raised:
+        shoal.initialize(model=Plain(), config=made)
+    assert raised.value.code == "stream-check"

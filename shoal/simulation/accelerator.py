@@ -9,13 +9,11 @@ before, unless they were named by ``record_stream``.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
-from types import FrameType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,12 +24,18 @@ from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator
 from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
 from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
+from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.modes import watching
+<<<<<<< HEAD
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
+=======
+from shoal.simulation.places import place_of_call
+>>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
 from shoal.streams import simulated
 
 T = TypeVar("T")
 
+<<<<<<< HEAD
 _SKIPPED = (
     "/torch/",
     "/contextlib.py",
@@ -47,6 +51,8 @@ _NUM_PLACES = 3
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
+=======
+>>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
 
@@ -75,6 +81,8 @@ class SimulatedAccelerator:
         self._thread = _Thread()
         self._storages: dict[int, TrackedStorage] = {}
         self._streams: list[SimulatedStream] = []
+        self._order: IssueOrder | None = None
+        self._issued: IssuedOn = {}
         self._freed: dict[SimulatedStream, list[FreedBytes]] = {}  # since the last allocation, by who allocated it
         self.compute = self._new_stream("the compute stream")
         self._main = threading.get_ident()
@@ -132,10 +140,33 @@ class SimulatedAccelerator:
             if not stream.name.startswith("the host"):
                 self.host.wait_clock(stream.clock)
 
+<<<<<<< HEAD
     def communicator(self, backend: Backend, ranks: tuple[int, ...]) -> SimulatedCommunicator:
         """``backend`` with collectives on a stream of its own. ``ranks``: those along its axis."""
         stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
         return SimulatedCommunicator(backend, self, stream, ranks)
+=======
+    def communicator(
+        self, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None
+    ) -> SimulatedCommunicator:
+        """``backend`` with collectives on a stream of its own.
+
+        Args:
+            ranks: those along its axis.
+            shared: by ranks that are threads; None: the order in which ranks issue collectives is not checked.
+        """
+        stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
+        if shared is not None:
+            self._order = shared.setdefault("issue order", IssueOrder())
+        issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
+        return SimulatedCommunicator(backend, self, stream, issues)
+
+    def check_order(self) -> None:
+        """Report collectives of all ranks that wait for each other in a circle."""
+        if self._order is not None and (circle := self._order.circle()):
+            text = "collectives wait for each other in a circle, which hangs on NCCL:" + "".join(circle)
+            self._report(("circle",), lambda: text)
+>>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
 
     def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
         if self.times is not None:
@@ -245,7 +276,7 @@ class SimulatedAccelerator:
         clock = stream.clock.copy()
         clock.join(self.host.clock)
         freed = [
-            FreedBytes(self._named(found), start, stop, access, was_write, how, _place())
+            FreedBytes(self._named(found), start, stop, access, was_write, how, place_of_call())
             for access, was_write, start, stop in found.unordered(clock)
         ]
         if freed:
@@ -257,7 +288,7 @@ class SimulatedAccelerator:
         for freed in self._freed.pop(stream, ()):
             if not freed.access.is_before(stream.clock):
                 key = ("freed", freed.access.name, freed.access.place, stream)
-                self._report(key, partial(reused, freed, stream.name, _place()))
+                self._report(key, partial(reused, freed, stream.name, place_of_call()))
 
     def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
@@ -274,7 +305,7 @@ class SimulatedAccelerator:
     def _access(self, name: str, stream: SimulatedStream) -> Access:
         stream.join(self.host.clock)
         self.num_operations += 1
-        return Access(stream, stream.tick(), name, _place())
+        return Access(stream, stream.tick(), name, place_of_call())
 
     def run(
         self,
@@ -442,7 +473,7 @@ class SimulatedAccelerator:
 
     def unknown(self, name: str, why: str) -> None:
         """An operation cannot be checked."""
-        text = f"{name} cannot be checked: {why}.\n  at:      {_place()}"
+        text = f"{name} cannot be checked: {why}.\n  at:      {place_of_call()}"
         self._report(("unknown", name, why), lambda: text)
 
     def _report(self, key: object, text: Callable[[], str]) -> None:
@@ -452,6 +483,7 @@ class SimulatedAccelerator:
                 self.findings[key] = StreamFinding(text())
             else:
                 found.count += 1
+<<<<<<< HEAD
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
@@ -474,3 +506,5 @@ def _place() -> str:
 @cache
 def _is_skipped(file: str) -> bool:
     return any(part in file for part in _SKIPPED)
+=======
+>>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)

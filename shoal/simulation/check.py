@@ -66,6 +66,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     with simulated(accelerator), watching(accelerator):
         yield check
         accelerator.notice_deaths()
+        accelerator.check_order()
     found = check.findings
     if found and raises:
         shown = "\n\n".join(str(finding) for finding in found[:_MAX_SHOWN])

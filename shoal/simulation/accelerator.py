@@ -26,33 +26,15 @@ from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tens
 from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.modes import watching
-<<<<<<< HEAD
-from shoal.simulation.times import COMPUTE, Cost, StreamTimes
-=======
 from shoal.simulation.places import place_of_call
->>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
+from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 
 T = TypeVar("T")
 
-<<<<<<< HEAD
-_SKIPPED = (
-    "/torch/",
-    "/contextlib.py",
-    "/threading.py",
-    "/concurrent/",
-    "/shoal/simulation/",
-    "/shoal/streams.py",
-    "/shoal/comm/",
-    "/shoal/memory/",
-    "/shoal/zero/parameter_access.py",
-)
-_NUM_PLACES = 3
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
-=======
->>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
 _is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
 
@@ -140,12 +122,6 @@ class SimulatedAccelerator:
             if not stream.name.startswith("the host"):
                 self.host.wait_clock(stream.clock)
 
-<<<<<<< HEAD
-    def communicator(self, backend: Backend, ranks: tuple[int, ...]) -> SimulatedCommunicator:
-        """``backend`` with collectives on a stream of its own. ``ranks``: those along its axis."""
-        stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
-        return SimulatedCommunicator(backend, self, stream, ranks)
-=======
     def communicator(
         self, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None
     ) -> SimulatedCommunicator:
@@ -159,14 +135,13 @@ class SimulatedAccelerator:
         if shared is not None:
             self._order = shared.setdefault("issue order", IssueOrder())
         issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
-        return SimulatedCommunicator(backend, self, stream, issues)
+        return SimulatedCommunicator(backend, self, stream, ranks, issues)
 
     def check_order(self) -> None:
         """Report collectives of all ranks that wait for each other in a circle."""
         if self._order is not None and (circle := self._order.circle()):
             text = "collectives wait for each other in a circle, which hangs on NCCL:" + "".join(circle)
             self._report(("circle",), lambda: text)
->>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)
 
     def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
         if self.times is not None:
@@ -483,28 +458,7 @@ class SimulatedAccelerator:
                 self.findings[key] = StreamFinding(text())
             else:
                 found.count += 1
-<<<<<<< HEAD
 
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _place() -> str:
-    """The lines of Python, outside of torch and of what every operation passes through, that are running."""
-    found: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _NUM_PLACES:
-        code = frame.f_code
-        if not _is_skipped(code.co_filename):
-            name = code.co_filename if not found else code.co_filename.rpartition("/")[2]
-            found.append(f"{name}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return ", called by ".join(found)
-
-
-@cache
-def _is_skipped(file: str) -> bool:
-    return any(part in file for part in _SKIPPED)
-=======
->>>>>>> 997fd14 (check_streams: collectives of several ranks that wait for each other in a circle are found)

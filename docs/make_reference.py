@@ -41,6 +41,7 @@ ENGINE_ATTRIBUTES = {
 ENGINE_INSIDE = {
     "access",
     "accumulation",
+    "stream_check",
     "axes",
     "checkpointing",
     "offloaded",

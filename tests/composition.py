@@ -211,7 +211,7 @@ class Run:
         return self.ranks * self.tp * self.sp * self.cp * self.pp
 
 
-def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
+def settings_of(combination: Combination, axes: Mapping[str, Values] = AXES) -> tuple[dict[str, Any], Run]:
     """The config of a combination, and what the test does beside it."""
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -219,7 +219,7 @@ def settings_of(combination: Combination) -> tuple[dict[str, Any], Run]:
         "zero_optimization": {"stage3_param_persistence_threshold": 0},
     }
     for axis, value in combination.items():
-        _merge(settings, AXES[axis][value])
+        _merge(settings, axes[axis][value])
     return settings, Run(**settings.pop("run", {}))
 
 
@@ -252,11 +252,11 @@ def _cost(combination: Mapping[str, str]) -> int:
     return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
 
 
-def is_allowed(combination: Mapping[str, str]) -> bool:
+def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> bool:
     """Nothing in a combination, which may lack axes, is refused, and it is not too large to run."""
     is_run = not any(each.items() <= combination.items() for each in NOT_RUN)
     return (
-        is_run and _divides_experts(combination) and _cost(combination) <= MOST_RANKS and refusal(combination) is None
+        is_run and _divides_experts(combination) and _cost(combination) <= most_ranks and refusal(combination) is None
     )
 
 
@@ -283,7 +283,9 @@ def refused() -> Iterator[tuple[Combination, str]]:
 Pair = tuple[str, str]  # an axis and one of its values
 
 
-def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) -> list[Combination]:
+def covering(
+    strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0, *, most_ranks: int = MOST_RANKS
+) -> list[Combination]:
     """Combinations in which any ``strength`` values of different axes occur together, unless they are refused.
 
     Each combination begins with a set of values that is not covered yet, and takes for each further axis the value that
@@ -294,13 +296,13 @@ def covering(strength: int, axes: Mapping[str, Values] = AXES, seed: int = 0) ->
     missing: dict[tuple[Pair, ...], None] = {}  # a dict, since a set has another order in each process
     for names in itertools.combinations(axes, strength):
         for values in itertools.product(*(axes[name] for name in names)):
-            if is_allowed(dict(zip(names, values, strict=True))):
+            if is_allowed(dict(zip(names, values, strict=True)), most_ranks):
                 missing[tuple(zip(names, values, strict=True))] = None
     order = {name: number for number, name in enumerate(axes)}
     found: list[Combination] = []
     while missing:
         first = dict(next(iter(missing)))
-        rows = [_complete(first, axes, missing, strength, order, chosen) for _ in range(8)]
+        rows = [_complete(first, axes, missing, strength, order, chosen, most_ranks) for _ in range(8)]
         row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + _cost(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")
@@ -317,10 +319,11 @@ def _complete(
     strength: int,
     order: Mapping[str, int],
     chosen: random.Random,
+    most_ranks: int,
 ) -> Combination:
     row = dict(first)
     for name in chosen.sample(others := [name for name in axes if name not in first], len(others)):
-        allowed = [value for value in axes[name] if is_allowed({**row, name: value})]
+        allowed = [value for value in axes[name] if is_allowed({**row, name: value}, most_ranks)]
         if not allowed:
             return {}
         chosen.shuffle(allowed)

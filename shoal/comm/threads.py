@@ -60,6 +60,7 @@ class ThreadWorld:
         self.error: BaseException | None = None
         self.left: set[int] = set()  # ranks whose function has returned
         self.groups: dict[tuple[str, tuple[int, ...], str], _SharedGroup] = {}
+        self.shared: dict[str, Any] = {}  # ``World.shared``
 
     def group(self, axis: str, ranks: tuple[int, ...], name: str) -> _SharedGroup:
         with self.changed:
@@ -240,6 +241,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         world = World(rank, size, rank, torch.device("cpu"), "threads", ThreadTransport(shared, rank))
+        world.shared = shared.shared
         try:
             with use_world(world):
                 results[rank] = fn(*args)

@@ -87,6 +87,7 @@ class World:
         self.backend = backend
         self.mesh = Mesh.of(size)  # of the engine that was made last
         self.recorder = Recorder()
+        self.shared: dict[str, Any] | None = None  # by ranks that are threads
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...], object], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -119,7 +120,7 @@ class World:
             else:  # also where this rank alone is on no group of the axis: all ranks open it together
                 backend = self._transport.open(axis, mesh.groups(axis))
                 if accelerator is not None:
-                    backend = accelerator.communicator(backend, ranks)
+                    backend = accelerator.communicator(backend, ranks, self.shared)
             found = self._communicators[key] = RecordedCommunicator(backend, self.recorder)
         return found
 

@@ -29,6 +29,10 @@ class Debug(Section):
     disk_sums: bool = key(
         False, "compute a checksum of each block that is offloaded to a disk, and compare it whenever the block is read"
     )
+    check_streams: bool = key(
+        False,
+        "simulate an accelerator on the CPU from initialize to destroy, and check that its streams wait for each other",
+    )
 
 
 class Data(Section):

@@ -40,6 +40,7 @@ from shoal.parallel.sequence.context import (
     use_sequence_context,
 )
 from shoal.sharding.param_group import ParameterGroup
+from shoal.simulation.check import LastingCheck
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.step_status import GlobalStatus
@@ -111,6 +112,7 @@ class Engine(nn.Module):
         self._norm: float | None = None
         self._was_step_applied = False
         self._is_destroyed = False
+        self.stream_check: LastingCheck | None = None
         self._same_inputs = SameInputs(properties.axes.tp)
         self._expert_balance = ExpertBalance(sharding, properties)
         self.sequence_context: SequenceContext | None = None
@@ -804,7 +806,7 @@ class Engine(nn.Module):
         sharded again. Every rank calls. After a failed step, or a failed disk, nothing is gathered: what was sharded
         reads as NaN.
 
-        Idempotent.
+        Idempotent. Raises: StreamError: ``debug.check_streams`` has found something; the engine is destroyed.
         """
         if self._is_destroyed:
             return
@@ -814,6 +816,8 @@ class Engine(nn.Module):
             self._expert_balance.restore()
         finally:
             self._tear_down()
+            if self.stream_check is not None:
+                self.stream_check.end()
 
     def _tear_down(self) -> None:
         self.sharding.stop_host_updates()

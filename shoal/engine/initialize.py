@@ -59,6 +59,8 @@ from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
+from shoal.simulation.check import LastingCheck
+from shoal.streams import simulation
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
 from shoal.zero.engine_parameters import EngineParameters
@@ -102,6 +104,31 @@ def initialize(
     if (ep := ep_size_of(model)) is not None:
         degrees = {**(degrees or {}), "ep": ep}
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
+    start = partial(
+        _start, engine_class, model, settings, world, optimizer, model_parameters, lr_scheduler, pipeline_class
+    )
+    if not settings.debug.check_streams or simulation() is not None:
+        return start()
+    check = LastingCheck()
+    try:
+        engine = start()
+    except BaseException as error:
+        check.give_up(error)
+        raise
+    engine.stream_check = check
+    return engine
+
+
+def _start(
+    engine_class: type[AnyEngine],
+    model: nn.Module,
+    settings: Config,
+    world: World,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any,
+    pipeline_class: Callable[..., AnyEngine],
+) -> AnyEngine:
     if settings.elasticity.enabled and (planned := schedulers_elasticity()) is not None:
         check_scheduler(settings.elasticity, planned)
     plan = plan_of(settings, world.size)

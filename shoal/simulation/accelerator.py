@@ -2,19 +2,18 @@
 
 Every operator runs on the current stream of the thread that calls it, a copy without ``non_blocking`` or from pageable
 memory blocks the host, ``item()`` does too. The memory of tensors is the device's, unless Shoal allocated it for the
-host. Allocator: what is freed may be used again at once by the stream that allocated it. So to allocate counts as a
-write of that stream, and to free needs that all other streams are done, or were named by ``record_stream``.
+host. Allocator: what is freed may be used again by the next allocation of the stream that allocated it, of any size. So
+to allocate counts as a write of that stream, and it must know that all other streams are done with what was freed
+before, unless they were named by ``record_stream``.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
-from types import FrameType
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,28 +23,19 @@ from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
 from shoal.simulation.collectives import SimulatedCommunicator
 from shoal.simulation.effects import accessed, effects_of, parts_of_memory, tensors_of
-from shoal.simulation.findings import StreamFinding, freed, race
+from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
+from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.modes import watching
+from shoal.simulation.places import place_of_call
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 
 T = TypeVar("T")
 
-_SKIPPED = (
-    "/torch/",
-    "/contextlib.py",
-    "/threading.py",
-    "/concurrent/",
-    "/shoal/simulation/",
-    "/shoal/streams.py",
-    "/shoal/comm/",
-    "/shoal/memory/",
-    "/shoal/zero/parameter_access.py",
-)
-_NUM_PLACES = 3
 _ALLOCATIONS = ("aten.empty", "aten.new_empty")
 _OVERWRITES = ("aten.copy_", "aten.zero_", "aten.fill_", "aten.uniform_", "aten.normal_", "aten._foreach_copy_")
 _DEATHS_EVERY = 4096  # operations, where orders are not what is asked for
+_is_dead = torch.UntypedStorage._expired  # asked for every storage before every operation: without calls between
 
 
 class _Thread(threading.local):
@@ -73,6 +63,9 @@ class SimulatedAccelerator:
         self._thread = _Thread()
         self._storages: dict[int, TrackedStorage] = {}
         self._streams: list[SimulatedStream] = []
+        self._order: IssueOrder | None = None
+        self._issued: IssuedOn = {}
+        self._freed: dict[SimulatedStream, list[FreedBytes]] = {}  # since the last allocation, by who allocated it
         self.compute = self._new_stream("the compute stream")
         self._main = threading.get_ident()
         self._main_host = self.host
@@ -127,12 +120,28 @@ class SimulatedAccelerator:
         self.notice_deaths()
         for stream in self._streams:
             if not stream.name.startswith("the host"):
-                self.host.join(stream.clock)
+                self.host.wait_clock(stream.clock)
 
-    def communicator(self, backend: Backend, ranks: tuple[int, ...]) -> SimulatedCommunicator:
-        """``backend`` with collectives on a stream of its own. ``ranks``: those along its axis."""
+    def communicator(
+        self, backend: Backend, ranks: tuple[int, ...], shared: dict[str, Any] | None
+    ) -> SimulatedCommunicator:
+        """``backend`` with collectives on a stream of its own.
+
+        Args:
+            ranks: those along its axis.
+            shared: by ranks that are threads; None: the order in which ranks issue collectives is not checked.
+        """
         stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
-        return SimulatedCommunicator(backend, self, stream, ranks)
+        if shared is not None:
+            self._order = shared.setdefault("issue order", IssueOrder())
+        issues = None if self._order is None else Issues(self._order, self._issued, stream, ranks, backend.rank)
+        return SimulatedCommunicator(backend, self, stream, ranks, issues)
+
+    def check_order(self) -> None:
+        """Report collectives of all ranks that wait for each other in a circle."""
+        if self._order is not None and (circle := self._order.circle()):
+            text = "collectives wait for each other in a circle, which hangs on NCCL:" + "".join(circle)
+            self._report(("circle",), lambda: text)
 
     def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
         if self.times is not None:
@@ -148,7 +157,7 @@ class SimulatedAccelerator:
                 finally:
                     ended.join(self.host.clock)
 
-        return inside, lambda: self.host.join(ended)
+        return inside, lambda: self.host.wait_clock(ended)
 
     def _carried_out(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:
         """Call ``run()`` now, as if ``thread`` did, after what it has done before."""
@@ -170,7 +179,7 @@ class SimulatedAccelerator:
 
     def host_mark(self) -> Callable[[], None]:
         reached = self.host.clock.copy()
-        return lambda: self.host.join(reached)
+        return lambda: self.host.wait_clock(reached)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -217,11 +226,12 @@ class SimulatedAccelerator:
                 found = self._storages[storage._cdata] = TrackedStorage(storage, is_host=False, stream=None)
             if found.nbytes == nbytes:
                 return
-            self._check_free(found, "its storage was resized")
+            self._free(found, "its storage was resized")
             found.forget()
             found.nbytes = nbytes
             if nbytes:
                 found.stream = self.current()
+                self._allocate(found.stream)
                 self._touch_storage(found, 0, nbytes, self._access("allocation", found.stream), is_write=True)
 
     def notice_deaths(self) -> None:
@@ -230,21 +240,30 @@ class SimulatedAccelerator:
             return
         self._next_deaths = self.num_operations + _DEATHS_EVERY
         with self._lock:
-            for key, found in list(self._storages.items()):
-                if found.ref.expired():
-                    self._check_free(found, "the last tensor of it is gone")
-                    del self._storages[key]
+            dead = [key for key, found in self._storages.items() if _is_dead(found.ref.cdata)]
+            for key in dead:
+                self._free(self._storages.pop(key), "the last tensor of it is gone")
 
-    def _check_free(self, found: TrackedStorage, how: str) -> None:
+    def _free(self, found: TrackedStorage, how: str) -> None:
         if found.is_host is not False:
             return  # a kernel has the value; page-locked memory is given back after its copies, other copies block
         stream = found.stream if found.stream is not None else self.compute
         clock = stream.clock.copy()
         clock.join(self.host.clock)
-        for access, was_write, start, stop in found.unordered(clock):
-            key = ("freed", access.name, access.place, stream)
-            say = partial(freed, self._named(found), start, stop, access, was_write, how, stream.name, _place())
-            self._report(key, say)
+        freed = [
+            FreedBytes(self._named(found), start, stop, access, was_write, how, place_of_call())
+            for access, was_write, start, stop in found.unordered(clock)
+        ]
+        if freed:
+            self._freed.setdefault(stream, []).extend(freed)
+
+    def _allocate(self, stream: SimulatedStream) -> None:
+        """Check that memory that was freed may be used again on ``stream``."""
+        stream.join(self.host.clock)
+        for freed in self._freed.pop(stream, ()):
+            if not freed.access.is_before(stream.clock):
+                key = ("freed", freed.access.name, freed.access.place, stream)
+                self._report(key, partial(reused, freed, stream.name, place_of_call()))
 
     def label(self, tensor: torch.Tensor, name: str, *, is_weak: bool = False) -> None:
         """Name the memory. ``is_weak``: unless it has a name."""
@@ -261,7 +280,7 @@ class SimulatedAccelerator:
     def _access(self, name: str, stream: SimulatedStream) -> Access:
         stream.join(self.host.clock)
         self.num_operations += 1
-        return Access(stream, stream.tick(), name, _place())
+        return Access(stream, stream.tick(), name, place_of_call())
 
     def run(
         self,
@@ -320,6 +339,8 @@ class SimulatedAccelerator:
                     if storage.is_host is None:
                         storage.is_host, storage.stream = False, stream
                 reads = [tensor for tensor in reads if self._storage_of(tensor).is_host is not None]
+            if not is_on_host and not is_scalar and made:
+                self._allocate(stream)
             if reads or writes or made:
                 cost = partial(self._cost, operator, args, kwargs, result, reads, writes, made)
                 self.run(name, stream, reads, [*writes, *made], cost)
@@ -421,13 +442,13 @@ class SimulatedAccelerator:
         self.notice_deaths()
         stream = SimulatedStream("the disk", self.notice_deaths, self._launch, self._enter)
         self.run(name, stream, reads, writes, lambda times: times.disk(_nbytes([*reads, *writes])))
-        return lambda: self.host.join(stream.clock)
+        return lambda: self.host.wait_clock(stream.clock)
 
     # findings
 
     def unknown(self, name: str, why: str) -> None:
         """An operation cannot be checked."""
-        text = f"{name} cannot be checked: {why}.\n  at:      {_place()}"
+        text = f"{name} cannot be checked: {why}.\n  at:      {place_of_call()}"
         self._report(("unknown", name, why), lambda: text)
 
     def _report(self, key: object, text: Callable[[], str]) -> None:
@@ -441,21 +462,3 @@ class SimulatedAccelerator:
 
 def _nbytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _place() -> str:
-    """The lines of Python, outside of torch and of what every operation passes through, that are running."""
-    found: list[str] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(found) < _NUM_PLACES:
-        code = frame.f_code
-        if not _is_skipped(code.co_filename):
-            name = code.co_filename if not found else code.co_filename.rpartition("/")[2]
-            found.append(f"{name}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return ", called by ".join(found)
-
-
-@cache
-def _is_skipped(file: str) -> bool:
-    return any(part in file for part in _SKIPPED)

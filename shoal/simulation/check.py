@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -14,6 +16,8 @@ from shoal.simulation.modes import watching
 from shoal.streams import simulated, simulation
 
 _MAX_SHOWN = 8
+
+logger = logging.getLogger("shoal")
 
 
 class StreamCheck:
@@ -62,6 +66,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     with simulated(accelerator), watching(accelerator):
         yield check
         accelerator.notice_deaths()
+        accelerator.check_order()
     found = check.findings
     if found and raises:
         shown = "\n\n".join(str(finding) for finding in found[:_MAX_SHOWN])
@@ -71,3 +76,35 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
             do="add the wait that each entry names. If the lines are Shoal's own, please report it.",
             code="stream-race",
         )
+
+
+class LastingCheck:
+    """``check_streams`` for the life of an engine, begun and ended by the same thread.
+
+    A process that ends before ``end()`` logs what was found.
+    """
+
+    def __init__(self) -> None:
+        self._block = check_streams()
+        self._check = self._block.__enter__()
+        atexit.register(self._say)
+
+    @property
+    def num_operations(self) -> int:
+        return self._check.num_operations
+
+    def end(self) -> None:
+        """Raises: StreamError: as at the end of a block of ``check_streams``."""
+        atexit.unregister(self._say)
+        self._say()
+        self._block.__exit__(None, None, None)
+
+    def give_up(self, error: BaseException) -> None:
+        """End it because of an error, which is the one to be raised."""
+        atexit.unregister(self._say)
+        with suppress(type(error)):
+            self._block.__exit__(type(error), error, error.__traceback__)
+
+    def _say(self) -> None:
+        level = logging.ERROR if self._check.findings else logging.INFO
+        logger.log(level, "debug.check_streams: %s", self._check.report())

@@ -83,15 +83,19 @@ class SimulatedStream:
         """What comes next starts after everything that ``clock`` knows."""
         self.clock.join(clock)
 
+    def wait_clock(self, clock: Clock) -> None:
+        """As ``join``, where the program asks for it: every wait goes through here."""
+        self.join(clock)
+
     def wait_stream(self, other: SimulatedStream) -> None:
         self._before()
         self._launch(self)
-        self.join(other.clock)
+        self.wait_clock(other.clock)
 
     def wait_event(self, event: SimulatedEvent) -> None:
         self._before()
         self._launch(self)
-        self.join(event.clock)
+        self.wait_clock(event.clock)
 
     def __enter__(self) -> SimulatedStream:
         self._enter(self)
@@ -120,4 +124,4 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         self._before()
-        self._host().join(self.clock)
+        self._host().wait_clock(self.clock)

@@ -8,7 +8,7 @@ nothing later can change it if the streams wait as they must, and that is what i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from shoal.comm.finished import own_range
 from shoal.comm.protocol import Backend, Work
 from shoal.comm.sums import is_same_memory
 from shoal.simulation.clocks import SimulatedEvent, SimulatedStream
+from shoal.simulation.issue_order import Issues
 from shoal.simulation.times import Cost, StreamTimes
 
 
@@ -88,9 +89,15 @@ class SimulatedCommunicator:
     """The ranks along one axis, over NCCL's stream in the simulation. Host memory goes to the backend as it is."""
 
     def __init__(
-        self, backend: Backend, accelerator: StreamsOfCollectives, stream: SimulatedStream, ranks: tuple[int, ...]
+        self,
+        backend: Backend,
+        accelerator: StreamsOfCollectives,
+        stream: SimulatedStream,
+        ranks: tuple[int, ...],
+        issues: Issues | None = None,
     ) -> None:
         self.ranks = ranks
+        self._issues = issues
         self.axis, self.rank, self.size = backend.axis, backend.rank, backend.size
         self._backend, self._accelerator, self._stream = backend, accelerator, stream
 
@@ -162,11 +169,13 @@ class SimulatedCommunicator:
 
     def send(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
         return self._issue(
-            "send", label, tensor, tensor, None, lambda sent: self._backend.send(sent, peer, label=label)
+            "send", label, tensor, tensor, None, lambda sent: self._backend.send(sent, peer, label=label), peer=peer
         )
 
     def recv(self, tensor: torch.Tensor, peer: int, *, label: str) -> Work:
-        return self._issue("recv", label, tensor, None, tensor, lambda _: self._backend.recv(tensor, peer, label=label))
+        return self._issue(
+            "recv", label, tensor, None, tensor, lambda _: self._backend.recv(tensor, peer, label=label), peer=peer
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, label: str) -> Work:
         return self._issue(
@@ -177,6 +186,7 @@ class SimulatedCommunicator:
             tensor,
             lambda sent: self._backend.broadcast(sent, source, label=label),
             is_copied=True,
+            peer=source,
         )
 
     def exchange(self, vector: torch.Tensor, *, label: str) -> Work:
@@ -217,6 +227,7 @@ class SimulatedCommunicator:
         *,
         is_copied: bool = False,
         land: Callable[[], None] | None = None,
+        peer: int | None = None,
     ) -> Work:
         """Queue a call.
 
@@ -225,16 +236,22 @@ class SimulatedCommunicator:
             start: gives the call to the backend, with a copy of the source.
             is_copied: the backend writes into the copy, or returns another tensor: copied to ``target`` when done.
             land: what the current stream does after ``wait()``.
+            peer: of a message, or the source of a broadcast.
         """
         accelerator = self._accelerator
         tensors = [tensor for tensor in (source, target) if tensor is not None]
+        is_on_stream = not any(accelerator.is_host(tensor) for tensor in tensors)
+        if is_on_stream:
+            self._stream.wait_stream(accelerator.current())
+        waiting: AbstractContextManager[None] = nullcontext()
+        if self._issues is not None:
+            waiting = self._issues.issue(name, label, peer, is_on_stream=is_on_stream)
         with accelerator.paused(), torch.no_grad():
             sent = tensors[0] if source is None else source.detach().clone()
             work = start(sent)
-        if any(accelerator.is_host(tensor) for tensor in tensors):  # no stream: the host waits for the peers
+        if not is_on_stream:  # the host waits for the peers
             event = accelerator.event()
         else:
-            self._stream.wait_stream(accelerator.current())
             for tensor in tensors:
                 accelerator.label(tensor, f"memory of unit {label!r}", is_weak=True)
             reads, writes = _accesses(source, target)
@@ -250,7 +267,7 @@ class SimulatedCommunicator:
             event.record(self._stream)
 
         def deliver() -> None:
-            with torch.no_grad():
+            with torch.no_grad(), waiting:
                 values = work.wait()
                 if is_copied and target is not None:
                     target.detach().copy_(values.view(target.shape))

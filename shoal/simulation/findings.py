@@ -29,13 +29,27 @@ def race(memory: str, start: int, stop: int, old: Access, was_write: bool, new: 
     )
 
 
-def freed(memory: str, start: int, stop: int, old: Access, was_write: bool, how: str, stream: str, place: str) -> str:
-    """Memory that was given back to the allocator while another stream may still use it."""
+@dataclass(frozen=True)
+class FreedBytes:
+    """Memory that was given back to the allocator before an access was known to be over."""
+
+    memory: str
+    start: int
+    stop: int
+    access: Access
+    was_write: bool
+    how: str
+    place: str
+
+
+def reused(freed: FreedBytes, stream: str, place: str) -> str:
+    """Memory that was freed, and that the next allocation may use while another stream still does."""
+    access, start, stop = freed.access, freed.start, freed.stop
     return (
-        f"{memory}, bytes {start} to {stop} ({format_bytes(stop - start)}): the memory was freed ({how}) before "
-        f"{_did(old, was_write)} is known to be over. The allocator may use it again for the next tensor of {stream}."
-        f"\n  first:   {_said(old)}\n  then:    freed, at {place}"
-        f"\n  missing: {_wait(stream, old)}, before the memory is freed; or record_stream."
+        f"{freed.memory}, bytes {start} to {stop} ({format_bytes(stop - start)}): the memory was freed ({freed.how}), "
+        f"and {stream} allocates, maybe this memory, before {_did(access, freed.was_write)} is known to be over."
+        f"\n  first:   {_said(access)}\n  freed:   at {freed.place}\n  then:    an allocation, at {place}"
+        f"\n  missing: {_wait(stream, access)}, before it allocates again; or record_stream."
     )
 
 

@@ -14,7 +14,7 @@ import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import CommError, ShoalError, StreamError
+from shoal.errors import CommError, ShoalError, StreamError, UsageError
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.mesh import Mesh
 from shoal.parallel import activations
@@ -215,7 +215,7 @@ def test_saved_tensors_that_are_freed_before_they_are_copied_are_found(monkeypat
     monkeypatch.setattr(activations, "LEAST_NBYTES", 0)
     monkeypatch.setattr(CopyDone, "wait", lambda copied: None)
     found = reports(checked(settings(1, offload_activation={"device": "cpu"})))
-    assert "the memory was freed (the last tensor of it is gone) before aten.copy_.default on copy stream" in found
+    assert "the memory was freed (the last tensor of it is gone), and the compute stream allocates" in found
     assert "or record_stream." in found
 
 
@@ -247,3 +247,79 @@ def test_a_fault_is_raised_at_the_end_of_the_block_by_every_rank(monkeypatch: py
     run_ranks(2, run)
     assert [error.code for error in raised] == ["stream-race"] * 2
     assert "test_stream_check" in str(raised[0]) or "cpu_optimizer.py" in str(raised[0])
+
+
+def test_the_config_key_checks_from_initialize_to_destroy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters that lie there before, and under ``zero.Init``, are checked from then on."""
+
+    def run() -> int:
+        made = settings(3, "cpu", debug={"check_streams": True})
+        engine = start(Plain, made, adamw)
+        assert engine.stream_check is not None
+        run_steps(engine, 2)
+        engine.destroy()
+        assert simulation() is None
+        return engine.stream_check.num_operations
+
+    assert min(run_ranks(2, run)) > 250
+    monkeypatch.setattr(CopyDone, "block", lambda copied: None)
+    with pytest.raises(StreamError) as raised:
+        run_ranks(2, run)
+    assert raised.value.code == "stream-race"
+
+
+def test_the_config_key_leaves_nothing_behind_when_initialize_fails_and_needs_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = settings(2, debug={"check_streams": True})
+    with pytest.raises(ShoalError, match="Muon9"):
+        shoal.initialize(model=Plain(), config={**made, "optimizer": {"type": "Muon9"}})
+    assert simulation() is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(UsageError, match="CUDA_VISIBLE_DEVICES") as raised:
+        shoal.initialize(model=Plain(), config=made)
+    assert raised.value.code == "stream-check"
+
+
+def test_ranks_that_wait_for_each_other_over_two_communicators_are_found_at_once() -> None:
+    def run() -> None:
+        world = current_world()
+        with shoal.check_streams():
+            one, other = (world.communicator(axis, Mesh.of(world.size)) for axis in ("dp", "loss"))
+            first, second = (one, other) if world.rank == 0 else (other, one)
+            first.all_reduce(torch.ones(4), label=f"first of {world.rank}").wait()
+            second.all_reduce(torch.ones(4), label=f"second of {world.rank}").wait()
+
+    with pytest.raises(CommError, match="wait for each other in a circle") as raised:
+        run_ranks(2, run)
+    assert raised.value.code == "comm-circle"
+    text = str(raised.value)
+    assert "rank 0 waits for all_reduce 'first of 0'" in text and "rank 1 waits for all_reduce 'first of 1'" in text
+    assert text.count("test_stream_check.py") >= 2
+
+
+@pytest.mark.parametrize("is_alternating", [False, True])
+def test_messages_that_only_buffers_let_pass_are_found(is_alternating: bool) -> None:
+    """NCCL does the messages of a pair one after the other, and a send ends with its receive."""
+
+    def run() -> list[str]:
+        world = current_world()
+        with shoal.check_streams(raises=False) as check:
+            comm, peer = world.communicator("dp", Mesh.of(world.size)), 1 - world.rank
+            mine, theirs = torch.ones(4), torch.empty(4)
+            if world.rank == 0 or not is_alternating:
+                sent = comm.send(mine, peer, label=f"from {world.rank}")
+                received = comm.recv(theirs, peer, label=f"from {peer}")
+            else:
+                received = comm.recv(theirs, peer, label=f"from {peer}")
+                sent = comm.send(mine, peer, label=f"from {world.rank}")
+            received.wait()
+            sent.drain()
+            comm.barrier(label="end")
+        return [str(finding) for finding in check.findings]
+
+    found = [text for texts in run_ranks(2, run) for text in texts]
+    assert bool(found) == (not is_alternating)
+    assert all("collectives wait for each other in a circle, which hangs on NCCL" in text for text in found)
+    if found:
+        assert "from rank 1 to rank 0" in found[0] and found[0].count("test_stream_check.py") == 4

@@ -93,7 +93,7 @@ def test_memory_is_not_used_by_another_stream_before_the_work_that_was_queued_wh
 
 @pytest.mark.parametrize("kept_by", ["nothing", "a wait", "record_stream"])
 @pytest.mark.parametrize("freed_by", ["the last reference", "resize"])
-def test_memory_that_another_stream_uses_is_not_freed(kept_by: str, freed_by: str) -> None:
+def test_memory_that_another_stream_uses_is_not_used_again_before_a_wait(kept_by: str, freed_by: str) -> None:
     def use(accelerator: SimulatedAccelerator) -> None:
         tensor, side = torch.zeros(4), accelerator.stream()
         side.wait_stream(accelerator.current())
@@ -106,8 +106,14 @@ def test_memory_that_another_stream_uses_is_not_freed(kept_by: str, freed_by: st
         if freed_by == "resize":
             resize_storage(tensor.untyped_storage(), 0)
         del tensor
-        accelerator.current().wait_stream(side)  # too late
+        if is_reused:
+            torch.empty(1)
+        accelerator.current().wait_stream(side)
+        torch.empty(1)
 
+    is_reused = False  # before the wait
+    assert faults(use) == []
+    is_reused = True
     found = faults(use)
     assert len(found) == (kept_by == "nothing")
     if found:

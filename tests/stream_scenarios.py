@@ -1,0 +1,106 @@
+"""The runs in which the waits of the library are deleted: pairs of the matrix of streams, and tests of the library."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.comm import threads
+from shoal.simulation.check import StreamCheck
+from tests.composition import covering
+from tests.stream_matrix import STREAM_AXES, checks_of, named
+
+Scenario = tuple[str, Callable[[], Any]]
+
+# No emulated precision: each scenario runs many times.
+AXES = {
+    **STREAM_AXES,
+    "precision": {name: STREAM_AXES["precision"][name] for name in ("fp32", "bf16")},
+    "schedule": {"1f1b": STREAM_AXES["schedule"]["1f1b"]},
+}
+
+# What the matrix has no axis for: tests whose ranks are threads.
+TEST_FILES = tuple(
+    f"tests/ranks/test_{name}.py"
+    for name in (
+        "tensor_parallel_overlap",
+        "tensor_parallel_optimizers",
+        "vocab_parallel_cross_entropy",
+        "deepspeed_partitioned",
+        "expert_hierarchical",
+        "expert_balance",
+        "expert_overlap",
+        "moe_layer",
+        "comm_process_groups",
+        "comm_wire",
+        "comm_autograd",
+        "offload_states",
+        "overlap_param_gather",
+        "pipeline_access",
+        "sequence_options",
+        "sparse_gradients",
+        "zero_access",
+        "zero_gathered",
+        "zero_init",
+    )
+)
+
+
+def matrix() -> list[Scenario]:
+    return [(named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)]
+
+
+class TestRuns:
+    """Runs tests in this process, each rank that is a thread under ``check_streams``.
+
+    Attributes: ``checks``: of the test that ran last. ``passed``: by name, of those that started ranks.
+    """
+
+    __test__ = False
+
+    def __init__(self, begin: Callable[[str], None] = lambda name: None) -> None:
+        self.checks: list[StreamCheck] = []
+        self.passed: dict[str, bool] = {}
+        self.of_test: dict[str, list[StreamCheck]] = {}
+        self._begin = begin
+        self._run_ranks = threads.run_ranks
+
+    def run(self, names: Sequence[str]) -> None:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", "--durations=0"], plugins=[self])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self.checks = []
+        self._begin(item.nodeid)
+        for name, module in list(sys.modules.items()):
+            if name.startswith("tests.") and module is not sys.modules[__name__] and hasattr(module, "run_ranks"):
+                module.run_ranks = self._checked  # type: ignore[attr-defined]
+
+    def _checked(self, size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        def run(*args: Any) -> Any:
+            with shoal.check_streams(raises=False) as check:
+                self.checks.append(check)
+                return fn(*args)
+
+        return self._run_ranks(size, run, *args, **kwargs)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" and self.checks:
+            self.passed[report.nodeid] = report.passed
+            self.of_test[report.nodeid] = self.checks
+
+
+def of_test(name: str) -> list[StreamCheck]:
+    """The checks of a test. Raises: AssertionError: it fails."""
+    runs = TestRuns()
+    runs.run([name])
+    assert runs.passed.get(name), "the test fails"
+    return runs.of_test[name]

@@ -148,6 +148,20 @@ class Table:
         """The table as plain data, for a checkpoint."""
         return [dict(zip(HEADERS, row.cells(), strict=True)) for row in self.rows]
 
+    def summary(self) -> str:
+        """One line: which units store what where; of more than three kinds of rows, their number."""
+        kinds: dict[tuple[str, ...], dict[str, None]] = {}
+        for row in self.rows:
+            unit, parameter, between, _, state, _, tier = row.cells()
+            kinds.setdefault((parameter, between, state, tier), {})[unit] = None
+        if len(kinds) > 3:
+            return f"{len({row.unit for row in self.rows})} units, placed in {len(kinds)} ways"
+        return "; ".join(
+            f"{next(iter(units)) if len(units) == 1 else f'{len(units)} units'}: parameters {parameter}, gradients"
+            f" {between}, optimizer state {state} ({tier})"
+            for (parameter, between, state, tier), units in kinds.items()
+        )
+
     def __str__(self) -> str:
         """Equal rows of consecutive units are one line."""
         lines: list[tuple[list[str], list[str]]] = []

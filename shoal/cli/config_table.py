@@ -1,4 +1,4 @@
-"""``shoal doctor``: the support of each key of a configuration file, and the effective values."""
+"""``shoal doctor FILE``: what each key of a configuration file does, its problems, and the effective values."""
 
 from __future__ import annotations
 
@@ -6,53 +6,40 @@ import json as json_text
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from shoal.config import Examined, examine, json_schema
+from shoal.config import Examined, examine
 from shoal.config.problems import shown
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.processor import emulation_notes
 
 WIDTH = 140  # of a page that is not a terminal
 COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
 
 
-def doctor(
-    file: Annotated[Path | None, typer.Argument(help="The configuration, a JSON file.")] = None,
-    world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks in all, to compute the mesh and batch sizes.")
-    ] = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and stop.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print for programs.")] = False,
-) -> None:
-    """Print the support of each key of a configuration, its problems, and the effective values.
+def check_file(file: Path, world_size: int | None, *, shows_all: bool = False, as_json: bool = False) -> bool:
+    """Print what each key of the file does, its problems, and where asked all effective values.
 
-    The exit code is 1 where anything is wrong, 2 where there is no file to look at.
+    Returns: is nothing wrong? Raises: UsageError: there is no such file.
     """
-    if schema:
-        print(json_text.dumps(json_schema(), indent=2, ensure_ascii=False))
-        return
-    if file is None:
-        Console(stderr=True).print("doctor needs a file: shoal doctor ds_config.json", highlight=False, soft_wrap=True)
-        raise typer.Exit(2)
+    if not file.is_file():
+        raise UsageError(f"there is no file {str(file)!r}.")
     try:
-        seen = examine(Path(file), world_size=world_size)
+        seen = examine(file, world_size=world_size)
     except ConfigError as error:
-        _show_unreadable(error, json)
-        raise typer.Exit(1) from None
-    if json:
+        _show_unreadable(error, as_json)
+        return False
+    if as_json:
         print(json_text.dumps(_as_json(seen), indent=2, ensure_ascii=False))
     else:
         console = Console()
-        _show(seen, console if console.is_terminal else Console(width=WIDTH), world_size)
-    if seen.problems:
-        raise typer.Exit(1)
+        _show(seen, console if console.is_terminal else Console(width=WIDTH), world_size, shows_all)
+    return not seen.problems
 
 
 def _show_unreadable(error: ConfigError, json: bool) -> None:
@@ -63,40 +50,68 @@ def _show_unreadable(error: ConfigError, json: bool) -> None:
         Console(stderr=True).print(f"[red]{escape(str(error))}[/red]", highlight=False, soft_wrap=True)
 
 
-def _show(seen: Examined, console: Console, world_size: int | None) -> None:
-    keys = _table("Keys in the file", "what happens")
-    numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
-    for each in seen.keys:
-        support = each.support
-        colour = COLOURS[support.kind] if support.kind != "not built" or each.asks else "yellow"
-        text = str(support) if support.kind != "not built" or each.asks else f"{support}; asks for nothing"
-        if support.kind == "obeyed" and each.path in numbers:
-            colour, text = "red", f"wrong: see problem {numbers[each.path]}"
-        keys.add_row(escape(each.path), escape(shown(each.value)), f"[{colour}]{escape(text)}[/{colour}]")
-    for path in [path for path, origin in seen.found.origins.items() if origin == "auto"]:
-        is_open = seen.config is not None and path in seen.config.unresolved_auto
-        text = "a client has to replace it" if is_open else "resolved: see its value below"
-        keys.add_row(escape(path), '"auto"', f"[yellow]{text}[/yellow]")
+def _show(seen: Examined, console: Console, world_size: int | None, shows_all: bool) -> None:
+    notes = [*seen.found.warnings, *_notes(seen)]
+    keys = _table(f"{seen.name}", "what happens")
+    for path, value, text, colour in _rows(seen, notes):
+        keys.add_row(escape(path), escape(value), f"[{colour}]{escape(text)}[/{colour}]")
     console.print(keys)
-    if seen.config is not None:
+    if seen.config is not None and shows_all:
         values = _table("Effective values", "origin")
         for path, value, origin in _effective(seen):
             colour = "dim" if origin == "default" else "bold"
             values.add_row(escape(path), escape(shown(value)), f"[{colour}]{origin}[/{colour}]")
         console.print(values)
-    notes = [*seen.found.warnings, *_notes(seen)]
+    elif seen.config is not None:
+        defaults = sum(origin == "default" for _, _, origin in _effective(seen))
+        notes.append(f"{defaults} other keys have their defaults: --all prints them.")
     if world_size is None:
-        notes.append("batch sizes depend on the number of ranks: give --world-size to see them filled in.")
-    if notes:
-        console.print("Notes")
-        for note in notes:
-            console.print(f"  {escape(note)}", highlight=False, soft_wrap=True)
+        notes.append("batch sizes depend on the number of ranks: --world-size computes them.")
+    for note in notes:
+        console.print(f"note: {escape(note)}", highlight=False, soft_wrap=True)
     if seen.problems:
         console.print(f"\n[red]{len(seen.problems)} problem{'s' if len(seen.problems) > 1 else ''}[/red]")
         for number, problem in enumerate(seen.problems, 1):
             console.print(f"  {number}. {escape(str(problem))}", highlight=False, soft_wrap=True)
     else:
         console.print("\n[green]Nothing is wrong.[/green]")
+
+
+def _rows(seen: Examined, notes: list[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Key, value, what happens, and its colour, for what the file sets and what follows from it.
+
+    A note on one key is taken out of ``notes`` and becomes its row's text.
+    """
+
+    def noted(path: str, value: str) -> str:
+        start = f"{path} = {value}: "
+        found = next((note for note in notes if note.startswith(start)), None)
+        if found is not None:
+            notes.remove(found)
+        return "" if found is None else found.removeprefix(start).removesuffix(".")
+
+    numbers = {problem.path: number for number, problem in reversed(list(enumerate(seen.problems, 1)))}
+    for each in seen.keys:
+        support, value = each.support, shown(each.value)
+        note = noted(each.path, value)
+        if support.kind == "obeyed" and each.path in numbers:
+            yield each.path, value, f"wrong: see problem {numbers[each.path]}", "red"
+        elif support.kind == "obeyed" and note:
+            yield each.path, value, note, "yellow"
+        elif support.kind != "not built" or each.asks:
+            yield each.path, value, str(support), COLOURS[support.kind]
+        else:
+            yield each.path, value, f"{support}; asks for nothing", "yellow"
+    for path, origin in seen.found.origins.items():
+        if origin != "auto":
+            continue
+        note = noted(path, '"auto"').replace("null is used", "follows from the number of ranks")
+        is_open = seen.config is not None and path in seen.config.unresolved_auto
+        yield path, '"auto"', note or ("a client has to replace it" if is_open else "the default is used"), "yellow"
+    if seen.config is not None:
+        for path, value, source in _effective(seen):
+            if source in ("derived", "deprecated alias"):
+                yield path, shown(value), source, "bold"
 
 
 def _notes(seen: Examined) -> list[str]:

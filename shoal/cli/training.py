@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shoal
+from shoal.cli import exit_code_of
 from shoal.cli.job import (
     JOB_FILE,
     TrainJob,
@@ -462,8 +464,8 @@ def main() -> None:
         train(TrainJob.load(Path(sys.argv[1])))
     except ShoalError as error:
         current_world().report_failure(error)
-        print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(2)
+        traceback.print_exc()  # of which the launcher prints the message
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

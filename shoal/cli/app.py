@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import replace
 from enum import StrEnum
@@ -233,6 +234,7 @@ def train(
         save_every=save_every,
         resume=resume,
         verbose=verbose,
+        command=shlex.join(["shoal", *sys.argv[1:]]),
     )
     raise typer.Exit(start(job))
 

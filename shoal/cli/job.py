@@ -66,6 +66,7 @@ class TrainJob:
     save_every: int | None = None
     resume: str | None = None
     verbose: bool = False
+    command: str = ""  # the command line, for the report
 
     def save(self, path: Path) -> None:
         beside = path.with_suffix(".tmp")

@@ -162,8 +162,8 @@ class Table:
             for (parameter, between, state, tier), units in kinds.items()
         )
 
-    def __str__(self) -> str:
-        """Equal rows of consecutive units are one line."""
+    def merged(self) -> list[list[str]]:
+        """The rows as text; equal rows of consecutive units are one."""
         lines: list[tuple[list[str], list[str]]] = []
         for row in self.rows:
             unit, *rest = row.cells()
@@ -171,8 +171,10 @@ class Table:
                 lines[-1][0].append(unit)
             else:
                 lines.append(([unit], rest))
-        named = [
+        return [
             [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest]
             for units, rest in lines
         ]
-        return text_table(named, HEADERS)
+
+    def __str__(self) -> str:
+        return text_table(self.merged(), HEADERS)

@@ -57,9 +57,12 @@ def _with_saved(job: TrainJob, resume: str) -> TrainJob:
 
 def _check(job: TrainJob) -> None:
     """All that can be checked without reading the text or starting a rank."""
+    from shoal.config import load
     from shoal.data import load_tokenizer
 
     read_config(job)
+    if job.config is not None:
+        load(job.config)
     shape = job.shape(load_tokenizer(job.tokenizer).vocab_size)
     if job.resume is not None and not checkpoint_folder(run_folder(job.resume)).is_dir():
         raise UsageError(

@@ -149,8 +149,8 @@ def describe(ended: Sequence[EndedRank], *, whole: bool = False) -> tuple[int, s
     first = _first_failed(ended, errors)
     error, code = errors[first.rank], first.exit_code
     same = sorted(rank for rank, other in errors.items() if other.error and other.key == error.key) or [first.rank]
-    if code == -signal.SIGTERM and error.error:
-        code = 1  # it was ending by the exception when the launcher ended it
+    if code == -signal.SIGTERM and error.error:  # it was ending by the exception when the launcher ended it
+        code = next((each.exit_code for each in ended if each.rank in same and each.exit_code > 0), 1)
     if len(same) > 1:
         head = f"shoal: ranks {_listed(same)} failed with the same error and exit code {_shell_code(code)}."
     else:

@@ -47,6 +47,7 @@ def test_every_command_has_h(command: str) -> None:
         (["run", "broken.py", "--option"], "broken.py, line 2: "),
         (["train", "--out", "broken.py/run"], "--out 'broken.py/run': Not a directory"),
         (["doctor", "nowhere.json"], "there is no file 'nowhere.json'"),
+        (["train", "--config", "typo.json"], "steps_per_prnt: no such key."),
     ],
 )
 def test_what_is_wrong_with_a_command_is_said_before_a_rank_starts_and_gives_2(
@@ -59,11 +60,14 @@ def test_what_is_wrong_with_a_command_is_said_before_a_rank_starts_and_gives_2(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["shoal", *arguments])
     (tmp_path / "broken.py").write_text("x = 1\nif x\n")
+    (tmp_path / "typo.json").write_text('{"steps_per_prnt": 3}')
     monkeypatch.setattr("shoal.launch.run_local", None)
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2
-    assert f"shoal: [usage] {message}" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith(("shoal: [usage] ", "shoal: [config] "))
+    assert message in said.splitlines()[0]
 
 
 def test_an_unknown_option_of_run_is_not_taken_for_the_script() -> None:

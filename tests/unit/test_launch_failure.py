@@ -70,6 +70,8 @@ def test_on_request_its_traceback_is_whole(tmp_path: Path) -> None:
 def test_another_error_has_its_traceback_and_that_of_a_rank_that_lost_it_is_left_out(tmp_path: Path) -> None:
     code, report = describe([ended(tmp_path, 1, PEER), ended(tmp_path, 0, CRASH, code=-15)])
     assert code == 1  # not that of the launcher's signal
+    code, _ = describe([ended(tmp_path, 1, CRASH, code=3), ended(tmp_path, 0, CRASH, code=-15)])
+    assert code == 3
     assert report == "shoal: rank 0 failed first: it ended with exit code 1.\n" + CRASH.rstrip()
 
 

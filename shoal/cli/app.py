@@ -85,9 +85,9 @@ def run(
     verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
     """Start a script on several local ranks, one process each."""
-    from shoal.cli.script import check_script
     from shoal.launch import LocalJob, run_local
     from shoal.launch.environment import LOG_LEVEL
+    from shoal.launch.script import check_script
 
     given = args or []
     if as_deepspeed:

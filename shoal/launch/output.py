@@ -15,6 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, TextIO
 
@@ -26,24 +27,32 @@ _CLEAR_LINE = "\r\x1b[K"
 TRACEBACK = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\)")
 
 
+@dataclass
+class LastLine:
+    """The last line of a terminal, to which both streams may write."""
+
+    owner: object = None  # whose bar is there
+
+
 class Terminal:
     """A stream of this process, on which several ranks write whole lines and at most one draws a progress bar."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, last_line: LastLine | None = None) -> None:
         self._stream = stream
         self.is_terminal = stream.isatty()
-        self._drawing: object = None  # whose bar is in the last line
+        self._last_line = last_line or LastLine()
 
     def line(self, text: str) -> None:
         """Write a whole line, above a bar if there is one."""
-        self._write(f"{_CLEAR_LINE if self._drawing is not None else ''}{text}\n")
-        self._drawing = None
+        if self.is_terminal and self._last_line.owner is not None:
+            self._last_line.owner, text = None, _CLEAR_LINE + text
+        self._write(f"{text}\n")
 
     def bar(self, text: str, owner: object) -> None:
         """Redraw the bar of ``owner``; the bar of another stays until a line is written."""
-        if self._drawing in (None, owner):
+        if self._last_line.owner in (None, owner):
             self._write(f"{_CLEAR_LINE}{text}")
-            self._drawing = owner
+            self._last_line.owner = owner
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(BrokenPipeError):  # as of `| head`: the ranks run on
@@ -134,7 +143,8 @@ class RankOutput:
     """A thread that writes what the ranks write. A context manager."""
 
     def __init__(self, stdout: TextIO, stderr: TextIO) -> None:
-        self._stdout, self._stderr = Terminal(stdout), Terminal(stderr)
+        last_line = LastLine()
+        self._stdout, self._stderr = Terminal(stdout, last_line), Terminal(stderr, last_line)
         self._tails: list[StreamTail] = []
         self._errors: dict[int, StreamTail] = {}
         self._lock = threading.Lock()

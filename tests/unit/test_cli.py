@@ -43,6 +43,7 @@ def test_every_command_has_h(command: str) -> None:
     ("arguments", "message"),
     [
         (["run", "nowhere.py"], "there is no file 'nowhere.py'"),
+        (["deepspeed", "--num_gpus", "2", "nowhere.py"], "there is no file 'nowhere.py'"),
         (["run", "--module", "no_such_module.main"], "there is no module 'no_such_module.main'"),
         (["run", "broken.py", "--option"], "broken.py, line 2: "),
         (["train", "--out", "broken.py/run"], "--out 'broken.py/run': Not a directory"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.output import RankOutput, StreamTail, Terminal
+from shoal.launch.output import LastLine, RankOutput, StreamTail, Terminal
 
 MakeTail = Callable[..., StreamTail]
 
@@ -90,6 +90,15 @@ def test_on_a_terminal_one_bar_is_redrawn_and_lines_are_written_above_it(tmp_pat
     append(tmp_path / "b", "\r12%\n")
     second.read(0.2)
     assert screen.getvalue() == "\r\x1b[K[a] 10%\r\x1b[K[a] 20%\r\x1b[K[b] 12%\n"
+
+
+def test_a_line_on_stdout_clears_a_bar_that_stderr_has_drawn(tmp_path: Path) -> None:
+    screen = Screen(is_terminal=True)
+    last_line = LastLine()
+    Terminal(screen, last_line).bar("50%", "a rank")
+    Terminal(screen, last_line).line("a line")
+    Terminal(screen, last_line).line("another")
+    assert screen.getvalue() == "\r\x1b[K50%\r\x1b[Ka line\nanother\n"
 
 
 def test_a_traceback_is_kept_and_written_where_the_rank_runs_on(tmp_path: Path, pipe: Screen, tail: MakeTail) -> None:

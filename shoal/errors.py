@@ -7,6 +7,7 @@ ShoalError
 ├── PlacementError         a move of a bucket, or of a unit's state, that does not exist
 ├── CommError              a collective: mismatch, timeout, closed connection
 │   └── RankFailedError    another rank failed; carries that rank's traceback
+│       └── RankLeftError  another rank ended in good order, and this one waits for it
 ├── CheckpointError        a checkpoint: missing, damaged, of another model, or one that cannot be written
 ├── TierError              state on a disk that could not be read or written
 ├── StreamError            work of an accelerator without the order that it needs
@@ -93,10 +94,27 @@ class RankFailedError(CommError):
     def __init__(self, rank: int, remote_traceback: str, *, where: str = "") -> None:
         self.failed_rank = rank
         self.remote_traceback = remote_traceback
-        super().__init__(
-            f"rank {rank} failed, so this rank stops too. Its traceback:\n{remote_traceback.rstrip()}",
-            where=where,
-            do=f"rank {rank} failed first; fix the error shown for rank {rank}.",
+        what, do = self._explain(rank, remote_traceback.rstrip())
+        super().__init__(what, where=where, do=do)
+
+    def _explain(self, rank: int, text: str) -> tuple[str, str]:
+        """What happened, and what to do."""
+        return (
+            f"rank {rank} failed, so this rank stops too. Its traceback:\n{text}",
+            f"rank {rank} failed first; fix the error shown for rank {rank}.",
+        )
+
+
+class RankLeftError(RankFailedError):
+    """Another rank ended without an error while this one waits for it. ``remote_traceback`` is the calls of both."""
+
+    code = "rank-left"
+
+    def _explain(self, rank: int, text: str) -> tuple[str, str]:
+        return (
+            f"rank {rank} has ended, and this rank waits for it: {text}",
+            "make the same calls on every rank: save_checkpoint(), and whatever else communicates, must not be inside"
+            " `if rank == 0:`, and every rank needs the same number of batches.",
         )
 
 

@@ -6,12 +6,26 @@ import sys
 
 
 def main() -> None:
-    """The console script. An error of Shoal's own is a message and exit code 2, any other one a traceback."""
+    """The console script. An error of Shoal's own is a message, any other one a traceback.
+
+    Exit codes: 0: done; 1: it failed, or found something wrong; 2: the command, or a file that it names, is wrong. Of
+    ``shoal run``: that of the script.
+    """
     from shoal.cli.app import app
     from shoal.errors import ShoalError
+    from shoal.launch import read_environment
 
     try:
         app(prog_name="shoal")
     except ShoalError as error:
+        if read_environment().wants_tracebacks:
+            raise
         print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(exit_code_of(error))
+
+
+def exit_code_of(error: Exception) -> int:
+    """2 for what the user wrote, 1 for what happened while it was done."""
+    from shoal.errors import ConfigError, ModelError, UsageError
+
+    return 2 if isinstance(error, ConfigError | ModelError | UsageError) else 1

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
+from shoal.cli.doctor import doctor
 from shoal.cli.schedule import schedule as pipeline_schedule
+from shoal.cli.usage import OrderedGroup, UsageCommand
 
 app = typer.Typer(
     name="shoal",
+    cls=OrderedGroup,
     help="Train PyTorch models that do not fit, or do not go fast enough, on one device.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
-app.command("convert")(convert)
-app.command("as-deepspeed")(as_deepspeed)
-app.command("schedule")(pipeline_schedule)
+app.command("convert", cls=UsageCommand)(convert)
+app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
+app.command("doctor", cls=UsageCommand)(doctor)
+app.command("schedule", cls=UsageCommand)(pipeline_schedule)
 
 
 class PrecisionOption(StrEnum):
@@ -59,15 +64,13 @@ def _root(
     pass
 
 
-@app.command(
-    "run",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
-)
+_VERBOSE = typer.Option("--verbose", "-v", help="Print the placement and memory tables too (SHOAL_LOG_LEVEL=debug).")
+
+
+@app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})
 def run(
-    context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(help="A Python file, or with --module a module's name. Its arguments follow.")
-    ],
+    script: Annotated[str, typer.Argument(help="A Python file, or with --module a module's name.")],
+    args: Annotated[list[str] | None, typer.Argument(help="For the script.")] = None,
     ranks: Annotated[
         int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start; one per visible GPU, else 1.")
     ] = None,
@@ -79,18 +82,25 @@ def run(
             help="`import deepspeed` is Shoal, in child processes too. SCRIPT may be a launcher, as accelerate.",
         ),
     ] = False,
+    verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
     """Start a script on several local ranks, one process each."""
     from shoal.launch import LocalJob, run_local
+    from shoal.launch.environment import LOG_LEVEL
+    from shoal.launch.script import check_script
 
+    given = args or []
     if as_deepspeed:
         from shoal.cli.as_deepspeed import become_command, is_command, job_as_deepspeed
 
         if not module and is_command(script):
-            become_command(script, context.args, ranks)
-        job = job_as_deepspeed(script, context.args, is_module=module, ranks=ranks or _default_ranks())
+            become_command(script, given, ranks)
+        job = job_as_deepspeed(script, given, is_module=module, ranks=ranks or _default_ranks())
     else:
-        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *context.args], ranks or _default_ranks())
+        job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or _default_ranks())
+    check_script(script, is_module=module)
+    if verbose:
+        job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
     outcome = run_local(job)
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
@@ -99,8 +109,10 @@ def run(
 
 @app.command(
     "deepspeed",
+    cls=UsageCommand,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,
+    options_metavar="[OPTIONS] SCRIPT [ARGS]...",
 )
 def deepspeed(context: typer.Context) -> None:
     """Start a script as DeepSpeed's launcher does, with its flags."""
@@ -109,7 +121,7 @@ def deepspeed(context: typer.Context) -> None:
     main(context.args)
 
 
-@app.command("ds-report")
+@app.command("ds-report", cls=UsageCommand)
 def ds_report() -> None:
     """Print what `import deepspeed` is here, what computes, and which operators are there."""
     from shoal.compat.deepspeed.env_report import main
@@ -117,7 +129,7 @@ def ds_report() -> None:
     main()
 
 
-@app.command("train")
+@app.command("train", cls=UsageCommand)
 def train(
     model: Annotated[
         str | None, typer.Option(help="A shape by name: nano, tiny, mini, small-34m, 124m ... 175b.")
@@ -177,6 +189,7 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="Go on with the run in this folder, on any number of ranks, at any stage.")
     ] = None,
+    verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
     """Train a GPT on text, with validation, logs, a sample and a report."""
     from shoal.cli.job import TrainJob
@@ -220,34 +233,18 @@ def train(
         temperature=temperature,
         save_every=save_every,
         resume=resume,
+        verbose=verbose,
+        command=shlex.join(["shoal", *sys.argv[1:]]),
     )
     raise typer.Exit(start(job))
 
 
-@app.command("report")
+@app.command("report", cls=UsageCommand)
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.")]) -> None:
     """Make a run's report.html anew from its logs."""
     from shoal.observe.report import write_report
 
     print(write_report(folder))
-
-
-@app.command(
-    "doctor",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    add_help_option=False,
-)
-def doctor(context: typer.Context) -> None:
-    """Check a config: the support of every key, and the effective config."""
-    _mounted_doctor(context.args)
-
-
-def _mounted_doctor(arguments: list[str]) -> Any:
-    from shoal.cli.doctor import doctor as check
-
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command("doctor", help=check.__doc__)(check)
-    return command(args=arguments, prog_name="shoal doctor")
 
 
 def _default_ranks() -> int:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.usage import UsageCommand
+
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
@@ -23,7 +25,7 @@ app = typer.Typer(
 _FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
 
 
-@app.command("list")
+@app.command("list", cls=UsageCommand)
 def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     """Show the checkpoints of a folder, the newest first."""
     from shoal.checkpoint import directory
@@ -57,7 +59,7 @@ def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
     print(table(rows, ["checkpoint", "step", "saved (UTC)", "ranks", "size", ""]))
 
 
-@app.command("verify")
+@app.command("verify", cls=UsageCommand)
 def verify_checkpoints(
     folder: Annotated[str, _FOLDER],
     tag: Annotated[str | None, typer.Option(help="One checkpoint; all where left out.")] = None,
@@ -101,7 +103,7 @@ def _advance(progress: Progress, task: TaskID, _: str, nbytes: int) -> None:
     progress.advance(task, nbytes)
 
 
-@app.command("prune")
+@app.command("prune", cls=UsageCommand)
 def prune(
     folder: Annotated[str, _FOLDER],
     keep: Annotated[int, typer.Option(min=1, help="Number of the newest to keep.")],

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
+from shoal.cli import exit_code_of
 from shoal.errors import CheckpointError, ShoalError
 from shoal.text import format_bytes
 
@@ -67,7 +68,7 @@ def convert(
         notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb)
     except ShoalError as error:
         console.print(f"[red]{escape(str(error))}[/red]")
-        raise typer.Exit(1) from None
+        raise typer.Exit(exit_code_of(error)) from None
     for note in notes:
         console.print(f"note: {escape(note)}")
     print(target)

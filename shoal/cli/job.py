@@ -65,6 +65,8 @@ class TrainJob:
     temperature: float = 0.8
     save_every: int | None = None
     resume: str | None = None
+    verbose: bool = False
+    command: str = ""  # the command line, for the report
 
     def save(self, path: Path) -> None:
         beside = path.with_suffix(".tmp")
@@ -189,6 +191,8 @@ def effective_config(
     if job.schedule is not None and "scheduler" in config:
         notes.append(f"--schedule {job.schedule} overrules the scheduler of {job.config}.")
         del config["scheduler"]
+    if job.verbose:
+        config["log_level"] = "debug"
     return config, notes
 
 

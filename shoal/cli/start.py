@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -30,7 +31,6 @@ def start(job: TrainJob) -> int:
         train(job)
         return 0
     folder = Path(str(job.out))
-    folder.mkdir(parents=True, exist_ok=True)
     job.save(folder / JOB_FILE)
     program = (sys.executable, "-m", "shoal.cli.training", str(folder / JOB_FILE))
     outcome = run_local(LocalJob(program, job.ranks, rank_0_keeps_terminal=True))
@@ -57,9 +57,12 @@ def _with_saved(job: TrainJob, resume: str) -> TrainJob:
 
 def _check(job: TrainJob) -> None:
     """All that can be checked without reading the text or starting a rank."""
+    from shoal.config import load
     from shoal.data import load_tokenizer
 
     read_config(job)
+    if job.config is not None:
+        load(job.config)
     shape = job.shape(load_tokenizer(job.tokenizer).vocab_size)
     if job.resume is not None and not checkpoint_folder(run_folder(job.resume)).is_dir():
         raise UsageError(
@@ -77,3 +80,14 @@ def _check(job: TrainJob) -> None:
     for source in job.text:
         if not any(mark in source for mark in "*?[") and not Path(source).exists():
             raise UsageError(f"--text {source!r}: no such file or folder.")
+    _check_writable(Path(str(job.out)))
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder of a run. Raises: UsageError: it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out {str(folder)!r}: {error.strerror}.", do="name a folder that can be written.") from None

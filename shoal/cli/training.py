@@ -10,9 +10,11 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +22,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shoal
+from shoal.cli import exit_code_of
 from shoal.cli.job import (
     JOB_FILE,
     TrainJob,
@@ -50,6 +53,7 @@ from shoal.observe.report import METRICS_FILE, RunRecord, write_report
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.pipeline.draw import svg
 from shoal.pipeline.simulate import simulate
+from shoal.sharding.table import HEADERS
 from shoal.text import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -82,6 +86,12 @@ class Budget:
         by_time = self.elapsed / self.seconds if self.seconds is not None else 0.0
         return min(1.0, max(by_steps, by_time))
 
+    def length(self) -> str:
+        """Steps, time, or both."""
+        limits = [f"{self.steps:,} steps"] if self.steps is not None else []
+        limits += [_duration(self.seconds)] if self.seconds is not None else []
+        return " or ".join(limits)
+
     def multiplier(self, step: int) -> float:
         """Of the learning rate: a short warm-up, then as ``schedule`` says down to a tenth."""
         at = self.fraction(step)
@@ -108,6 +118,7 @@ class _Run:
     def __init__(self, job: TrainJob, world: World, stack: ExitStack) -> None:
         self.job = job
         self.world = world
+        self.started = datetime.now(UTC)
         self.folder = Path(str(job.out))
         self.is_writer = world.rank == 0
         self.tokenizer: Tokenizer = load_tokenizer(job.tokenizer)
@@ -386,6 +397,14 @@ class _Run:
         return RunRecord(
             title=_title(self.shape, self.config, self.world.size),
             facts=self._facts(),
+            run={
+                "started": f"{self.started:%Y-%m-%d %H:%M:%S} UTC",
+                "command": self.job.command,
+                "length": self.budget.length(),
+                "learning rate": self._schedule(),
+                "text": ", ".join(self.job.text) or "Python's documentation",
+                "seed": self.job.seed,
+            },
             model={
                 **asdict(self.shape),
                 "parameters": self.shape.num_parameters(),
@@ -404,7 +423,7 @@ class _Run:
             },
             ledger=self.ledger.rows(),
             allocator=f"{reading.source}: {format_bytes(reading.allocated)} now, {format_bytes(reading.peak)} at most",
-            placement=str(self.engine.sharded.table),
+            placement=[HEADERS, *self.engine.sharded.table.merged()],
             pipeline=self._drawn_schedule(),
             prompt=prompt,
             sample=sample,
@@ -413,6 +432,14 @@ class _Run:
 
     def _drawn_schedule(self) -> str:
         return svg(simulate(self.engine.schedule())) if isinstance(self.engine, PipelineEngine) else ""
+
+    def _schedule(self) -> str:
+        """In words: the peak, and how it is reached and left."""
+        peak = self.config["optimizer"]["params"]["lr"]
+        if "scheduler" in self.config:
+            return f"{peak}, scheduler {self.config['scheduler'].get('type')}"
+        end = "" if self.budget.schedule == "constant" else f" to {peak * _LOWEST:.2g}"
+        return f"{peak}, {self.budget.schedule}{end} after a warm-up over {_WARMUP:.0%} of the run"
 
     def _facts(self) -> list[tuple[str, str]]:
         steps = self.engine.global_steps
@@ -462,8 +489,8 @@ def main() -> None:
         train(TrainJob.load(Path(sys.argv[1])))
     except ShoalError as error:
         current_world().report_failure(error)
-        print(f"shoal: {error}", file=sys.stderr)
-        sys.exit(2)
+        traceback.print_exc()  # of which the launcher prints the message
+        sys.exit(exit_code_of(error))
 
 
 if __name__ == "__main__":

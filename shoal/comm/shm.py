@@ -31,7 +31,7 @@ from shoal.comm.allocator import SharedAllocator, make_file, map_file
 from shoal.comm.failure import MAX_TRACEBACK_CHARACTERS, FailureReports, clip
 from shoal.comm.futex import WakeWord
 from shoal.comm.memory_group import GroupCall, Mark
-from shoal.errors import CommError, RankFailedError
+from shoal.errors import CommError, RankFailedError, RankLeftError
 from shoal.process import started
 
 _SLOTS = 256
@@ -298,13 +298,16 @@ class SharedMemoryGroup:
             rank = self._ranks[peer]
             if self._words[peer][2] or self._local_peers.is_dead(rank):
                 self._local_peers.raise_failure()  # it may have reported between the two checks
-                how = (
-                    "left the world" if self._words[peer][2] else "has ended without a report: killed, or out of memory"
-                )
+                calls = self.last_calls()
+                if self._words[peer][2]:
+                    me = self._ranks[self.rank]
+                    raise RankLeftError(
+                        rank, f"rank {me} waits in {calls[self.rank]}; rank {rank} left the world after {calls[peer]}."
+                    )
                 raise RankFailedError(
                     rank,
-                    f"its process {self._local_peers.pid(rank)} {how}. Last issued by it on this axis: "
-                    f"{self.last_calls()[peer]}",
+                    f"its process {self._local_peers.pid(rank)} has ended without a report: killed, or out of memory."
+                    f" Last issued by it on this axis: {calls[peer]}",
                 )
 
     def has_left(self, peer: int) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ from shoal.mesh import Mesh
 from shoal.streams import simulation
 
 TIMEOUT = timedelta(minutes=30)
+DEFAULT_PORT = 29500
+_SILENT_SECONDS = 10.0  # for which a rank waits for the others without a word
 
 logger = logging.getLogger("shoal")
 
@@ -261,7 +264,7 @@ def process_group() -> object:
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
+    distributed_port: int = DEFAULT_PORT,
     verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,
@@ -325,11 +328,36 @@ def init_distributed(
     else:
         address = launch.address or "127.0.0.1"
         arguments["init_method"] = f"tcp://{address}:{launch.port or distributed_port}"
-    dist.init_process_group(backend, **arguments)
+    with _waits_aloud(launch):
+        dist.init_process_group(backend, **arguments)
     world = _adopt(timeout, owns_group=True)
     if verbose and world.rank == 0:
         logger.info("joined %d ranks (%s, launcher %s)", world.size, backend, launch.launcher)
     return world
+
+
+@contextmanager
+def _waits_aloud(launch: Launch) -> Iterator[None]:
+    """Log which ranks this one waits for, where the others do not come within some seconds."""
+    if launch.world_size == 1:
+        yield
+        return
+    if launch.rank:
+        others = "rank 0 at"
+    else:
+        others = "rank 1 to join at" if launch.world_size == 2 else f"ranks 1 to {launch.world_size - 1} to join at"
+    source = "RANK and WORLD_SIZE in the environment" if launch.launcher == "env" else f"launcher: {launch.launcher}"
+    message = (
+        f"rank {launch.rank} of {launch.world_size} waits for {others} {launch.address or '127.0.0.1'}:"
+        f"{launch.port or DEFAULT_PORT} ({source}); start the missing ranks, or unset WORLD_SIZE to run alone."
+    )
+    timer = threading.Timer(_SILENT_SECONDS, logger.warning, [message])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from shoal.compat.absent import not_built
 from shoal.compat.environment import file_of_variables, for_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
+from shoal.launch.script import check_script
 
 DEEPSPEED_ENVIRONMENT_NAME = file_of_variables()
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -87,9 +88,13 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command and leave with its exit code.
 
-    Raises: ConfigError, NotBuiltError: what the options ask for cannot be done. SystemExit: otherwise.
+    Raises: ConfigError, NotBuiltError: what the options ask for cannot be done. UsageError: there is no such script.
+        SystemExit: otherwise.
     """
-    job = job_of(parse_args(args))
+    options = parse_args(args)
+    job = job_of(options)
+    if not options.no_python:
+        check_script(options.user_script, is_module=options.module)
     outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
     if outcome.report:
         sys.stderr.write(f"\n{outcome.report}\n")

@@ -20,7 +20,7 @@ from shoal.compat.accelerator import get_accelerator
 from shoal.compat.config_models import OffloadStateTypeEnum
 from shoal.compat.parameters import part_of
 from shoal.engine.engine import Engine
-from shoal.engine.log import logger, make_audible
+from shoal.engine.log import make_audible
 from shoal.errors import ConfigError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.optim.loss_scale import LossScale, LossScaleSettings
@@ -274,6 +274,9 @@ class OnDevice:
 
 
 # deepspeed.utils.logging
+
+# Below Shoal's own: a client that sets its level (Transformers: to WARNING) does not silence Shoal's start-up messages.
+logger = logging.getLogger("shoal.deepspeed")
 
 log_levels = {
     "debug": logging.DEBUG,

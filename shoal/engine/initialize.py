@@ -72,6 +72,7 @@ from shoal.zero.step import ShardedStep
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
+_NO_EFFECT = ": accepted, no effect: "  # in a note of the config
 _HEAP_NOTE = (
     "host memory that a step frees stays with the process for the next one, so that the kernel need not clear it again;"
     " to have it given back at once, set MALLOC_TRIM_THRESHOLD_ (bytes) in the environment."
@@ -213,7 +214,6 @@ def _start(
         )
     notes += activations.notes
     if device.heap is not None:
-        notes.append(_HEAP_NOTE)
         engine.on_step.append(device.heap.after_step)
     _report(engine, notes)
     return engine
@@ -353,7 +353,10 @@ def _ranks_text(mesh: Mesh) -> str:
     """The mesh in words: "8 ranks: 4 data-parallel x 2 tp"."""
     others = {"pp": mesh.pp, "cp": mesh.cp, "sp": mesh.sp, "tp": mesh.tp}
     named = "".join(f" x {degree} {axis}" for axis, degree in others.items() if degree > 1)
-    text = f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}" if named else f"{mesh.dp} data-parallel ranks"
+    if named:
+        text = f"{mesh.world_size} ranks: {mesh.dp} data-parallel{named}"
+    else:
+        text = f"{mesh.dp} data-parallel ranks" if mesh.dp > 1 else "1 rank"
     return text if mesh.ep == 1 else f"{text}, experts over ep {mesh.ep} x expert_dp {mesh.size('expert_dp')}"
 
 
@@ -362,10 +365,23 @@ def _report(engine: Engine, notes: list[str]) -> None:
     make_audible(settings.log_level)
     if settings.dump_state:
         say_on_rank_0(rank, f"effective config:\n{json.dumps(settings.effective(), indent=2, default=str)}")
-    say_on_rank_0(rank, f"placement on {_ranks_text(engine.axes.mesh)}\n{engine.sharded.table}")
-    say_on_rank_0(rank, f"memory of rank 0\n{engine.memory_report()}")
-    for note in (*settings.notes(), *notes):
-        say_on_rank_0(rank, note)
+    if rank == 0:
+        ledger, table = engine.memory_report(), engine.sharded.table
+        stage = engine.properties.plan.zero.stage
+        logger.info("ZeRO-%d on %s; %s", stage, _ranks_text(engine.axes.mesh), table.summary())
+        logger.info("memory of rank 0: %s", ledger.summary())
+        unused = [note for note in settings.notes() if _NO_EFFECT in note]
+        if len(unused) > 2:
+            names = ", ".join(note.partition(" = ")[0] for note in unused)
+            logger.info("%d keys of the config have no effect (`shoal doctor FILE` shows why): %s", len(unused), names)
+        else:
+            notes = [*unused, *notes]
+        for note in (*(note for note in settings.notes() if _NO_EFFECT not in note), *notes):
+            logger.info(note)
+        logger.debug("placement\n%s", table)
+        logger.debug("memory of rank 0\n%s", ledger)
+        if engine.properties.device.heap is not None:
+            logger.debug(_HEAP_NOTE)
     untrained = [
         name
         for name, p in engine.module.named_parameters()

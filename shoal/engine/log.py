@@ -1,8 +1,13 @@
-"""The logger ``shoal``. Rank 0 logs; ``log_level`` in the config sets the level."""
+"""The logger ``shoal``. Rank 0 logs; ``log_level`` in the config sets the level; SHOAL_LOG_LEVEL overrides it.
+
+Of the start, INFO has a line on the placement and one on memory; DEBUG has the tables.
+"""
 
 from __future__ import annotations
 
 import logging
+
+from shoal.launch.environment import log_level
 
 logger = logging.getLogger("shoal")
 
@@ -13,6 +18,7 @@ def make_audible(level: str | None) -> None:
     Args:
         level: ``log_level`` of the config; None: INFO.
     """
+    level = log_level() or level
     if level is not None:
         logger.setLevel(level.upper())
     elif logger.level == logging.NOTSET:

@@ -20,6 +20,10 @@ from typing import Literal
 
 from shoal.errors import UsageError
 
+LEVELS = ("debug", "info", "warning", "error", "critical")
+LOG_LEVEL = "SHOAL_LOG_LEVEL"
+TRACEBACK = "SHOAL_TRACEBACK"
+
 Launcher = Literal["torchelastic", "slurm", "openmpi", "mpich", "none"]
 
 _KEYS: dict[Launcher, tuple[str, str]] = {
@@ -36,6 +40,7 @@ class Environment:
     launcher: Launcher
     num_threads: int | None  # OMP_NUM_THREADS
     visible_devices: tuple[str, ...] | None  # CUDA_VISIBLE_DEVICES; () hides all; None where unset
+    wants_tracebacks: bool = False  # SHOAL_TRACEBACK: of Shoal's own errors, too
 
     @property
     def is_launched(self) -> bool:
@@ -48,6 +53,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if variables is None else variables
     devices = env.get("CUDA_VISIBLE_DEVICES")
     return Environment(
+        wants_tracebacks=env.get(TRACEBACK, "0") not in ("", "0"),
         launcher=_launcher_of(env),
         num_threads=_num_threads(env.get("OMP_NUM_THREADS", "").strip()),
         visible_devices=None if devices is None else tuple(name for name in devices.split(",") if name.strip()),
@@ -63,6 +69,17 @@ def heap_is_set(variables: Mapping[str, str] | None = None) -> bool:
     env = os.environ if variables is None else variables
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
     return any(name in env for name in names) or "glibc.malloc." in env.get("GLIBC_TUNABLES", "")
+
+
+def log_level(variables: Mapping[str, str] | None = None) -> str | None:
+    """The level that SHOAL_LOG_LEVEL sets for Shoal's log, which overrides the config's; None: not set.
+
+    Raises: UsageError: there is no such level.
+    """
+    level = (os.environ if variables is None else variables).get(LOG_LEVEL, "").lower()
+    if level and level not in LEVELS:
+        raise UsageError(f"{LOG_LEVEL}={level!r} is not a level.", do=f"use one of {', '.join(LEVELS)}.")
+    return level or None
 
 
 def schedulers_elasticity(variables: Mapping[str, str] | None = None) -> str | None:

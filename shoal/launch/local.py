@@ -3,8 +3,8 @@
     launcher --TorchElastic--> child.py --exec--> program, rank 0
                           \\--> child.py --exec--> program, rank 1 ...
 
-Every rank's output goes to a file and from there to the terminal, each line with its rank. When ranks fail, the others
-are ended, and the outcome carries the traceback of the one that failed first.
+Every rank's output goes to a file and from there to the terminal, each line with its rank (``output.py``). When ranks
+fail, the others are ended, and the outcome carries the error of the one that failed first (``failure.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import dataclasses
 import logging
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -26,14 +25,13 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.launch.environment import read_environment
+from shoal.launch.failure import EndedRank, describe, stderr_of
+from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
 _SHUTDOWN_SECONDS = 5  # from SIGTERM to SIGKILL
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
-_TAIL_LINES = 60
-# Errors of a rank whose peer ended; it is not the rank that failed first.
-_MARKS_OF_A_LOST_PEER = ("[rank-failed]", "Connection closed by peer", "Connection reset by peer", "ncclRemoteError")
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Outcome:
     """How a job ended.
 
     ``exit_code`` is 0, or that of the rank that failed first (128 + n where signal n ended it), or 128 + n where
-    signal n ended the launcher. ``report`` says so, with the first failing rank's traceback; empty after a success.
+    signal n ended the launcher. ``report`` says so, with the first failing rank's error; empty after a success.
     """
 
     exit_code: int
@@ -103,29 +101,27 @@ class Outcome:
 def run_local(job: LocalJob) -> Outcome:
     """Run the job to its end. No rank keeps running, however the job ends.
 
-    Raises: UsageError: fewer than 1 rank, or more ranks than there are visible accelerators.
+    Raises: UsageError: fewer than 1 rank, more ranks than there are visible accelerators, or a port that is in use.
     """
-    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from shoal.launch.log_files import followed_files
 
     if job.num_ranks < 1:
         raise UsageError(f"{job.num_ranks} ranks: a job needs at least 1.", do="give --ranks a positive number.")
     _check_devices(job.num_ranks)
-    ranks = range(job.num_ranks)
-    keep = dict.fromkeys(ranks, Std.ALL)
-    show = dict.fromkeys(ranks, Std.NONE if job.rank_0_keeps_terminal else Std.ALL)
-    if job.rank_0_keeps_terminal:
-        keep[0] = show[0] = Std.ERR
+    _check_port(job)
     log_dir = Path(tempfile.mkdtemp(prefix="shoal-run-"))
+    output = RankOutput(sys.stdout, sys.stderr)
     config = LaunchConfig(
         nproc_per_node=job.num_ranks,
         **_rendezvous(job.place, job.elastic),
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
         **_shutdown(LaunchConfig),
-        log_line_prefix_template="[rank ${rank}] ",
-        logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=keep, tee=show),
+        logs_specs=followed_files(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
     )
     assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
     arguments = [
@@ -134,16 +130,19 @@ def run_local(job: LocalJob) -> Outcome:
         *("--", *job.program),
     ]
     try:
-        with (
-            _quiet_torchelastic() if job.elastic is None else nullcontext()
-        ):  # it logs failures after which ranks are restarted
-            elastic_launch(config, sys.executable)(*arguments)
+        # Without restarts, TorchElastic's own report of a failure would repeat what the outcome says.
+        quiet = _quiet_torchelastic() if job.elastic is None else nullcontext()
+        with output, quiet:
+            try:
+                elastic_launch(config, sys.executable)(*arguments)
+            except ChildFailedError as error:
+                output.end(withheld=[failure.local_rank for failure in error.failures.values()])
+                ended = []
+                for rank, failure in error.failures.items():
+                    here, stderr = failure.local_rank, stderr_of(failure.local_rank, log_dir)
+                    ended.append(EndedRank(rank, here, failure.exitcode, stderr, output.shown(here)))
+                return Outcome(*describe(ended, whole=read_environment().wants_tracebacks))
         return Outcome(0)
-    except ChildFailedError as error:
-        codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-        numbers = {failure.local_rank: rank for rank, failure in error.failures.items()}
-        first = _first_failed(codes, log_dir)
-        return Outcome(_shell_code(codes[first]), _describe_failure(first, numbers[first], codes[first], log_dir))
     except SignalException as error:
         report = f"shoal: stopped by {error.sigval.name}; all {job.num_ranks} ranks have ended."
         return Outcome(128 + int(error.sigval), report)
@@ -226,9 +225,26 @@ def _check_devices(num_ranks: int) -> None:
         )
 
 
+def _check_port(job: LocalJob) -> None:
+    """Is the port free at which this machine is to listen for the other ranks?"""
+    if job.place is not None:
+        port = job.place.port if job.place.node_rank == 0 else None
+    else:
+        port = int(job.environment["MASTER_PORT"]) if "MASTER_PORT" in job.environment else None
+    if port is None:
+        return
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise UsageError(
+            f"port {port} of this machine, where rank 0 is to listen: {error.strerror}.",
+            do="give another --master_port, or end the process that has it.",
+        ) from None
+
+
 @contextmanager
 def _quiet_torchelastic() -> Iterator[None]:
-    """Suppress TorchElastic's own report of a failure: the ranks' output and one traceback are enough."""
+    """Suppress TorchElastic's own report of a failure."""
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -236,55 +252,3 @@ def _quiet_torchelastic() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(level)
-
-
-def _first_failed(codes: Mapping[int, int], log_dir: Path) -> int:
-    """The rank that failed first: not because a peer ended, and not ended by the launcher.
-
-    Args:
-        codes: in the order in which the ranks were found to have ended.
-    """
-
-    order = list(codes)  # those that had ended before the launcher ended the others come first
-
-    def key(rank: int) -> tuple[bool, bool, float, int]:
-        log = _stderr_of(rank, log_dir)
-        text = log.read_text(errors="replace") if log is not None else ""
-        ended_by_launcher = codes[rank] == -signal.SIGTERM and "Traceback" not in text
-        is_witness = any(mark in text for mark in _MARKS_OF_A_LOST_PEER)
-        last_word = log.stat().st_mtime if log is not None and not ended_by_launcher else float("inf")
-        return ended_by_launcher, is_witness, last_word, order.index(rank)
-
-    return min(codes, key=key)
-
-
-def _describe_failure(local_rank: int, rank: int, code: int, log_dir: Path) -> str:
-    log = _stderr_of(local_rank, log_dir)
-    text = log.read_text(errors="replace") if log is not None else ""
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    lines = _last_traceback(text.splitlines())
-    return "\n".join([f"shoal: rank {rank} failed first: it {how}.", *(lines or ["It wrote nothing to stderr."])])
-
-
-def _last_traceback(lines: Sequence[str]) -> Sequence[str]:
-    """From the last uncaught exception's first line (its causes included) to the end; or the last lines."""
-    starts = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    if not starts:
-        return lines[-_TAIL_LINES:]
-    start = starts[-1]
-    links = ("The above exception was the direct cause", "During handling of the above exception")
-    for earlier, later in zip(reversed(starts[:-1]), reversed(starts[1:]), strict=True):
-        if not any(line.startswith(links) for line in lines[earlier:later]):
-            break
-        start = earlier
-    return lines[start:]
-
-
-def _stderr_of(rank: int, log_dir: Path) -> Path | None:
-    """Of the last attempt."""
-    found = {int(path.parts[-3].rpartition("_")[2]): path for path in log_dir.glob(f"*/attempt_*/{rank}/stderr.log")}
-    return found[max(found)] if found else None
-
-
-def _shell_code(code: int) -> int:
-    return 128 - code if code < 0 else code

@@ -97,6 +97,12 @@ class Ledger:
         rows.append(["total", "", format_bytes(self.held), f"{self.held / max(self.parameter_numel, 1):.2f}"])
         return rows
 
+    def summary(self) -> str:
+        """One line: bytes in all and by kind, and what the allocator says."""
+        kinds = [f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind().items() if nbytes]
+        allocated = f"{self.reading.source}: {format_bytes(self.reading.allocated)}"
+        return f"{format_bytes(self.held)} ({', '.join(kinds) or 'nothing'}); {allocated}"
+
     def __str__(self) -> str:
         return (
             text_table(self.rows(), ["kind", "tier", "bytes on this rank", "bytes per parameter"])

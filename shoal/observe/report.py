@@ -33,9 +33,10 @@ class RunRecord:
     Args:
         title: what was trained.
         facts: label and text of the figures at the top, in order.
+        run: when and how it was started.
         model, config, environment: plain data, shown as tables of keys and values.
         ledger: a row per kind of state: kind, tier, bytes, bytes per parameter.
-        placement: the placement table as text.
+        placement: the placement table: a row of headers, then its rows.
         pipeline: the schedule of a pipeline, drawn. SVG.
         prompt, sample: what the model was given, and how it went on.
         messages: what a reader must know: overruled settings, skipped steps, an early end.
@@ -43,12 +44,13 @@ class RunRecord:
 
     title: str
     facts: Sequence[tuple[str, str]] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     ledger: Sequence[Sequence[str]] = ()
     allocator: str = ""
-    placement: str = ""
+    placement: Sequence[Sequence[str]] = ()
     pipeline: str = ""
     prompt: str = ""
     sample: str = ""
@@ -90,13 +92,14 @@ def render(record: RunRecord, series: Series) -> str:
     """The whole page."""
     sections = [
         _facts(record.facts),
+        _pairs("Run", record.run, is_wide=True),
         _messages(record.messages),
         *(_chart(chart) for chart in _charts(series)),
         load_section(series),
         _drawing("Pipeline", record.pipeline),
         _sample(record.prompt, record.sample),
         _ledger(record.ledger, record.allocator),
-        _preformatted("Placement", "where each unit's state is stored", record.placement),
+        _table("Placement", "where each unit's state is stored", record.placement),
         _pairs("Model", record.model),
         _pairs("Environment", record.environment),
         _pairs("Config", record.config, is_wide=True),
@@ -210,12 +213,18 @@ def _ledger(rows: Sequence[Sequence[str]], allocator: str) -> str:
     )
 
 
-def _preformatted(title: str, subtitle: str, text: str) -> str:
-    if not text:
+def _table(title: str, subtitle: str, rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
         return ""
+
+    def line(row: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{_breakable(cell)}</{tag}>' for cell in row)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows[1:])
     return (
         f'<section class="card wide"><div class="head"><h2>{title} <small>{subtitle}</small></h2></div>'
-        f"<pre>{html.escape(text)}</pre></section>"
+        f'<div class="scroll"><table class="cells"><thead>{line(rows[0], "th")}</thead><tbody>{body}</tbody></table>'
+        "</div></section>"
     )
 
 

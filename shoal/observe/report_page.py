@@ -27,9 +27,9 @@ h2{margin:0;font-size:15px;font-weight:600}
 h2 small{font-weight:400;font-size:13px;color:var(--soft);margin-left:4px}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:10px;padding:14px 16px;min-width:0}
 .head{display:flex;flex-wrap:wrap;justify-content:space-between;gap:4px 16px;margin-bottom:8px}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:1px;margin:0;background:var(--rule);
+.facts{display:flex;flex-wrap:wrap;gap:1px;margin:0;background:var(--rule);
 border:1px solid var(--rule);border-radius:10px;overflow:hidden}
-.facts div{background:var(--card);padding:12px 16px}
+.facts div{flex:1 1 165px;background:var(--card);padding:12px 16px}
 .facts dt{font-size:13px;color:var(--soft)}
 .facts dd{margin:0;font-size:18px;white-space:nowrap;font-weight:600;
 font-variant-numeric:tabular-nums;letter-spacing:-.01em}
@@ -68,9 +68,13 @@ thead th,.pairs tr:first-child>*{border-top:0}
 .total td{font-weight:600}
 .pairs th{padding-right:16px;width:45%}
 .pairs td{overflow-wrap:anywhere}
+.scroll{overflow-x:auto}
+.cells td,.cells th{padding-right:12px;vertical-align:bottom}
+.cells td{vertical-align:top}
 .note,.empty{margin:8px 0 0;font-size:13px;color:var(--soft)}
 @media print{:root{--page:#fff}body{font-size:11px}main{max-width:none;padding:0;grid-template-columns:1fr 1fr}
-.card,.facts{break-inside:avoid}.sample{max-height:none}.pointer{display:none}h1{font-size:20px}
+.card,.facts{break-inside:avoid}table{font-size:11px}.facts div{flex-basis:110px}
+.sample{max-height:none}.pointer{display:none}h1{font-size:20px}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 """
 

@@ -148,8 +148,22 @@ class Table:
         """The table as plain data, for a checkpoint."""
         return [dict(zip(HEADERS, row.cells(), strict=True)) for row in self.rows]
 
-    def __str__(self) -> str:
-        """Equal rows of consecutive units are one line."""
+    def summary(self) -> str:
+        """One line: which units store what where; of more than three kinds of rows, their number."""
+        kinds: dict[tuple[str, ...], dict[str, None]] = {}
+        for row in self.rows:
+            unit, parameter, between, _, state, _, tier = row.cells()
+            kinds.setdefault((parameter, between, state, tier), {})[unit] = None
+        if len(kinds) > 3:
+            return f"{len({row.unit for row in self.rows})} units, placed in {len(kinds)} ways"
+        return "; ".join(
+            f"{next(iter(units)) if len(units) == 1 else f'{len(units)} units'}: parameters {parameter}, gradients"
+            f" {between}, optimizer state {state} ({tier})"
+            for (parameter, between, state, tier), units in kinds.items()
+        )
+
+    def merged(self) -> list[list[str]]:
+        """The rows as text; equal rows of consecutive units are one."""
         lines: list[tuple[list[str], list[str]]] = []
         for row in self.rows:
             unit, *rest = row.cells()
@@ -157,8 +171,10 @@ class Table:
                 lines[-1][0].append(unit)
             else:
                 lines.append(([unit], rest))
-        named = [
+        return [
             [units[0] if len(units) == 1 else f"{units[0]} .. {units[-1]} ({len(units)})", *rest]
             for units, rest in lines
         ]
-        return text_table(named, HEADERS)
+
+    def __str__(self) -> str:
+        return text_table(self.merged(), HEADERS)

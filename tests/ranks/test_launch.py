@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.comm.world import init_distributed
 from shoal.errors import UsageError
-from shoal.launch.local import LocalJob, run_local
+from shoal.launch.local import LocalJob, Place, run_local
 
 START = "import sys; from shoal.launch import *; o = run_local(LocalJob((sys.executable, *sys.argv[2:]), \
 int(sys.argv[1]))); print(o.report, file=sys.stderr); sys.exit(o.exit_code)"
@@ -66,7 +68,10 @@ def test_each_line_bears_its_rank_and_each_rank_its_environment(tmp_path: Path) 
 def test_the_first_failing_rank_gives_the_exit_code_and_the_last_words(tmp_path: Path) -> None:
     text = """
 if rank == 1:
-    sys.excepthook(ValueError, ValueError('the cause'), None)
+    try:
+        raise ValueError('the cause')
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
     sys.exit(7)
 time.sleep(0.2)
 raise RuntimeError('Connection closed by peer')
@@ -145,9 +150,87 @@ time.sleep(50)
         assert "stopped by SIGINT; all 2 ranks have ended" in err
 
 
+def test_a_port_in_use_is_said_before_a_rank_starts() -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=f"port {port} of this machine, where rank 0 is to listen: Address already"
+        ):
+            run_local(LocalJob(("true",), 1, environment={"MASTER_PORT": str(port)}))
+        with pytest.raises(UsageError, match=f"port {port}"):
+            run_local(LocalJob(("true",), 1, place=Place(0, 2, "127.0.0.1", port)))
+
+
+def test_a_rank_that_is_started_alone_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shoal.comm.world._SILENT_SECONDS", 0.05)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: time.sleep(0.5))
+    monkeypatch.setattr("shoal.comm.world._adopt", lambda *_, **__: None)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    for rank, said in ((0, "rank 0 of 4 waits for ranks 1 to 3 to join at"), (2, "rank 2 of 4 waits for rank 0 at")):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "4")
+        init_distributed(verbose=False)
+        assert f"{said} 127.0.0.1:29500 (RANK and WORLD_SIZE in the environment)" in caplog.text
+
+
 def test_no_ranks_and_more_ranks_than_visible_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="0 ranks"):
         run_local(LocalJob(("true",), 0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     with pytest.raises(UsageError, match=r"4 ranks.*CUDA_VISIBLE_DEVICES=2,3 shows 2"):
         run_local(LocalJob(("true",), 4))
+
+
+MODEL = """
+import torch, shoal
+config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}
+config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+"""
+
+
+def test_a_mistake_in_the_config_is_one_short_message_without_a_traceback(tmp_path: Path) -> None:
+    text = (
+        MODEL
+        + """
+config["zero_optimization"]["stgae"] = 2
+shoal.initialize(model=torch.nn.Linear(4, 2), config=config)
+"""
+    )
+    script = write(tmp_path, text)
+    out, err = start(2, script).communicate(timeout=90)
+    lines = (out + err).splitlines()
+    assert len(lines) <= 12
+    assert "Traceback" not in err
+    assert lines.count("[config] zero_optimization.stgae: no such key in zero_optimization.") == 1
+    assert f"  at: {script}:9, in <module>: shoal.initialize(model=torch.nn.Linear(4, 2), config=config)" in lines
+
+
+def test_a_start_is_quiet_and_a_rank_that_an_exception_ends_gives_1_and_not_the_launchers_signal(
+    tmp_path: Path,
+) -> None:
+    text = (
+        MODEL
+        + """
+engine, *_ = shoal.initialize(model=torch.nn.Linear(4, 2), config=config)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+print("trained", flush=True)
+if rank == 1:
+    raise KeyError("a bad sample")
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+time.sleep(30)
+"""
+    )
+    job = start(2, write(tmp_path, text))
+    out, err = job.communicate(timeout=90)
+    assert sorted(out.split()[-3:]) == ["1]", "[rank", "trained"]
+    start_up, _, report = err.partition("shoal: rank 1 failed first")
+    assert len(start_up.splitlines()) <= 6
+    assert "[rank 0] shoal: ZeRO-3 on 2 data-parallel ranks; persistent: parameters Replicate" in start_up
+    assert report.count("KeyError: 'a bad sample'") == 1
+    assert "rank-failed" not in err
+    assert job.returncode == 1

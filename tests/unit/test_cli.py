@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,10 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from shoal.cli import exit_code_of, main
 from shoal.cli.app import app
 from shoal.cli.job import TrainJob, describe_shape, effective_config, read_config, usual_learning_rate
 from shoal.cli.start import start
-from shoal.errors import ModelError, UsageError
+from shoal.errors import CheckpointError, ConfigError, ModelError, UsageError
 
 
 def configure(job: TrainJob, **file: object) -> tuple[dict[str, object], list[str]]:
@@ -24,8 +26,65 @@ def configure(job: TrainJob, **file: object) -> tuple[dict[str, object], list[st
 def test_help_lists_the_commands() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("run", "train", "doctor", "report"):
-        assert f"│ {command} " in result.output
+    listed = [line.split()[1] for line in result.output.splitlines() if re.match(r"│ [a-z]", line)]
+    assert listed[:4] == ["run", "train", "report", "doctor"]
+    assert "--show-completion" in result.output
+
+
+@pytest.mark.parametrize("command", ["run", "train", "doctor", "checkpoint list", "deepspeed", "convert", "schedule"])
+def test_every_command_has_h(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "-h"])
+    assert result.exit_code == 0
+    if command == "run":
+        assert "shoal run [OPTIONS] SCRIPT [ARGS]..." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nowhere.py"], "there is no file 'nowhere.py'"),
+        (["deepspeed", "--num_gpus", "2", "nowhere.py"], "there is no file 'nowhere.py'"),
+        (["run", "--module", "no_such_module.main"], "there is no module 'no_such_module.main'"),
+        (["run", "broken.py", "--option"], "broken.py, line 2: "),
+        (["train", "--out", "broken.py/run"], "--out 'broken.py/run': Not a directory"),
+        (["doctor", "nowhere.json"], "there is no file 'nowhere.json'"),
+        (["train", "--config", "typo.json"], "steps_per_prnt: no such key."),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said_before_a_rank_starts_and_gives_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["shoal", *arguments])
+    (tmp_path / "broken.py").write_text("x = 1\nif x\n")
+    (tmp_path / "typo.json").write_text('{"steps_per_prnt": 3}')
+    monkeypatch.setattr("shoal.launch.run_local", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(("shoal: [usage] ", "shoal: [config] "))
+    assert message in said.splitlines()[0]
+
+
+def test_an_unknown_option_of_run_is_not_taken_for_the_script() -> None:
+    result = CliRunner().invoke(app, ["run", "--rnaks", "2", "x.py"])
+    assert result.exit_code == 2
+    assert "--rnaks" in result.output
+
+
+def test_what_failed_while_it_was_done_gives_1_and_what_the_user_wrote_2() -> None:
+    assert exit_code_of(CheckpointError("damaged")) == 1
+    assert [exit_code_of(kind("x")) for kind in (UsageError, ConfigError, ModelError)] == [2, 2, 2]
+
+
+def test_verbose_asks_the_engine_for_the_tables() -> None:
+    assert configure(TrainJob(verbose=True))[0]["log_level"] == "debug"
+    assert "log_level" not in configure(TrainJob())[0]
 
 
 def test_help_is_there_at_once_because_nothing_heavy_is_imported() -> None:

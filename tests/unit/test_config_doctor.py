@@ -7,10 +7,13 @@ import json
 import pathlib
 
 import pytest
+import torch
 import typer
 
 from shoal.cli.doctor import doctor
+from shoal.cli.machine import Finding
 from shoal.config import add_config_arguments
+from shoal.errors import UsageError
 
 RECIPES = pathlib.Path(__file__).parent / "recipes"
 
@@ -32,10 +35,35 @@ def test_a_good_file_passes_and_shows_support_values_and_notes(capsys: pytest.Ca
     assert "a client has to replace it" in out
     assert "Nothing is wrong." in out
     assert [line.split() for line in out.splitlines() if line.strip().startswith("train_batch_size")] == [
-        ["train_batch_size", '"auto"', "resolved:", "see", "its", "value", "below"],
-        ["train_batch_size", "2", "auto"],
-        ["train_batch_size", "=", '"auto":', "2", "is", "used."],
+        ["train_batch_size", '"auto"', "2", "is", "used"],
     ]
+
+
+DEFAULT_OF_TRANSFORMERS = """
+{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+ "gradient_clipping": "auto", "steps_per_print": 100, "wall_clock_breakdown": false,
+ "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}, "bf16": {"enabled": "auto"},
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+ "zero_optimization": {"stage": 3, "overlap_comm": true, "contiguous_gradients": true, "reduce_bucket_size": "auto",
+  "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+  "stage3_gather_16bit_weights_on_model_save": true}}
+"""
+
+
+def test_what_a_file_of_23_keys_sets_takes_at_most_40_lines_and_the_rest_is_there_on_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(DEFAULT_OF_TRANSFORMERS)
+    code, out = run(capsys, path)
+    assert code == 0
+    assert len(out.splitlines()) <= 40
+    for key in ("steps_per_print", "optimizer.params.eps", "zero_optimization.stage3_prefetch_bucket_size"):
+        assert len([line for line in out.splitlines() if line.split()[:1] == [key]]) == 1
+    assert "Effective values" not in out
+    code, out = run(capsys, path, all_=True)
+    assert "zero_optimization.round_robin_gradients" in out
+    assert len(out.splitlines()) > 400
 
 
 def with_quantized_weights(folder: pathlib.Path) -> pathlib.Path:
@@ -54,8 +82,7 @@ def test_a_file_that_asks_for_a_missing_part_fails_and_still_shows_everything(
     assert code == 1
     assert "not built yet: quantized communication" in out
     assert "1. zero_optimization.zero_quantized_weights (line 5)" in out
-    assert "give --world-size" in out
-    assert "Effective values" in out
+    assert "--world-size computes them" in out
 
 
 def test_a_wrong_file_lists_all_problems(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -90,9 +117,27 @@ def test_a_file_that_is_not_json_fails(
     assert "Traceback" not in out
 
 
-def test_no_file_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = run(capsys, None)
-    assert (code, out) == (2, "doctor needs a file: shoal doctor ds_config.json\n")
+def test_a_file_that_is_not_there_is_a_usage_error(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no file '.*nowhere.json'"):
+        doctor(tmp_path / "nowhere.json")
+
+
+def test_without_a_file_the_machine_is_checked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out = run(capsys)
+    assert code == 0
+    said = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line.strip())
+    assert torch.__version__ in said["torch"]
+    assert "Nothing is wrong." in out
+    code, out = run(capsys, json=True)
+    assert {"name": "127.0.0.1", "value": "can be listened on and connected to", "problem": ""} in json.loads(out)
+    monkeypatch.setattr(
+        "shoal.cli.machine._loopback", lambda: Finding("127.0.0.1", "no connection", "ranks meet there.")
+    )
+    code, out = run(capsys)
+    assert code == 1
+    assert "problem: 127.0.0.1: ranks meet there." in out
 
 
 def test_the_json_schema_is_printed_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ import shoal
 from shoal.config.batch import BatchMismatch
 from shoal.config.elastic import ElasticProblems
 from shoal.config.problems import ConfigProblems, Problem
-from shoal.errors import RankFailedError, ShoalError
+from shoal.errors import RankFailedError, RankLeftError, ShoalError
 from shoal.launch.remote import _StoppedError
 
 PROBLEMS = (Problem("a.b", "1 is not text.", "write text.", 3), Problem("c", "missing."))
@@ -24,6 +24,7 @@ PROBLEMS = (Problem("a.b", "1 is not text.", "write text.", 3), Problem("c", "mi
 # Constructor arguments of the classes that do not take those of ``ShoalError`` or ``Exception``.
 ARGUMENTS: dict[type[BaseException], tuple[Any, ...]] = {
     RankFailedError: (1, "Traceback ...\nValueError: a bad sample"),
+    RankLeftError: (1, "rank 0 waits in barrier 'mine'; rank 1 left the world after nothing."),
     ConfigProblems: (PROBLEMS, "ds.json"),
     ElasticProblems: (PROBLEMS[:1], "ds.json"),
     BatchMismatch: ("7 does not divide by 2.", "write 8."),

@@ -30,7 +30,8 @@ RECORD = RunRecord(
     facts=[("steps", "3")],
     config={"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
     ledger=[["parameter", "device", "1 MiB", "2.00"], ["total", "", "1 MiB", "2.00"]],
-    placement="blocks.0  Shard",
+    run={"started": "2026-11-23 00:33:10 UTC", "command": "shoal train --steps 3"},
+    placement=[["unit", "parameter, stored"], ["blocks.0 .. blocks.<3>", "Shard"]],
     prompt="if a <",
     sample=" b & c:",
     messages=["--stage 3 overrules zero_optimization.stage = 2 of ds.json."],
@@ -58,7 +59,10 @@ def test_what_was_recorded_is_on_the_page_and_escaped() -> None:
         "GPT tiny, ZeRO-3",
         "zero_optimization.stage",
         "bf16.enabled",
-        "blocks.0  Shard",
+        "2026-11-23 00:33:10 UTC",
+        "shoal train --steps 3",
+        "<tr><th>unit</th><th>parameter, stored</th></tr>",
+        "<tr><td>blocks.0 .. blocks.&lt;3&gt;</td><td>Shard</td></tr>",
         "1 MiB",
         "overrules",
     ):
@@ -131,3 +135,12 @@ def test_ticks_are_round_and_cover_the_range() -> None:
 )
 def test_numbers_read_short(value: float, text: str) -> None:
     assert short(value) == text
+
+
+def test_what_is_preformatted_or_laid_out_on_the_page_can_wrap() -> None:
+    page = render(RECORD, {})
+    assert re.findall(r"<pre[^>]*>", page) == ['<pre class="sample">']  # the sheet lets that one wrap
+    assert "white-space:pre-wrap" in page
+    facts = re.search(r"\.facts\{([^}]*)\}", page)
+    assert facts is not None
+    assert "flex-wrap:wrap" in facts[1]  # cells fill each row, so that none is left empty

@@ -36,10 +36,10 @@ from shoal.compat.small_functions import (
     instrument_w_nvtx,
     log_dist,
     log_dist_once,
+    logger,
     set_log_level_from_string,
 )
 from shoal.compat.table_finder import submodules_of
-from shoal.engine.log import logger
 
 __getattr__ = submodules_of(__name__)
 

@@ -1,0 +1,114 @@
+"""``shoal doctor`` without a file: what is installed, what computes, and whether ranks can run on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+
+import shoal
+from shoal.comm.shm import is_supported
+from shoal.compat.accelerator import get_accelerator
+from shoal.compat.announce import TESTED
+from shoal.launch import read_environment
+from shoal.memory.available import host_available_nbytes
+from shoal.processor import Format, has_instructions_for
+from shoal.text import format_bytes, table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: a fact, and the problem that it is, if any."""
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+def check_machine(*, as_json: bool = False) -> bool:
+    """Print what this machine has. Returns: can ranks run on it?"""
+    found = list(_findings())
+    problems = [each for each in found if each.problem]
+    if as_json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    else:
+        print(table([[each.name, each.value] for each in found], ["what", "here"]))
+        for each in problems:
+            print(f"problem: {each.name}: {each.problem}")
+        if not problems:
+            print("Nothing is wrong. `shoal doctor FILE` checks a configuration.")
+    return not problems
+
+
+def _findings() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("shoal", shoal.__version__)
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    yield from _devices()
+    yield Finding("processor", f"{platform.machine()}, {cores} cores for this process")
+    both: tuple[Format, Format] = ("bf16", "fp16")
+    formats = [name for name in both if has_instructions_for(name)]
+    yield Finding("  instructions for", ", ".join(formats) or "neither bf16 nor fp16: both are emulated, and slow")
+    threads = read_environment().num_threads
+    yield Finding("  threads per rank", "cores / ranks" if threads is None else f"{threads} (OMP_NUM_THREADS)")
+    yield Finding("memory available", format_bytes(host_available_nbytes()))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    locked = "no limit" if limit == resource.RLIM_INFINITY else f"at most {format_bytes(limit)} (ulimit -l)"
+    yield Finding("  page-locked", locked)
+    is_shared = is_supported()
+    yield Finding("ranks of this machine", "exchange data in shared memory" if is_shared else "exchange data over Gloo")
+    yield _loopback()
+    yield Finding(
+        "backends of torch",
+        ", ".join(n for n, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there),
+        "" if dist.is_gloo_available() else "this torch was built without Gloo, which Shoal needs for several ranks.",
+    )
+    yield _folder()
+    for name, tested in TESTED.items():
+        yield Finding(name, f"{_installed(name)} (tested: {tested})")
+
+
+def _devices() -> Iterator[Finding]:
+    if not torch.accelerator.is_available():
+        yield Finding("devices", "no GPU: ranks compute on the CPU")
+        return
+    accelerator = get_accelerator()
+    for index in range(torch.accelerator.device_count()):
+        yield Finding(accelerator.device_name(index), format_bytes(accelerator.total_memory(index)))
+    visible = read_environment().visible_devices
+    if visible is not None:
+        yield Finding("  CUDA_VISIBLE_DEVICES", ",".join(visible) or "none")
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2):
+            return Finding("127.0.0.1", "can be listened on and connected to")
+    except OSError as error:
+        return Finding("127.0.0.1", "no connection", f"ranks of this machine meet there: {error}.")
+
+
+def _folder() -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    problem = "the ranks' output goes there: free some space, or set TMPDIR." if free < 1 << 20 else ""
+    return Finding("temporary files", f"{folder}, {format_bytes(free)} free", problem)
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

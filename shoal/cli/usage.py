@@ -1,0 +1,41 @@
+"""How commands are listed, and how their usage reads: ``shoal run [OPTIONS] SCRIPT [ARGS]...``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+# In the order in which they are used.
+_ORDER = (
+    "run",
+    "train",
+    "report",
+    "doctor",
+    "estimate",
+    "checkpoint",
+    "convert",
+    "schedule",
+    "deepspeed",
+    "as-deepspeed",
+)
+
+
+class UsageCommand(TyperCommand):
+    """A command whose usage names its arguments as ``SCRIPT`` and ``[ARGS]...``."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        pieces = [self.options_metavar] if self.options_metavar else []
+        for parameter in self.params:
+            if parameter.param_type_name == "argument":
+                name = str(parameter.name).upper()
+                pieces.append((name if parameter.required else f"[{name}]") + ("..." if parameter.nargs != 1 else ""))
+        return pieces
+
+
+class OrderedGroup(TyperGroup):
+    """Lists the commands in ``_ORDER``, then the others."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        rank = {name: at for at, name in enumerate(_ORDER)}
+        return sorted(super().list_commands(ctx), key=lambda name: rank.get(name, len(rank)))

@@ -1,0 +1,28 @@
+"""What can be known to be wrong with a script before ranks are started."""
+
+from __future__ import annotations
+
+import ast
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from shoal.errors import UsageError
+
+
+def check_script(script: str, *, is_module: bool = False) -> None:
+    """Raises: UsageError: there is no such file or module, or it is no Python."""
+    if is_module:
+        if PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+            raise UsageError(f"there is no module {script!r}.")
+        return
+    path = Path(script)
+    if not path.exists():
+        raise UsageError(f"there is no file {script!r}.")
+    if path.suffix != ".py" or not path.is_file():  # such as a folder with a __main__.py
+        return
+    try:
+        ast.parse(path.read_bytes(), script)
+    except SyntaxError as error:
+        raise UsageError(f"{script}, line {error.lineno}: {error.msg}: {(error.text or '').strip()}") from None

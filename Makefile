@@ -1,10 +1,10 @@
-# make test | test-nightly | test-clients | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it
+# make test | test-nightly | test-clients | lint | quickstart | bench | first-gpu | clean. Each sets up what it needs; set-up is skipped while nothing it
 # reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-nightly test-clients lint quickstart bench docs clean
+.PHONY: help setup test test-nightly test-clients lint quickstart bench first-gpu docs clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,6 +21,7 @@ CLIENT_TESTS ?= tests/clients
 RANDOM_TESTS ?= tests/ranks/test_zero_property.py tests/ranks/test_offload_composition.py
 NIGHTLY_SECONDS ?= 7200
 MINUTES ?= 3
+FIRST_GPU ?= --out runs/first-gpu.md
 
 # One thread a process: tests and benchmarks start several processes, which would otherwise fight for the cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -32,6 +33,7 @@ help:
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
 	@echo "make bench       set up a second environment with the peers, run the step benchmark"
+	@echo "make first-gpu   check Shoal on a machine with one GPU, in under 20 minutes (VENV= takes PYTHON as it is, and installs nothing)"
 	@echo "make docs        check that the pages' links lead somewhere"
 	@echo "make clean       remove what the above made"
 
@@ -94,6 +96,10 @@ test-clients: $(CLIENTS_VENV)/.stamp
 
 bench: $(BENCH_VENV)/.stamp
 	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m benchmarks.step --ranks 2 --sequences 1 4 --precision bf16 fp32 --out runs/step.json
+
+# With VENV= nothing is installed: PYTHON has torch and what Shoal needs beside it (docs/how-to/first-gpu.md).
+first-gpu: $(if $(strip $(VENV)),$(VENV)/.stamp-test)
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(if $(strip $(VENV)),$(BIN)/python,$(PYTHON)) -m benchmarks.first_gpu $(FIRST_GPU)
 
 docs: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -q tests/unit/test_house.py -k link

@@ -103,7 +103,7 @@ class Team:
                 stderr=log,
                 text=True,
                 bufsize=1,
-                env=_environment(rank, self.size, port, task.threads, root),
+                env=_environment(rank, self.size, port, task.threads, root, task.device),
                 start_new_session=True,
             )
             self._processes.append(process)
@@ -277,7 +277,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _environment(rank: int, size: int, port: int, threads: int, root: Path | None = None) -> dict[str, str]:
+def _environment(
+    rank: int, size: int, port: int, threads: int, root: Path | None = None, device: str = "cpu"
+) -> dict[str, str]:
     """The environment of one rank: its threads, the rendezvous, and the interpreter's tools (ninja) on the path."""
     return os.environ | {
         "RANK": str(rank),
@@ -289,7 +291,7 @@ def _environment(rank: int, size: int, port: int, threads: int, root: Path | Non
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "DS_ACCELERATOR": "cuda" if os.environ.get("CUDA_VISIBLE_DEVICES") else "cpu",
+        "DS_ACCELERATOR": device,
         "PATH": str(Path(sys.executable).parent) + os.pathsep + os.environ.get("PATH", ""),
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in (root, ROOT) if folder is not None),
     }

@@ -4,6 +4,10 @@
 
 Sums and copies are those of ranks in processes, to the bit. The ranks share the process: they have one set of random
 generators, and Python runs one of them at a time.
+
+They may share one accelerator too, which NCCL's ranks cannot. A posted source comes with an event, which its readers'
+streams wait for. The ranks compute in one stream, the default one, so what a rank overwrites after it was read needs no
+event.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from shoal.comm.memory_group import GroupCall, Mark
 from shoal.comm.protocol import Backend
 from shoal.comm.world import World, use_world
 from shoal.errors import CommError, RankFailedError, UsageError
+from shoal.streams import streams_of
 
 T = TypeVar("T")
 
@@ -29,11 +34,12 @@ T = TypeVar("T")
 class _CallRecord:
     """One call of a group: what each rank posted, and how far each rank is."""
 
-    __slots__ = ("calls", "marks", "num_done", "sources")
+    __slots__ = ("calls", "marks", "num_done", "ready", "sources")
 
     def __init__(self, size: int) -> None:
         self.calls: list[GroupCall | None] = [None] * size
         self.sources: list[torch.Tensor | None] = [None] * size
+        self.ready: list[Any] = [None] * size  # events after which an accelerator's source may be read
         self.marks = (bytearray(size), bytearray(size))  # by Mark
         self.num_done = 0
 
@@ -128,6 +134,7 @@ class ThreadGroup:
             if calls is None:
                 calls = group.rounds[number] = _CallRecord(self.size)
             calls.sources[self.rank] = source
+            calls.ready[self.rank] = _recorded(source.device)
             calls.calls[self.rank] = call
             group.last[self.rank] = call
             group.num_issued[self.rank] = number + 1
@@ -143,14 +150,20 @@ class ThreadGroup:
         return None if theirs == call else str(theirs)
 
     def source(self, peer: int, number: int, dtype: torch.dtype) -> torch.Tensor:
-        source = self._group.rounds[number].sources[peer]
+        calls = self._group.rounds[number]
+        source, ready = calls.sources[peer], calls.ready[peer]
         assert source is not None
+        if ready is not None and (streams := streams_of(source.device)) is not None:
+            streams.current().wait_event(ready)
         return source
 
     def mark(self, number: int, mark: Mark) -> None:
         with self._world.changed:
             calls = self._group.rounds[number]
             calls.marks[mark.value][self.rank] = 1
+            source = calls.sources[self.rank]
+            if mark is Mark.REDUCED and source is not None:
+                calls.ready[self.rank] = _recorded(source.device)
             if mark is Mark.DONE:
                 calls.num_done += 1
                 if calls.num_done == self.size:
@@ -221,12 +234,29 @@ class ThreadTransport:
         return None
 
 
+def _recorded(device: torch.device) -> Any:
+    """An event after what the current stream of an accelerator has queued; None for a CPU, also a simulated one."""
+    streams = streams_of(device) if device.type != "cpu" else None
+    if streams is None:
+        return None
+    event = streams.event()
+    event.record(streams.current())
+    return event
+
+
 def run_ranks(
-    size: int, fn: Callable[..., T], *args: Any, timeout: float = 60, wait_timeout: float | None = None
+    size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout: float = 60,
+    wait_timeout: float | None = None,
+    device: torch.device | None = None,
 ) -> list[T]:
     """Run ``fn(*args)`` on ``size`` ranks that are threads; each finds its world by ``current_world()``.
 
     Args:
+        device: of all ranks; None: the CPU. On an accelerator each rank's backward pass runs in the rank's own thread:
+            autograd has one thread for all passes on a device, where one rank would wait for another for ever.
         timeout: seconds for the whole run.
         wait_timeout: seconds without progress after which a collective raises; None: as ``timeout``.
 
@@ -240,10 +270,12 @@ def run_ranks(
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
-        world = World(rank, size, rank, torch.device("cpu"), "threads", ThreadTransport(shared, rank))
+        world = World(rank, size, rank, device or torch.device("cpu"), "threads", ThreadTransport(shared, rank))
         world.shared = shared.shared
         try:
-            with use_world(world):
+            if world.device.type != "cpu" and world.device.index is not None:
+                torch.accelerator.set_device_index(world.device.index)
+            with use_world(world), torch.autograd.set_multithreading_enabled(world.device.type == "cpu"):
                 results[rank] = fn(*args)
             world.close()
         except RankFailedError as error:

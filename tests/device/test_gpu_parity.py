@@ -1,7 +1,6 @@
-"""On one GPU every stage trains as plain PyTorch does there, and the ledger says what the allocator says.
+"""On one GPU one rank trains at every stage as plain PyTorch does there, and the ledger says what the allocator says.
 
-Ranks cannot be threads here: the backward passes of all threads on one device run in one thread of autograd's, where
-one rank would wait for the other for ever.
+Several ranks on one GPU: ``test_ranks_on_one_gpu.py``.
 """
 
 from __future__ import annotations

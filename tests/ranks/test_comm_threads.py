@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.comm.threads import run_ranks
+from shoal.comm.memory_group import GroupCall, Mark
+from shoal.comm.threads import ThreadGroup, ThreadWorld, run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import CommError, RankFailedError, UsageError
 from shoal.mesh import Mesh
+from tests.fake_streams import FakeStreams
 from tests.ranks.comm_cases import check_all, check_any_order, check_two_axes, current_dp
 
 
@@ -175,3 +177,23 @@ def test_bad_requests_say_what_to_do() -> None:
         run_ranks(2, lambda: current_world().communicator("dp", Mesh.of(3)))
     with pytest.raises(UsageError, match="a set cannot be sent"):
         run_ranks(2, lambda: current_dp().gather_objects({1}, label="set"))
+
+
+def test_ranks_on_one_accelerator_run_backward_themselves_and_read_a_source_after_its_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meta = torch.device("meta")  # no CPU: its streams are those of a GPU that is not there
+    flags = run_ranks(2, lambda: (current_world().device, torch._C._is_multithreading_enabled()), device=meta)
+    assert flags == [(meta, False), (meta, False)]
+    streams = FakeStreams(monkeypatch)
+    shared = ThreadWorld(2, timeout=1.0)
+    sender, reader = (ThreadGroup(shared, "dp", (0, 1), "0", rank) for rank in (0, 1))
+    copies = torch.Stream(meta)
+    call = GroupCall("all_gather", "x", 4, torch.float32)
+    with copies:
+        sender.post(0, call, torch.empty(2, device=meta))
+    reader.source(0, 0, torch.float32)
+    assert streams.log == [f"event 1 on {copies.name}", f"compute waits for {copies.name} at 1"]
+    sender.mark(0, Mark.REDUCED)
+    reader.source(0, 0, torch.float32)
+    assert streams.log[2:] == ["event 2 on compute", "compute waits for compute at 2"]

@@ -147,3 +147,27 @@ def test_the_grouped_kernel_is_only_used_where_it_can_run(monkeypatch: pytest.Mo
     assert not grouped._has_kernel(rows[:0], weight)
     monkeypatch.setattr(grouped, "capability", lambda tensor: (8, 0))
     assert not grouped._has_kernel(rows, weight)
+
+
+def test_experts_without_rows_have_zero_gradients_where_the_kernel_leaves_them_unset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if grouped._grouped_mm is None:
+        pytest.skip("this torch has no grouped kernel")
+    kernel = grouped._grouped_mm
+
+    def on_blackwell(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        """PyTorch's issue 172439: products of groups without rows are whatever the memory held."""
+        result: Tensor = kernel(left, right, offs=offs)
+        if result.dim() == 3:
+            result[offs.diff(prepend=offs.new_zeros(1)) == 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(grouped, "_grouped_mm", on_blackwell)
+    monkeypatch.setattr(grouped, "capability", lambda tensor: (10, 0))
+    rows, weight, bias = leaves(torch.bfloat16, widths=(16, 24))
+    grouped_linear(rows, weight, COUNTS, bias).sum().backward()
+    for gradient in (weight.grad, bias.grad):
+        assert gradient is not None
+        assert all(bool(part.any()) == (count > 0) for part, count in zip(gradient, COUNTS, strict=True))
+        assert not gradient.isnan().any()

@@ -107,6 +107,12 @@ class _InOneKernel(torch.autograd.Function):
         of_bias = None
         if for_bias:  # the kernel sums in a fixed order; 8 equal columns, because it wants 16 bytes
             of_bias = _grouped_mm(gradient.new_ones(len(rows), 8).t(), gradient, offs=ends)[:, 0]
+        if capability(gradient) >= (10, 0):  # there the kernel leaves an expert without rows as it was allocated
+            is_empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+            if of_weight is not None:
+                of_weight.masked_fill_(is_empty[:, None, None], 0)
+            if of_bias is not None:
+                of_bias.masked_fill_(is_empty[:, None], 0)
         return of_rows, of_weight, of_bias, None
 
 

@@ -1,0 +1,124 @@
+"""The kernels that only a GPU has, each beside a plain path: the largest difference, and the time of both.
+
+Attention by flash and memory-efficient kernels with the log-sum-exp that ring attention merges, torch's grouped
+product for experts (also where experts have no rows), the loss in chunks, and the fused optimizer. Shoal has no Triton
+and no fp8 kernels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.first_gpu.common import Finding, Setting, attempt, main
+from shoal.parallel.expert import grouped
+from shoal.parallel.loss import linear_cross_entropy
+from shoal.parallel.sequence.attention import attention
+from shoal.parallel.sequence.kernels import PlainKernel, kernel_for
+
+Kernel = Callable[[], Sequence[Tensor]]
+
+
+def check(setting: Setting) -> Iterable[Finding]:
+    for dtype, heads, bound in (
+        (torch.bfloat16, (16, 16), 2e-2),
+        (torch.bfloat16, (16, 4), 2e-2),
+        (torch.float32, (16, 4), 2e-3),
+    ):
+        what = f"attention, {str(dtype)[6:]}, {heads[0]} heads on {heads[1]}"
+        yield attempt(what, lambda d=dtype, h=heads, b=bound, w=what: _attention(setting, d, h, b, w))  # type: ignore[misc]
+    for counts in ([512, 512, 512, 512], [1024, 0, 1000, 24], [0, 0, 0, 2048]):
+        what = f"grouped product, rows of experts {counts}"
+        yield attempt(what, lambda c=counts, w=what: _grouped(setting, c, w))  # type: ignore[misc]
+    yield attempt("loss in chunks", lambda: _loss(setting))
+    yield attempt("fused AdamW", lambda: _adamw(setting))
+
+
+def _compare(what: str, ours: Kernel, plain: Kernel, bound: float, setting: Setting) -> Finding:
+    far = max(
+        float((mine.double() - right.double()).norm() / right.double().norm().clamp(min=1e-9))
+        for mine, right in zip(ours(), plain(), strict=True)
+    )
+    times = f", {setting.milliseconds(ours):.3f} ms against {setting.milliseconds(plain):.3f} ms" * setting.is_gpu
+    return Finding(what, far <= bound, f"relative difference {far:.1e}{times}", f"at most {bound:g}")
+
+
+def _attention(setting: Setting, dtype: torch.dtype, heads: tuple[int, int], bound: float, what: str) -> Finding:
+    length, size = (32, 8) if setting.is_tiny else (2048, 64)
+    shapes = [(1, count, length, size) for count in (heads[0], heads[1], heads[1], heads[0])]
+    *leaves, gradient = (torch.randn(shape, device=setting.device, dtype=dtype) for shape in shapes)
+    query, key, value = (leaf.requires_grad_() for leaf in leaves)
+    name = type(kernel_for(query, value)).__name__
+
+    def ours() -> Sequence[Tensor]:
+        out = attention(query, key, value, is_causal=True)
+        return [out.detach(), *torch.autograd.grad(out, (query, key, value), gradient)]
+
+    def plain() -> Sequence[Tensor]:
+        kernel, tensors = PlainKernel(), [leaf.detach() for leaf in (query, key, value)]
+        out, lse = kernel.forward(*tensors, True, size**-0.5)
+        return [out, *kernel.backward(gradient, *tensors, out, lse, True, size**-0.5)]
+
+    return _compare(f"{what} ({name})", ours, plain, bound, setting)
+
+
+def _grouped(setting: Setting, counts: list[int], what: str) -> Finding:
+    width, inner = (16, 24) if setting.is_tiny else (1024, 2048)
+    rows, weight, bias = (
+        torch.randn(*shape, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+        for shape in ((sum(counts), width), (len(counts), width, inner), (len(counts), inner))
+    )
+    is_used = grouped._has_kernel(rows, weight)
+
+    def by(function: type[torch.autograd.Function]) -> Kernel:
+        def run() -> Sequence[Tensor]:
+            out: Tensor = function.apply(rows, weight, bias, counts)
+            return [out.detach(), *torch.autograd.grad(out, (rows, weight, bias), torch.ones_like(out))]
+
+        return run
+
+    if is_used or not setting.is_gpu:
+        return _compare(what, by(grouped._InOneKernel), by(grouped._OneByOne), 1e-2, setting)
+    return Finding(what, None, "torch's grouped kernel does not take these tensors on this GPU")
+
+
+def _loss(setting: Setting) -> Finding:
+    tokens, width, vocabulary = (64, 16, 96) if setting.is_tiny else (4096, 1024, 32_768)
+    hidden = torch.randn(tokens, width, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocabulary, width, device=setting.device, dtype=torch.bfloat16).mul_(0.02).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), device=setting.device)
+
+    def ours() -> Sequence[Tensor]:
+        loss = linear_cross_entropy(hidden, weight, targets)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    def plain() -> Sequence[Tensor]:
+        loss = functional.cross_entropy(functional.linear(hidden, weight).float(), targets)
+        return [loss.detach(), *torch.autograd.grad(loss, (hidden, weight))]
+
+    return _compare("loss in chunks", ours, plain, 2e-2, setting)
+
+
+def _adamw(setting: Setting) -> Finding:
+    numel = 1000 if setting.is_tiny else 50_000_000
+    values, gradient = (torch.randn(numel, device=setting.device) for _ in range(2))
+    parameters = [values.clone().requires_grad_() for _ in range(2)]
+    for parameter in parameters:
+        parameter.grad = gradient
+    optimizers = [torch.optim.AdamW([p], lr=1e-3, fused=i == 0, foreach=False) for i, p in enumerate(parameters)]
+
+    def by(index: int) -> Kernel:
+        def run() -> Sequence[Tensor]:
+            optimizers[index].step()
+            return [parameters[index].detach()]
+
+        return run
+
+    return _compare("fused AdamW", by(0), by(1), 1e-5, setting)
+
+
+if __name__ == "__main__":
+    main(check, __doc__)

@@ -12,6 +12,7 @@ import typer
 from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
+from shoal.cli.estimate import estimate
 from shoal.cli.schedule import schedule as pipeline_schedule
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command("convert")(convert)
+app.command("estimate")(estimate)
 app.command("as-deepspeed")(as_deepspeed)
 app.command("schedule")(pipeline_schedule)
 

@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
 CLIENTS_VENV ?= .venv-clients
+DOCS_VENV ?= .venv-docs
+DOCS_TOOLS := mkdocs-material==9.8.1
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 SETUP_INPUTS := pyproject.toml constraints.txt
@@ -32,7 +34,7 @@ help:
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
 	@echo "make bench       set up a second environment with the peers, run the step benchmark"
-	@echo "make docs        check that the pages' links lead somewhere"
+	@echo "make docs        set up a fourth environment with MkDocs, build the site into build/site, check its links and code"
 	@echo "make clean       remove what the above made"
 
 $(BIN)/python:
@@ -95,9 +97,17 @@ test-clients: $(CLIENTS_VENV)/.stamp
 bench: $(BENCH_VENV)/.stamp
 	$(ONE_THREAD) $(BENCH_VENV)/bin/python -m benchmarks.step --ranks 2 --sequences 1 4 --precision bf16 fp32 --out runs/step.json
 
-docs: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -q tests/unit/test_house.py -k link
+$(DOCS_VENV)/.stamp: $(SETUP_INPUTS)
+	@echo "installing the site's tools into $(DOCS_VENV)"
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) $(DOCS_TOOLS)
+	@touch $@
+
+# Code blocks, links between files and the reference are tested by make test, too; this is what has to do with pages, alone.
+docs: $(DOCS_VENV)/.stamp $(VENV)/.stamp-test
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+	$(ONE_THREAD) $(BIN)/python -m pytest -q tests/unit/test_docs_code.py
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

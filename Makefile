@@ -1,5 +1,5 @@
-# make test | test-nightly | test-clients | lint | quickstart | bench | clean. Each sets up what it needs; set-up is skipped while nothing it
-# reads has changed.
+# make test | test-nightly | test-clients | lint | quickstart | bench | docs | clean. Each sets up what it needs; set-up
+# is skipped while nothing it reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -34,7 +34,7 @@ help:
 	@echo "make lint        set up, run ruff, mypy and the import contract"
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
 	@echo "make bench       set up a second environment with the peers, run the step benchmark"
-	@echo "make docs        set up a fourth environment with MkDocs, build the site into build/site, check its links and code"
+	@echo "make docs        set up a fourth environment with MkDocs, build the site into build/site"
 	@echo "make clean       remove what the above made"
 
 $(BIN)/python:
@@ -103,10 +103,10 @@ $(DOCS_VENV)/.stamp: $(SETUP_INPUTS)
 	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) $(DOCS_TOOLS)
 	@touch $@
 
-# Code blocks, links between files and the reference are tested by make test, too; this is what has to do with pages, alone.
-docs: $(DOCS_VENV)/.stamp $(VENV)/.stamp-test
-	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
-	$(ONE_THREAD) $(BIN)/python -m pytest -q tests/unit/test_docs_code.py
+# What does not need the site is tested by make test: links between files, code blocks, command lines, the reference.
+docs: $(DOCS_VENV)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "built build/site/index.html"
 
 clean:
 	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,5 +1,5 @@
-# make test | test-nightly | test-clients | lint | quickstart | bench | first-gpu | clean. Each sets up what it needs; set-up is skipped while nothing it
-# reads has changed.
+# make test | test-nightly | test-clients | lint | quickstart | bench | first-gpu | docs | clean. Each sets up what it
+# needs; set-up is skipped while nothing it reads has changed.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,6 +10,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BENCH_VENV ?= .venv-bench
 CLIENTS_VENV ?= .venv-clients
+DOCS_VENV ?= .venv-docs
+DOCS_TOOLS := mkdocs-material==9.8.1
 BIN := $(VENV)/bin
 PIP_FLAGS := --quiet --disable-pip-version-check --no-input
 SETUP_INPUTS := pyproject.toml constraints.txt
@@ -34,7 +36,7 @@ help:
 	@echo "make quickstart  set up, train a small GPT on 2 local ranks with ZeRO-3 for about $(MINUTES) minutes"
 	@echo "make bench       set up a second environment with the peers, run the step benchmark"
 	@echo "make first-gpu   check Shoal on a machine with one GPU, in under 20 minutes (VENV= takes PYTHON as it is, and installs nothing)"
-	@echo "make docs        check that the pages' links lead somewhere"
+	@echo "make docs        set up a fourth environment with MkDocs, build the site into build/site"
 	@echo "make clean       remove what the above made"
 
 $(BIN)/python:
@@ -101,9 +103,17 @@ bench: $(BENCH_VENV)/.stamp
 first-gpu: $(if $(strip $(VENV)),$(VENV)/.stamp-test)
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(if $(strip $(VENV)),$(BIN)/python,$(PYTHON)) -m benchmarks.first_gpu $(FIRST_GPU)
 
-docs: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -q tests/unit/test_house.py -k link
+$(DOCS_VENV)/.stamp: $(SETUP_INPUTS)
+	@echo "installing the site's tools into $(DOCS_VENV)"
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install $(PIP_FLAGS) $(DOCS_TOOLS)
+	@touch $@
+
+# What does not need the site is tested by make test: links between files, code blocks, command lines, the reference.
+docs: $(DOCS_VENV)/.stamp
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet
+	@echo "built build/site/index.html"
 
 clean:
-	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from shoal.cli.as_deepspeed import as_deepspeed
 from shoal.cli.checkpoint import app as checkpoint_app
 from shoal.cli.convert import convert
 from shoal.cli.doctor import doctor
+from shoal.cli.estimate import estimate
 from shoal.cli.schedule import schedule as pipeline_schedule
 from shoal.cli.usage import OrderedGroup, UsageCommand
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command("estimate", cls=UsageCommand)(estimate)
 app.command("convert", cls=UsageCommand)(convert)
 app.command("as-deepspeed", cls=UsageCommand)(as_deepspeed)
 app.command("doctor", cls=UsageCommand)(doctor)

@@ -21,7 +21,7 @@ from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
 from shoal.parallel.tensor.plan import plan_for
 from shoal.sharding.layout import ParameterSpec
-from shoal.zero.build import ModelParts
+from shoal.zero.build_plan import ModelParts
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 

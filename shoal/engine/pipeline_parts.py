@@ -25,7 +25,7 @@ from shoal.pipeline.stage import StageModule
 from shoal.pipeline.topology import topology_of_mesh
 from shoal.sharding.partition import names_a_unit
 from shoal.sharding.parts import cut as cut_part
-from shoal.zero.build import ModelParts
+from shoal.zero.build_plan import ModelParts
 from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.settings import Axes
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit

@@ -7,7 +7,7 @@ is filled.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,24 +19,23 @@ from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
 from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
-from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
-from shoal.sharding.memory_model import GroupMemory, UnitMemory
+from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
-from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.placement import Tier
 from shoal.sharding.sparse_gradient import SparseGradient
-from shoal.sharding.sparse_sum import SparseSum, sparse_names
+from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
-from shoal.sharding.table import Row, Table, row_of_stage
+from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
 from shoal.zero.buffer_formats import buffer_formats
+from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts
 from shoal.zero.disk_state import Disks
 from shoal.zero.materialize import Materializer
 from shoal.zero.offload_policy import Tiers
 from shoal.zero.order import UnitOrder
 from shoal.zero.runtime import ShardedModel
-from shoal.zero.settings import Axes, GroupAxes, Precision, ZeroSettings
+from shoal.zero.settings import Axes, Precision, ZeroSettings
 
 Decide = Callable[[Sequence[UnitMemory]], Sequence[Tiers]]
 
@@ -84,144 +83,6 @@ def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ModelParts:
-    """What a rank of a tensor-parallel, expert-parallel or pipeline axis holds of the model.
-
-    Args:
-        local: by name, the parameters of which each rank along ``tp`` (of experts: along ``ep``) holds another part, or
-            that have another name in the whole model.
-        experts: names of parameters of experts: each rank along ``ep`` holds other ones.
-        partial: names of parameters that all of them hold, and of whose gradient each has a summand.
-        tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
-        whole: the modules of the whole model, of which this is a pipeline stage.
-    """
-
-    local: Mapping[str, ParameterSpec] = field(default_factory=dict)
-    partial: frozenset[str] = frozenset()
-    experts: frozenset[str] = frozenset()
-    tied: Mapping[str, Communicator] = field(default_factory=dict)
-    whole: Sequence[tuple[str, nn.Module]] = ()
-
-    def sizes(self, parameters: Mapping[str, nn.Parameter], num_ranks: int) -> dict[int, int]:
-        """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.
-
-        Ranks whose parts differ in size so get the same units and groups: groups of whole parameters communicate over
-        the axis.
-        """
-        split = {name: spec for name, spec in self.local.items() if name not in self.experts}
-        means = {name: -(-spec.global_numel // num_ranks) for name, spec in split.items()}
-        return {id(parameter): means.get(name, parameter.numel()) for name, parameter in parameters.items()}
-
-
-@dataclass(frozen=True)
-class _GroupPlan:
-    """A parameter group before it has memory."""
-
-    label: str
-    row: Row
-    axes: GroupAxes
-    names: tuple[str, ...]  # of its parameters in this rank's model, in the layout's order
-    layout: BufferLayout
-    dtype: torch.dtype
-    is_trained: bool
-    sends_rows: bool  # its one parameter is an embedding whose gradient is sent as rows
-    keeps_rows: bool  # and whose optimizer takes that as a sparse tensor
-
-    def memory(self, precision: Precision) -> GroupMemory:
-        return GroupMemory(
-            self.layout,
-            self.row,
-            self.dtype,
-            is_trained=self.is_trained,
-            main_dtype=precision.main_of(self.dtype),
-            gradient_dtype=precision.gradient.accumulate_dtype or self.dtype,
-            has_own_main=precision.has_wider_main(self.dtype),
-        )
-
-
-@dataclass(frozen=True)
-class _BuildPlan:
-    """What each unit consists of, on which ranks, in which dtypes."""
-
-    parameters: Mapping[str, nn.Parameter]
-    group_of: Mapping[int, int]  # the optimizer's group by ``id`` of a parameter
-    settings: ZeroSettings
-    precision: Precision
-    axes: Axes
-    parts: ModelParts
-    sizes: Mapping[int, int]  # elements by ``id`` of a parameter, the same on all ranks
-    sends_rows: frozenset[str]  # names of parameters
-    keeps_rows: frozenset[str]
-
-    def is_trained(self, name: str) -> bool:
-        parameter = self.parameters[name]
-        return parameter.requires_grad and id(parameter) in self.group_of
-
-    def groups_of(self, spec: UnitSpec) -> list[_GroupPlan]:
-        """The unit's parameters by axes, dtype, trainability and reduce dtype, in buffers of at most
-        ``max_bucket_numel`` elements (but at least one parameter). One whose gradient is sent as rows, or that is tied
-        over pipeline stages, has a group of its own: the tied ones come last, in one order on all stages.
-        """
-        found = []
-        for number, members in enumerate(self._split(spec)):
-            first, is_trained = members[0], self.is_trained(members[0])
-            axes = self.axes.of_group(
-                is_split=first in self.parts.local,
-                is_partial=first in self.parts.partial,
-                is_state_sharded=self.settings.stage > 0,
-                tied=self.parts.tied.get(first),
-                is_expert=first in self.parts.experts,
-            )
-            row = row_of_stage(
-                self.settings.stage,
-                spec.name,
-                shard=axes.shard,
-                replicate=axes.partial,
-                has_hpz=self.settings.has_hpz and first not in self.parts.experts,
-                is_persistent=spec.is_persistent,
-            )
-            entries = {
-                name: self._spec(name, self.group_of.get(id(self.parameters[name]), -1) if is_trained else -1)
-                for name in members
-            }
-            name_of = {spec.name: name for name, spec in entries.items()}
-            layout = lay_out(list(entries.values()), num_shards=axes.comms[axes.shard].size)
-            found.append(
-                _GroupPlan(
-                    first if first in self.parts.tied else spec.name if number == 0 else f"{spec.name}#{number}",
-                    row,
-                    axes,
-                    tuple(name_of[spec.name] for spec in layout.specs),
-                    layout,
-                    self.precision.of(self.parameters[first]),
-                    is_trained,
-                    sends_rows=is_trained and first in self.sends_rows,
-                    keeps_rows=is_trained and first in self.keeps_rows,
-                )
-            )
-        return found
-
-    def _spec(self, name: str, group: int) -> ParameterSpec:
-        spec = self.parts.local.get(name) or ParameterSpec.whole(name, tuple(self.parameters[name].shape))
-        return replace(spec, group=group)
-
-    def _split(self, spec: UnitSpec) -> list[list[str]]:
-        kinds: dict[object, list[list[str]]] = {}
-        limit = self.settings.max_bucket_numel
-        for name in sorted(spec.parameters, key=lambda name: name if name in self.parts.tied else ""):
-            parameter, is_trained = self.parameters[name], self.is_trained(name)
-            sent = self.precision.reduce_dtypes.get(name) if is_trained else None
-            own = name if name in self.parts.tied or (is_trained and name in self.sends_rows) else None
-            axes = name in self.parts.local, name in self.parts.partial, name in self.parts.experts
-            parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
-            numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
-            if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:
-                parts.append([])
-            parts[-1].append(name)
-        return [part for parts in kinds.values() for part in parts]
-
-
 def build(
     model: nn.Module,
     groups: Sequence[Sequence[nn.Parameter]],
@@ -253,14 +114,10 @@ def build(
     """
     group_of = group_index(model, groups)
     _check_real(model, group_of)
-    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     parts = parts or ModelParts()
-    numel = parts.sizes(parameters, 1 if axes.tp is None else axes.tp.size)
-    # A pipeline stage may be a function only.
-    specs = partition(model, settings.rules, numel, of_root=parts.tied) if parameters else []
-    keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
-    sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
-    plan = _BuildPlan(parameters, group_of, settings, precision, axes, parts, numel, sends_rows, keeps_rows)
+    modules = dict(model.named_modules())
+    plan = BuildPlan.of(model, group_of, settings, precision, axes, parts, sparse)
+    specs = plan.specs(model)
     planned = [plan.groups_of(spec) for spec in specs]
     sizes = [
         UnitMemory.of(spec.name, [one.memory(precision) for one in own])
@@ -310,7 +167,7 @@ def build(
         device=device,
         on_backward=on_backward,
         disks=disks,
-        sparse_names=sends_rows,
+        sparse_names=plan.sends_rows,
         sharded_at_init=frozenset(materializer.sharded_at_init),
     )
 
@@ -328,7 +185,7 @@ def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Calla
 class _Builder:
     """Gives parameter groups their memory, and fills it."""
 
-    plan: _BuildPlan
+    plan: BuildPlan
     device: torch.device
     staging: Mapping[str, StagingBuffers]  # by the axis that shards
     materializer: Materializer
@@ -336,7 +193,7 @@ class _Builder:
     copies: StreamCopies | None  # of offloaded parameters, to the device
     has_direct_step: bool  # the optimizer steps the model's own parameters
 
-    def group(self, planned: _GroupPlan) -> ParameterGroup:
+    def group(self, planned: GroupPlan) -> ParameterGroup:
         settings, precision, axes, row = self.plan.settings, self.plan.precision, planned.axes, planned.row
         comm = axes.comms[axes.shard]
         is_on_disk = row.parameter.tier is Tier.DISK
@@ -387,7 +244,7 @@ class _Builder:
             is_state_offloaded=is_state_offloaded,
         )
 
-    def _gradient(self, planned: _GroupPlan, buffer: ParameterBuffer, *, can_be_view: bool) -> GradientBuffer:
+    def _gradient(self, planned: GroupPlan, buffer: ParameterBuffer, *, can_be_view: bool) -> GradientBuffer:
         precision, layout = self.plan.precision, planned.layout
         sum_dtype = None
         if precision.has_wider_main(planned.dtype) and precision.gradient.accumulate_dtype is None:

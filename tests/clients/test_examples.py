@@ -47,3 +47,19 @@ def test_the_accelerate_example_learns_and_goes_on(tmp_path: Path) -> None:
     assert len(losses) == 2
     assert losses[1] < losses[0]
     assert run(*script, "--resume", folder=tmp_path, ranks=0)[0] < losses[0]
+
+
+def test_the_fine_tuning_example_learns_and_writes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    make = [sys.executable, str(EXAMPLES / "make_small_llama.py"), "small"]
+    subprocess.run(make, check=True, capture_output=True, timeout=100, cwd=tmp_path)
+    text, config = EXAMPLES.parent / "docs" / "concepts", EXAMPLES / "fine_tune.json"
+    script = [str(EXAMPLES / "fine_tune.py"), "small", "--text", str(text), "--config", str(config), "--steps", "4"]
+    command = [sys.executable, "-m", "shoal", "run", "--ranks", "2", *script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=140, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"sequences: ([0-9.]+) before, ([0-9.]+) after 4 steps", done.stdout)
+    assert found is not None
+    assert float(found[2]) < 0.95 * float(found[1])
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").num_parameters() > 3_000_000

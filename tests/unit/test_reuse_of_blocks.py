@@ -1,4 +1,4 @@
-"""The rule of reuse against an allocator with blocks: what conflicts in a reused block is reported, in random programs."""
+"""The rule of reuse against an allocator with blocks: conflicts in a reused block are reported, in random programs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,266 @@
+"""``shoal estimate``: the memory of one rank at each stage and offload, without allocating the model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shoal.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from shoal.engine.estimate import Estimate
+
+_USABLE = 0.9  # of the device's memory; the rest is the CUDA context, fragments and NCCL's buffers
+_TIER_NAMES = {"device": "none", "host": "cpu", "disk": "nvme"}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def estimate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A Hugging Face folder or config.json, a size of `shoal train` (124m, 6.7b, ...), or module:function,"
+            " a function without arguments that returns the model."
+        ),
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Data-parallel ranks.")] = 8,
+    stage: Annotated[
+        list[int] | None, typer.Option(min=0, max=3, help="ZeRO stage; may be given several times. [all]")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of one device, as 80GB or 24GiB: marks the rows that fit.")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [the file's, else bf16]")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [the file's, else 1]")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per sequence. [the model's, at most 4096]")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Hugging Face models: recompute the activations of each block.")
+    ] = False,
+    config: Annotated[Path | None, typer.Option(help="A DeepSpeed-style JSON file; stage and offload vary.")] = None,
+    disk: Annotated[bool, typer.Option("--disk", help="Also offload to a local disk.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+) -> None:
+    """Estimate the memory of one rank, by kind, for each ZeRO stage and offload."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from shoal.engine.estimate import estimate as estimate_one
+    from shoal.engine.estimate import variants
+    from shoal.text import format_count
+
+    settings = _config(config, precision, micro_batch)
+    limit = None if memory is None else _parse_bytes(memory)
+    with FakeTensorMode():
+        made = _build(model, sequence)
+        found = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
+        numel = sum({id(p): p.numel() for p in made.parameters()}.values())
+        activations, note = _activations(made, settings, sequence, recompute=recompute)
+    if as_json:
+        print(json.dumps([_as_dict(one, activations, limit) for one in found], indent=2))
+        return
+    kind = next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
+    optimizer = settings["optimizer"]["type"]
+    print(f"{model}: {format_count(numel)} parameters, {kind}, {optimizer}. Memory of each of {ranks} ranks:\n")
+    print(_table(found, activations, limit))
+    print(f"\n{note}")
+    print(_advice(found, activations, limit, memory))
+
+
+def _config(path: Path | None, precision: str | None, micro_batch: int | None) -> dict[str, Any]:
+    """The file, with defaults: bf16, AdamW and a micro-batch of 1."""
+    from shoal.config import load
+
+    settings: dict[str, Any] = {}
+    if path is not None:
+        load(path)  # names every problem of the file
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    if precision not in (None, "fp32", "fp16", "bf16"):
+        raise UsageError(f"--precision {precision}: expected bf16, fp16 or fp32.")
+    if precision is not None or path is None:
+        for name in ("bf16", "fp16"):
+            settings[name] = {**settings.get(name, {}), "enabled": name == (precision or "bf16")}
+    settings = {key: value for key, value in settings.items() if value != "auto"}
+    for key in ("train_batch_size", "scheduler", "elasticity"):
+        settings.pop(key, None)
+    settings["train_micro_batch_size_per_gpu"] = micro_batch or settings.get("train_micro_batch_size_per_gpu", 1)
+    settings["optimizer"] = {"type": "AdamW", **settings.get("optimizer", {}), "params": {"lr": 1e-3}}
+    return settings
+
+
+def _parse_bytes(text: str) -> int:
+    """Bytes of "80GB" (10 ** 9) or "24GiB" (2 ** 30). Raises: UsageError: it is no such number."""
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]i?|)b?", text.strip().lower())
+    try:
+        assert match is not None
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (AssertionError, ValueError):
+        raise UsageError(f"--memory {text!r} is not a size.", do="write it as 80GB or 24GiB.") from None
+
+
+def _build(model: str, sequence: int | None) -> nn.Module:
+    """The model that MODEL names. Raises: UsageError: there is none."""
+    from torch import nn
+
+    from shoal.models import GPT, NAMED_SHAPES, named_config
+
+    if model.lower() in NAMED_SHAPES:
+        return GPT(named_config(model, sequence_length=sequence))
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return _from_hugging_face(path)
+    module_name, _, function_name = model.partition(":")
+    if not function_name:
+        raise UsageError(
+            f"{model!r} is no folder or file, and no size of `shoal train`.",
+            do=f"name a folder with a config.json, one of {', '.join(NAMED_SHAPES)}, or module:function.",
+        )
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module_name), function_name)()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{model!r} cannot be called: {error}.", do="name module:function.") from error
+    if not isinstance(made, nn.Module):
+        raise UsageError(f"{model!r} returned a {type(made).__name__}, not a torch.nn.Module.")
+    return made
+
+
+def _from_hugging_face(path: Path) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise UsageError(
+            f"{path} is a configuration of transformers, which is not installed.", do="pip install transformers."
+        ) from None
+    config = transformers.AutoConfig.from_pretrained(path.parent, local_files_only=True)
+    causal = config.__class__ in transformers.AutoModelForCausalLM._model_mapping
+    made: nn.Module = (transformers.AutoModelForCausalLM if causal else transformers.AutoModel).from_config(config)
+    return made
+
+
+def _activations(
+    model: nn.Module, settings: dict[str, Any], sequence: int | None, *, recompute: bool
+) -> tuple[int | None, str]:
+    """Bytes of activations of one micro-batch, and a sentence about them."""
+    import torch
+
+    from shoal.engine.estimate import activation_nbytes
+    from shoal.models import GPT
+
+    config: Any = getattr(model, "config", None)
+    vocabulary = getattr(config, "vocab_size", None)
+    longest: int = getattr(config, "sequence_length", None) or getattr(config, "max_position_embeddings", None) or 2048
+    size: int
+    length, size = sequence or min(longest, 4096), settings["train_micro_batch_size_per_gpu"]
+    if vocabulary is None:
+        return None, "Activations are not counted: the model is no language model that this command knows how to run."
+    dtype = next((d for name, d in _DTYPES.items() if settings.get(name, {}).get("enabled")), "float32")
+    tokens = torch.zeros(size, length, dtype=torch.long)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        loss: torch.Tensor
+        if isinstance(model, GPT):
+            loss = model(tokens, tokens)
+        else:
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        return loss
+
+    if recompute and not isinstance(model, GPT):
+        enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    try:
+        nbytes = activation_nbytes(model.train(), getattr(torch, dtype), run)
+    except Exception as error:  # the model's own code, run without values
+        return None, f"Activations are not counted: the model does not run without values ({type(error).__name__})."
+    how = "without recomputation"
+    if recompute and not isinstance(model, GPT):
+        how = "where each block is recomputed; that block's own, while it is, are not counted"
+    return nbytes, f"Activations are those of a micro-batch of {size} x {length} tokens, {how}."
+
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def _fits(one: Estimate, activations: int | None, limit: int) -> bool:
+    from shoal.sharding.placement import Tier
+
+    return one.on(Tier.DEVICE) + (activations or 0) <= _USABLE * limit
+
+
+def _as_dict(one: Estimate, activations: int | None, limit: int | None) -> dict[str, Any]:
+    nbytes = {f"{kind} ({tier.value})": value for (kind, tier), value in one.nbytes.items() if value}
+    fits = None if limit is None else _fits(one, activations, limit)
+    return {
+        "stage": one.stage,
+        "offload_optimizer": _TIER_NAMES[one.state_tier.value],
+        "offload_param": _TIER_NAMES[one.parameter_tier.value],
+        "bytes": nbytes,
+        "activations": activations,
+        "fits": fits,
+    }
+
+
+def _offload(one: Estimate) -> str:
+    from shoal.sharding.placement import Tier
+
+    moved = [
+        name for name, tier in (("optimizer", one.state_tier), ("params", one.parameter_tier)) if tier != Tier.DEVICE
+    ]
+    if not moved:
+        return "none"
+    return " + ".join(moved) + (" on disk" if one.state_tier is Tier.DISK else "")
+
+
+def _table(found: list[Estimate], activations: int | None, limit: int | None) -> str:
+    from shoal.sharding.placement import Tier
+    from shoal.text import format_bytes, table
+
+    device = Tier.DEVICE
+    has_disk = any(one.on(Tier.DISK) for one in found)
+    headers = ["stage", "offload", "parameters", "gradients", "optimizer", "gathered", "buffers", "activations"]
+    headers += ["device", "host", *(["disk"] if has_disk else []), *(["fits"] if limit is not None else [])]
+    rows = []
+    for one in found:
+        kinds = [("parameter",), ("gradient",), ("master", "optimizer state"), ("gathered",), ("buffers",)]
+        cells = [str(one.stage), _offload(one), *(format_bytes(one.on(device, *names)) for names in kinds)]
+        cells.append("?" if activations is None else format_bytes(activations))
+        cells += [format_bytes(one.on(device) + (activations or 0)), format_bytes(one.on(Tier.HOST))]
+        cells += [format_bytes(one.on(Tier.DISK))] * has_disk
+        if limit is not None:
+            cells.append("yes" if _fits(one, activations, limit) else "no")
+        rows.append(["-" if cell == "0 B" else cell for cell in cells])
+    return table(rows, headers)
+
+
+def _advice(found: list[Estimate], activations: int | None, limit: int | None, memory: str | None) -> str:
+    text = "optimizer: main parameters (fp32) and optimizer state. host, disk: of one rank; a machine needs it for each"
+    text += " of its ranks.\n"
+    if limit is None:
+        return text + "With --memory 80GB (of one device) each row says whether it fits."
+    first = next((one for one in found if _fits(one, activations, limit)), None)
+    if first is None:
+        return text + (
+            f"Nothing fits in {memory}: take more ranks, --recompute, a smaller micro-batch or shorter sequences, or"
+            ' divide the layers ("parallel": {"tp": ...}).'
+        )
+    zero: dict[str, Any] = {"stage": first.stage}
+    for key, tier in (("offload_optimizer", first.state_tier), ("offload_param", first.parameter_tier)):
+        if _TIER_NAMES[tier.value] != "none":
+            zero[key] = {"device": _TIER_NAMES[tier.value]}
+    return text + (
+        f"A row fits where the device's sum is at most {_USABLE:.0%} of {memory}. The first that fits communicates"
+        f' least: "zero_optimization": {json.dumps(zero)}'
+    )

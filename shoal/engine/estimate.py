@@ -1,0 +1,176 @@
+"""What one rank will hold, in bytes, before a model has memory: the ledger's formula for what ``build`` plans.
+
+The model may be on the meta device or made of fake tensors: only shapes, dtypes and names are read.
+
+    parameters, gradients,        ``GroupMemory``: what the ledger compares with the bytes that an engine holds
+    main parameters, state
+    gathered                      the two largest units, as ``fit_to_memory`` reckons with them
+    buffers                       staging buffers; on the host, what is on its way to and from an update there
+    activations                   what autograd saves for backward in a forward pass on fake tensors
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal.comm.fake import FakeTransport
+from shoal.comm.world import World
+from shoal.config import load
+from shoal.engine.settings import plan_of
+from shoal.errors import UsageError
+from shoal.sharding.memory_model import ADAM_STATES, UnitMemory
+from shoal.sharding.placement import Tier
+from shoal.sharding.staging import MAX_BUFFERS_ON_ACCELERATOR, MAX_SHARDS
+from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts
+from shoal.zero.offload_policy import Tiers
+from shoal.zero.settings import Axes
+
+KINDS = ("parameter", "gradient", "master", "optimizer state", "gathered", "buffers")
+_ONE_STATE = ("adagrad", "lion")  # per element; others keep Adam's two, SGD its momentum
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The bytes of one rank, by kind and tier. Padding is counted."""
+
+    stage: int
+    state_tier: Tier
+    parameter_tier: Tier
+    nbytes: Mapping[tuple[str, Tier], int]
+
+    def on(self, tier: Tier, *kinds: str) -> int:
+        """Bytes of these kinds (of all without one) on a tier."""
+        return sum(nbytes for (kind, at), nbytes in self.nbytes.items() if at is tier and (not kinds or kind in kinds))
+
+
+def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Estimate:
+    """The memory of one of ``num_ranks`` data-parallel ranks on an accelerator, whose host memory is separate.
+
+    Args:
+        config: as ``initialize`` takes it.
+
+    Raises: UsageError: the config divides the model over other axes, or leaves the tiers to the free memory.
+        ConfigError, ModelError: as ``initialize`` does.
+    """
+    settings = load(dict(config), world_size=num_ranks)
+    plan = plan_of(settings, num_ranks)
+    if plan.mesh.dp != num_ranks or plan.mesh.ep > 1:
+        raise UsageError(
+            "the config divides the model over tensor-, sequence-, pipeline- or expert-parallel ranks; the estimate"
+            " knows data-parallel ranks only.",
+            do='leave "parallel" out of the file, and give --ranks the number of data-parallel ranks.',
+        )
+    zero = replace(plan.zero, is_host_separate=True)
+    world = World(0, num_ranks, 0, torch.device("cpu"), "fake", FakeTransport(0))
+    axes = Axes.of(plan.mesh, partial(world.communicator, mesh=plan.mesh))
+    group_of = {id(parameter): 0 for parameter in model.parameters() if parameter.requires_grad}
+    build_plan = BuildPlan.of(model, group_of, zero, plan.precision, axes, ModelParts())
+    specs = build_plan.specs(model)
+    planned = [build_plan.groups_of(spec) for spec in specs]
+    sizes = [
+        UnitMemory.of(spec.name, [one.memory(plan.precision) for one in own])
+        for spec, own in zip(specs, planned, strict=True)
+    ]
+    num_states = _num_states(config.get("optimizer", {}))
+    found: Counter[tuple[str, Tier]] = Counter()
+    tiers = zero.tiers(sizes)
+    for size, own, on in zip(sizes, planned, tiers, strict=True):
+        for group in own:
+            found.update(_of_group(build_plan, group, on, num_states))
+        if on.state is not Tier.DEVICE:
+            found["buffers", Tier.HOST] += size.transfer_nbytes
+    found["buffers", Tier.HOST] -= found["gradient", Tier.HOST]  # which the transfers count, too
+    if num_ranks > 1 or zero.parameter_tier is not Tier.DEVICE:
+        largest = sorted((size.gathered_nbytes for size in sizes), reverse=True)
+        found["gathered", Tier.DEVICE] += sum(largest[:2])
+        found["buffers", Tier.DEVICE] += _staging_nbytes(build_plan, planned, tiers)
+    return Estimate(zero.stage, zero.state_tier, zero.parameter_tier, found)
+
+
+def _staging_nbytes(plan: BuildPlan, planned: Sequence[Sequence[GroupPlan]], tiers: Sequence[Tiers]) -> int:
+    """The buffers that gradients are reduced in, and from which they are copied to the host, on an accelerator."""
+    alike: dict[object, list[int]] = {}
+    shards: dict[object, int] = {}
+    for group, on in ((group, on) for own, on in zip(planned, tiers, strict=True) for group in own):
+        if group.is_trained and group.row.is_gradient_sharded:
+            memory = group.memory(plan.precision)
+            alike.setdefault((group.layout.signature, group.dtype), []).append(memory.whole)
+            if on.state is not Tier.DEVICE:
+                shards[memory.gradient, memory.gradient_dtype] = memory.gradient
+    staged = sum(sum(sizes[:MAX_BUFFERS_ON_ACCELERATOR]) for sizes in alike.values())
+    return staged + MAX_SHARDS * sum(shards.values())
+
+
+def _num_states(section: Mapping[str, Any]) -> int:
+    """Optimizer states of one element per element."""
+    kind = str(section.get("type", "AdamW")).lower()
+    if kind == "sgd":
+        return int(bool(section.get("params", {}).get("momentum")))
+    return 1 if kind in _ONE_STATE else ADAM_STATES
+
+
+def _of_group(plan: BuildPlan, group: GroupPlan, tiers: Tiers, num_states: int) -> dict[tuple[str, Tier], int]:
+    """What ``build`` gives one group memory for."""
+    is_state_offloaded = tiers.state is not Tier.DEVICE
+    row = group.row.on(tiers.parameter, tiers.state, is_gradient_offloaded=is_state_offloaded)
+    memory = group.memory(plan.precision)
+    found = {("parameter", row.parameter.tier): memory.parameter}
+    if not group.is_trained:
+        return found
+    is_shard_offloaded = row.parameter.tier is not Tier.DEVICE
+    has_own_main = row.parameter.tier is Tier.DISK or is_state_offloaded != is_shard_offloaded
+    memory = replace(memory, has_own_main=memory.has_own_main or has_own_main)
+    found["gradient", row.gradient_between.tier] = memory.gradient
+    found["master", row.state.tier] = memory.main
+    found["optimizer state", row.state.tier] = memory.state(num_states)
+    return found
+
+
+def activation_nbytes(model: nn.Module, dtype: torch.dtype, run: Callable[[nn.Module], torch.Tensor]) -> int:
+    """Bytes that autograd saves in one forward pass, each storage once, parameters left out.
+
+    Args:
+        model: of fake tensors, whose parameters this casts to ``dtype``.
+        run: gives its loss, inside of their ``FakeTensorMode``.
+    """
+    cast: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                own = cast.setdefault(id(parameter), nn.Parameter(parameter.to(dtype), parameter.requires_grad))
+                module._parameters[name] = own
+    held = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # keeps them alive, so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in held:
+            saved[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run(model)
+    return sum(storage.nbytes() for storage in saved.values())
+
+
+def variants(config: Mapping[str, Any], stages: Sequence[int], *, with_disk: bool) -> Iterator[dict[str, Any]]:
+    """The config at each stage with each offload that the stage has, from none to all."""
+    for stage in stages:
+        for state, parameter in (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "nvme")):
+            if (stage == 0 and state != "none") or (stage < 3 and parameter != "none"):
+                continue
+            if state == "nvme" and not with_disk:
+                continue
+            zero = {**config.get("zero_optimization", {}), "stage": stage}
+            for key, device in (("offload_optimizer", state), ("offload_param", parameter)):
+                zero.pop(key, None)
+                if device != "none":
+                    zero[key] = {"device": device, **({"nvme_path": "."} if device == "nvme" else {})}
+            yield {**config, "zero_optimization": zero}

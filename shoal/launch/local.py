@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
 
 CHILD = Path(__file__).with_name("child.py")
@@ -78,6 +79,7 @@ class LocalJob:
         environment: variables for the ranks, beside those that this process has.
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
+        cores: None: ranks run on any.
     """
 
     program: Sequence[str]
@@ -86,6 +88,7 @@ class LocalJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
     elastic: Elastic | None = None
+    cores: BoundCores | None = None
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,10 @@ def run_local(job: LocalJob) -> Outcome:
         log_line_prefix_template="[rank ${rank}] ",
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=keep, tee=show),
     )
-    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
+    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
+    bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [
-        *("-I", "-S", str(CHILD), str(os.getpid())),
+        *("-I", "-S", str(CHILD), str(os.getpid()), *bound),
         *(f"{name}={value}" for name, value in assignments.items()),
         *("--", *job.program),
     ]
@@ -209,12 +213,14 @@ def _shutdown(config: type[Any]) -> dict[str, Any]:
     return {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
 
 
-def _threads(num_ranks: int) -> dict[str, str]:
+def _threads(job: LocalJob) -> dict[str, str]:
     """The cores divided among the ranks, unless the user has set the number of threads of a rank."""
     if read_environment().num_threads is not None:
         return {}
+    if job.cores is not None:
+        return {"OMP_NUM_THREADS": str(job.cores.num_threads)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, cores // job.num_ranks))}
 
 
 def _check_devices(num_ranks: int) -> None:

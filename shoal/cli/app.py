@@ -79,8 +79,16 @@ def run(
             help="`import deepspeed` is Shoal, in child processes too. SCRIPT may be a launcher, as accelerate.",
         ),
     ] = False,
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="From the signal that asks ranks to end, so that they may save, until the one that kills them."
+        ),
+    ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
+    import dataclasses
+
     from shoal.launch import LocalJob, run_local
 
     if as_deepspeed:
@@ -91,7 +99,7 @@ def run(
         job = job_as_deepspeed(script, context.args, is_module=module, ranks=ranks or _default_ranks())
     else:
         job = LocalJob([sys.executable, *(["-m"] if module else []), script, *context.args], ranks or _default_ranks())
-    outcome = run_local(job)
+    outcome = run_local(dataclasses.replace(job, stop_seconds=stop_seconds))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)

@@ -85,6 +85,12 @@ def run(
         ),
     ] = False,
     verbose: Annotated[bool, _VERBOSE] = False,
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="From the signal that asks ranks to end, so that they may save, until the one that kills them."
+        ),
+    ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
     from shoal.launch import LocalJob, run_local
@@ -101,6 +107,7 @@ def run(
     else:
         job = LocalJob([sys.executable, *(["-m"] if module else []), script, *given], ranks or _default_ranks())
     check_script(script, is_module=module)
+    job = replace(job, stop_seconds=stop_seconds)
     if verbose:
         job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
     outcome = run_local(job)

@@ -17,12 +17,14 @@ from shoal.config.sections import (
     Checkpoint,
     Comet,
     CommsLogger,
+    Compile,
     CsvMonitor,
     CurriculumLearning,
     DataTypes,
     Elasticity,
     FlopsProfilerSection,
     Fp16,
+    MlflowMonitor,
     PrecisionSection,
     ProgressiveLayerDropSection,
     Tensorboard,
@@ -48,8 +50,14 @@ class Schema(Section):
         True, "the engine counts micro-batches and steps at the last; false: each `step()` is a step"
     )
     steps_per_print: int | float | None = key(None, "steps between two progress lines; null or Infinity: none")
-    wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
-    memory_breakdown: bool = key(False, "log memory at each phase")
+    wall_clock_breakdown: bool = key(
+        False,
+        "time forward, backward, reduce and step: a line a step (with steps_per_print, their means in its line) and the"
+        " monitors' elapsed_time events; the device is waited for, so nothing overlaps",
+    )
+    memory_breakdown: bool = key(
+        False, "log memory after forward, backward and step; each step, or as steps_per_print says"
+    )
     dump_state: bool = key(False, "log the engine's state at start")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")
@@ -85,6 +93,7 @@ class Schema(Section):
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
+    mlflow: MlflowMonitor = section(MlflowMonitor, "MLflow")
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "operations of one step, by module")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
@@ -100,6 +109,7 @@ class Schema(Section):
     expert_parallel: ExpertParallel = section(ExpertParallel, "experts divided among ranks")
     sequence_parallel_size: int | None = key(None, "sequence-parallel ranks; null: parallel.sp", ge=1)
     data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
+    compile: Compile = section(Compile, "compilation of the model")
     pipeline: Pipeline = section(Pipeline, "a model cut into pipeline stages")
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")

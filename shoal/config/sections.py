@@ -29,7 +29,9 @@ class Bf16(Section):
     immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
     check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
-    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: bool = key(
+        False, "optimizer state in bfloat16 too, else fp32; needs bf16_master_weights_and_grads"
+    )
 
 
 class TorchAutocast(Section):
@@ -62,7 +64,6 @@ class DataTypes(Section):
     )
 
 
-@with_unsupported("precision")
 class PrecisionSection(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
@@ -72,6 +73,16 @@ class PrecisionSection(Section):
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
         "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and continue; null: by precision",
+    )
+    master_dtype: Dtype | None = key(
+        None,
+        "format of main parameters: fp32, or that of the parameters, which are then updated themselves;"
+        " null: as fp16 and bf16 say",
+    )
+    state_dtype: Dtype | None = key(
+        None,
+        "format of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
+        " in fp32",
     )
 
 
@@ -87,6 +98,11 @@ class Checkpoint(Section):
     keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
     on_save_error: Literal["raise", "warn"] = key("raise", "what training does after a failed save (Shoal's own key)")
+    save_on_signal: bool = key(
+        False,
+        "after SIGTERM or SIGUSR1 on some rank: end the step, save it in the folder of the last save or load, and only"
+        " then let the signal take its course (Shoal's own key)",
+    )
     verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
     module_in_model_file: bool = key(
         True,
@@ -115,9 +131,24 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
     number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
-    profile: bool = key(False, "time each recomputed function")
+    profile: bool = key(False, "log each recomputed function's times; each step, or as steps_per_print says")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
     policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
+
+
+@with_unsupported("compile")
+class Compile(Section):
+    """Compilation of the model by `torch.compile`."""
+
+    enabled: bool = key(False, "compile the model when it is first run (Shoal's own key)")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = key(
+        "default", "torch.compile's mode (Shoal's own key)"
+    )
+    regional: bool = key(
+        True,
+        "compile the blocks, which share their graphs, instead of the whole model; a model without a list of alike"
+        " blocks is compiled whole (Shoal's own key)",
+    )
 
 
 class Tensorboard(Section):
@@ -157,6 +188,15 @@ class Comet(Section):
     experiment_key: str | None = key(None, "a run to resume")
     online: bool | None = key(None, "send immediately, or store locally")
     mode: str | None = key(None, "get, create, or get_or_create")
+
+
+class MlflowMonitor(Section):
+    """MLflow."""
+
+    enabled: bool = key(False, "log to MLflow (Shoal's own section)")
+    tracking_uri: str | None = key(None, "server or folder; null: as MLflow's own configuration has it")
+    experiment_name: str | None = key(None, "experiment; null: MLflow's choice")
+    run_name: str | None = key(None, "name of the run; null: MLflow's choice")
 
 
 class CommsLogger(Section):

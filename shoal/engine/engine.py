@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +30,13 @@ from shoal.engine.run_state import RunState
 from shoal.engine.same_inputs import SameInputs
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
+from shoal.engine.stop_signal import StopSignal
 from shoal.engine.weights import Weights
 from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
+from shoal.parallel.recompute_blocks import find_blocks
 from shoal.parallel.sequence.context import (
     SequenceContext,
     drop_sequence_context,
@@ -109,12 +113,19 @@ class Engine(nn.Module):
         self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
         self._activations = activations
         self._progress = progress
+        if timers.is_on:
+            self.sharded.reducer.timed = partial(timers.phase, "reduce")
         self._norm: float | None = None
         self._was_step_applied = False
         self._is_destroyed = False
         self.stream_check: LastingCheck | None = None
+        self._compiled: list[nn.Module] = []  # by the config
         self._same_inputs = SameInputs(properties.axes.tp)
         self._expert_balance = ExpertBalance(sharding, properties)
+        self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
+        self._stop_number = 0  # of the signal that ends the run after this step
+        self._checkpoint_folder: str | os.PathLike[str] | None = None  # of the last save or load
+        self.client_state_on_signal: Callable[[], Mapping[str, Any]] | None = None  # for ``checkpoint.save_on_signal``
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
@@ -259,6 +270,36 @@ class Engine(nn.Module):
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.accumulation.end_micro_batch(is_boundary=is_boundary, num_micro=num_micro)
+        if is_boundary:
+            self._report_step()
+
+    def _report_step(self) -> None:
+        """Log the step and write its events, once its samples are counted and its times are known."""
+        counters = self.accumulation.counters
+        numbers = StepNumbers(self.get_lr(), self.accumulation.mean_loss, self._norm, self.loss_scale)
+        self._progress.after_step(counters, numbers)
+        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
+        if self._progress.monitor is not None and events:
+            self._progress.monitor.write_events(events)
+        if self._stop_number:
+            self._save_and_stop(self._stop_number)
+
+    def _save_and_stop(self, number: int) -> None:
+        """``checkpoint.save_on_signal``: save, then let the signal take its course."""
+        name, folder = signal.Signals(number).name, self._checkpoint_folder
+        self._stop_number = 0
+        if folder is None:
+            say_on_rank_0(
+                self.global_rank,
+                f"{name}: nothing is saved: no folder is known before a save_checkpoint() or load_checkpoint().",
+            )
+        else:
+            state = self.client_state_on_signal() if self.client_state_on_signal is not None else None
+            self.save_checkpoint(folder, client_state=state)
+            self.checkpointing.finish()
+            say_on_rank_0(self.global_rank, f"{name}: step {self.global_steps} is saved in {os.fspath(folder)}.")
+        assert self._stop_signal is not None
+        self._stop_signal.deliver(number)
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step even between two boundaries."""
@@ -299,11 +340,6 @@ class Engine(nn.Module):
             say_on_rank_0(self.global_rank, unused)
         for callback in self.on_step:
             callback(self)
-        numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
-        self._progress.after_step(counters, numbers, self.memory_report)
-        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
-        if self._progress.monitor is not None and events:
-            self._progress.monitor.write_events(events)
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """The loss of the step that is logged."""
@@ -320,7 +356,12 @@ class Engine(nn.Module):
         accumulation, sharding = self.accumulation, self.sharding
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
         sharding.reduce_all()
-        status = sharding.synchronize_status(accumulation.compute_mean_loss(), accumulation.count_tokens(self.device))
+        status = sharding.synchronize_status(
+            accumulation.compute_mean_loss(),
+            accumulation.count_tokens(self.device),
+            None if self._stop_signal is None else self._stop_signal.number,
+        )
+        self._stop_number = status.signal
         accumulation.set_step_tokens(status.num_tokens)
         return status
 
@@ -396,10 +437,34 @@ class Engine(nn.Module):
             self.module._compiled_call_impl = None
             raise
 
+    def compile_as_configured(self) -> str:
+        """Compile what the section ``compile`` names. Returns: a line for start-up.
+
+        Raises: ModelError: CUDA graphs at stage 3.
+        """
+        section = self.properties.config.compile
+        blocks = find_blocks(self.module) if section.regional else []
+        for module in blocks or [self.module]:
+            if module._compiled_call_impl is None:
+                module.compile(mode=section.mode)
+                self._compiled.append(module)
+        try:
+            refuse_cuda_graphs(self.module, self.properties.stage, self.device)
+        except ModelError:
+            self._undo_compile()
+            raise
+        what = f"{len(blocks)} blocks" if blocks else f"the whole model ({type(self.module).__name__})"
+        return f'compile: {what} by torch.compile(mode="{section.mode}"), in the first steps, which take longer.'
+
+    def _undo_compile(self) -> None:
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        self._compiled.clear()
+
     @property
     def is_compiled(self) -> bool:
-        """Was the model's forward compiled?"""
-        return self.module._compiled_call_impl is not None
+        """Was the model's forward compiled, as a whole or by blocks?"""
+        return bool(self._compiled) or self.module._compiled_call_impl is not None
 
     # properties
 
@@ -587,6 +652,7 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
         self._be_ready()
+        self._checkpoint_folder = save_dir
         return self.checkpointing.save(
             save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
@@ -617,6 +683,7 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._be_ready("loading")
+        self._checkpoint_folder = load_dir
         return self.checkpointing.load(
             load_dir,
             tag,
@@ -822,7 +889,10 @@ class Engine(nn.Module):
     def _tear_down(self) -> None:
         self.sharding.stop_host_updates()
         self._activations.remove()
+        self._undo_compile()
         self._is_destroyed = True
+        if self._stop_signal is not None:
+            self._stop_signal.restore()
         CLIPPING.remove(self.access)
         drop_sequence_context(self._attention_context)
         if self._progress.monitor is not None:

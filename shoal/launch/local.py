@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
 from shoal.launch.failure import EndedRank, describe, stderr_of
 from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
-_SHUTDOWN_SECONDS = 5  # from SIGTERM to SIGKILL
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 
@@ -76,6 +76,8 @@ class LocalJob:
         environment: variables for the ranks, beside those that this process has.
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
+        cores: None: ranks run on any.
+        stop_seconds: from the signal that asks ranks to end until the one that they cannot refuse.
     """
 
     program: Sequence[str]
@@ -84,6 +86,8 @@ class LocalJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
     elastic: Elastic | None = None
+    cores: BoundCores | None = None
+    stop_seconds: int = 5
 
 
 @dataclass(frozen=True)
@@ -120,12 +124,13 @@ def run_local(job: LocalJob) -> Outcome:
         **_rendezvous(job.place, job.elastic),
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
-        **_shutdown(LaunchConfig),
+        **_shutdown(LaunchConfig, job.stop_seconds),
         logs_specs=followed_files(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
     )
-    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
+    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
+    bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [
-        *("-I", "-S", str(CHILD), str(os.getpid())),
+        *("-I", "-S", str(CHILD), str(os.getpid()), *bound),
         *(f"{name}={value}" for name, value in assignments.items()),
         *("--", *job.program),
     ]
@@ -202,18 +207,20 @@ def _own_address(place: Place) -> str | None:
         return None
 
 
-def _shutdown(config: type[Any]) -> dict[str, Any]:
+def _shutdown(config: type[Any], seconds: int) -> dict[str, Any]:
     """How long ranks may take to end. Older torch has no such setting and waits for 30 seconds."""
     has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(config)}
-    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
+    return {"shutdown_timeout": seconds} if has_timeout else {}
 
 
-def _threads(num_ranks: int) -> dict[str, str]:
+def _threads(job: LocalJob) -> dict[str, str]:
     """The cores divided among the ranks, unless the user has set the number of threads of a rank."""
     if read_environment().num_threads is not None:
         return {}
+    if job.cores is not None:
+        return {"OMP_NUM_THREADS": str(job.cores.num_threads)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, cores // job.num_ranks))}
 
 
 def _check_devices(num_ranks: int) -> None:

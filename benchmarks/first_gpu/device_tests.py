@@ -14,6 +14,7 @@ from benchmarks.arena import ROOT
 from benchmarks.first_gpu.common import Finding, Setting, main
 
 SHOWN = 40  # tests that did not pass
+RESERVE_SECONDS = 15.0  # for what is written after the tests
 
 
 def check(setting: Setting) -> Iterable[Finding]:
@@ -24,12 +25,37 @@ def check(setting: Setting) -> Iterable[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         tests = "tests/device" if setting.is_gpu else "tests/device/test_recompute_gpu.py"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if not report.exists():
-            yield Finding("tests/device", False, (done.stdout.strip().splitlines() or ["no output"])[-1][:300])
-            return
-        yield from findings_of(tree.parse(report).getroot())
+        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", tests, f"--junitxml={report}"]
+        if setting.is_gpu and importlib.util.find_spec("xdist") is not None:
+            command += ["-n", "4"]  # the GPU takes turns among processes
+        try:
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=max(10.0, setting.seconds - RESERVE_SECONDS),
+            )
+            output = done.stdout.decode()
+        except subprocess.TimeoutExpired as error:
+            output = (error.stdout or b"").decode()
+        print(output)
+        if report.exists():
+            yield from findings_of(tree.parse(report).getroot())
+        else:
+            yield from unfinished(output)
+
+
+def unfinished(output: str) -> Iterable[Finding]:
+    """What the output of ``pytest -v`` says of tests that ran before it was ended."""
+    lines = [line.split() for line in output.splitlines() if "::" in line]
+    passed, failed = (
+        [next(word for word in line if "::" in word) for line in lines if verdict in line]
+        for verdict in ("PASSED", "FAILED")
+    )
+    yield Finding("tests/device", False, f"not finished: {len(passed)} passed, {len(failed)} failed", "all pass")
+    for name in dict.fromkeys(failed[:SHOWN]):
+        yield Finding(name[:200], False, "see the log")
 
 
 def findings_of(report: tree.Element) -> Iterable[Finding]:

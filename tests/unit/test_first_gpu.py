@@ -104,6 +104,13 @@ def test_failed_tests_are_listed_with_their_messages() -> None:
     assert (failed.what, failed.measured) == ("a::fails", "no stream")
 
 
+def test_tests_that_were_ended_are_counted_from_their_output() -> None:
+    output = "x.py::one PASSED [ 1%]\n[gw0] [ 2%] FAILED x.py::two \n[gw1] [ 3%] PASSED x.py::three\nx.py::four "
+    counts, failed = device_tests.unfinished(output)
+    assert counts.measured == "not finished: 2 passed, 1 failed"
+    assert failed.what == "x.py::two"
+
+
 def test_a_check_that_crashes_or_hangs_keeps_what_it_found(tmp_path: Path) -> None:
     write = (
         "import json, sys, time; open(sys.argv[2], 'w').write(json.dumps({'what': 'x', 'held': True}) + '\\n'); "

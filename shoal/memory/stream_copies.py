@@ -70,8 +70,13 @@ class StreamCopies:
         Order: the current stream does not wait for the block, unless ``wait()`` of the end of the block is called
         after it.
         """
+        current = self._streams.current()
         event = self._streams.event()
-        self._stream.wait_stream(self._streams.current())
+        if current == self._stream:  # inside ``after``; a stream of torch 2.11 is not entered twice
+            yield CopyDone(event, self._streams)
+            event.record(self._stream)
+            return
+        self._stream.wait_stream(current)
         with self._stream:
             yield CopyDone(event, self._streams)
             event.record(self._stream)

@@ -12,6 +12,7 @@ def main() -> None:
     ``shoal run``: that of the script.
     """
     from shoal.cli.app import app
+    from shoal.cli.exit_code import exit_code_of
     from shoal.errors import ShoalError
     from shoal.launch import read_environment
 
@@ -22,10 +23,3 @@ def main() -> None:
             raise
         print(f"shoal: {error}", file=sys.stderr)
         sys.exit(exit_code_of(error))
-
-
-def exit_code_of(error: Exception) -> int:
-    """2 for what the user wrote, 1 for what happened while it was done."""
-    from shoal.errors import ConfigError, ModelError, UsageError
-
-    return 2 if isinstance(error, ConfigError | ModelError | UsageError) else 1

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from shoal.cli import exit_code_of
+from shoal.cli.exit_code import exit_code_of
 from shoal.errors import CheckpointError, ShoalError
 from shoal.text import format_bytes
 

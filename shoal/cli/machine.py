@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-import torch.distributed as dist
 
 import shoal
+from shoal.comm.local_device import backends
 from shoal.comm.shm import is_supported
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.announce import TESTED
@@ -70,11 +70,8 @@ def _findings() -> Iterator[Finding]:
     is_shared = is_supported()
     yield Finding("ranks of this machine", "exchange data in shared memory" if is_shared else "exchange data over Gloo")
     yield _loopback()
-    yield Finding(
-        "backends of torch",
-        ", ".join(n for n, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there),
-        "" if dist.is_gloo_available() else "this torch was built without Gloo, which Shoal needs for several ranks.",
-    )
+    lacks = "" if "gloo" in backends() else "this torch was built without Gloo, which ranks need to find each other."
+    yield Finding("backends of torch", ", ".join(backends()) or "none", lacks)
     yield _folder()
     for name, tested in TESTED.items():
         yield Finding(name, f"{_installed(name)} (tested: {tested})")

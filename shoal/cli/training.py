@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import default_collate
 
 import shoal
-from shoal.cli import exit_code_of
+from shoal.cli.exit_code import exit_code_of
 from shoal.cli.job import (
     JOB_FILE,
     TrainJob,

@@ -15,8 +15,14 @@ import socket
 
 import torch
 from torch._C._distributed_c10d import Store
+from torch.distributed import is_gloo_available, is_nccl_available
 
 from shoal.errors import ConfigError
+
+
+def backends() -> list[str]:
+    """The backends that torch was built with, of those that Shoal uses."""
+    return [name for name, there in (("gloo", is_gloo_available()), ("nccl", is_nccl_available())) if there]
 
 
 def accelerator(backend: str | None) -> torch.device | None:

@@ -70,7 +70,7 @@ WORLD_ATTRIBUTES = {
     "recorder": "what this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
     "mesh": "of the engine that was made last",
     "is_closed": "after `close()`",
-    "shared": "what ranks that are threads share; None for processes",
+    "shared": "a dict that ranks which are threads of one process share; None for processes",
 }
 
 

@@ -102,7 +102,7 @@ class Commit:
             raise CheckpointError(
                 f"the checkpoint needs {format_bytes(nbytes)}, and {format_bytes(free)} are free.",
                 where=storage.url,
-                do="make room, keep fewer checkpoints (checkpoint.keep_last), or save elsewhere.",
+                do="free space, keep fewer checkpoints (checkpoint.keep_last), or save elsewhere.",
                 code="checkpoint-space",
             )
         storage.make_folder(self.folder)

@@ -267,7 +267,7 @@ class LocalShards:
                         if isinstance(value, torch.Tensor) and value.numel() != 1:
                             raise CheckpointError(
                                 f"optimizer state {key!r} of shape {tuple(value.shape)} belongs to"
-                                f" {part.param.numel()} elements of several parameters and cannot be told apart.",
+                                f" {part.param.numel()} elements of several parameters and cannot be distinguished.",
                                 where=f"parameter {slot.name!r}, {type(self.step.optimizer).__name__}",
                                 do="use an optimizer whose state is one value per element, or one per parameter.",
                                 code="checkpoint-state",

@@ -74,7 +74,7 @@ def run(
     script: Annotated[str, typer.Argument(help="A Python file, or with --module a module's name.")],
     args: Annotated[list[str] | None, typer.Argument(help="For the script.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start; one per visible GPU, else 1.")
+        int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start. [one per visible GPU, else 1]")
     ] = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
     as_deepspeed: Annotated[
@@ -132,7 +132,7 @@ def deepspeed(context: typer.Context) -> None:
 
 @app.command("ds-report", cls=UsageCommand)
 def ds_report() -> None:
-    """Print what `import deepspeed` is here, what computes, and which operators are there."""
+    """Print the versions, the accelerator, and which of DeepSpeed's operators are available."""
     from shoal.compat.deepspeed.env_report import main
 
     main()
@@ -147,7 +147,9 @@ def train(
     layers: Annotated[int | None, typer.Option(min=1, help="Number of blocks.")] = None,
     hidden: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per block.")] = None,
-    vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary size; the tokenizer's, or more.")] = None,
+    vocab: Annotated[
+        int | None, typer.Option(min=1, help="Vocabulary size, at least the tokenizer's. [the tokenizer's]")
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     experts: Annotated[
         int | None, typer.Option(min=1, help="Feed-forward layers of each block, of which each token uses some. [none]")
@@ -155,48 +157,52 @@ def train(
     top_k: Annotated[int | None, typer.Option(min=1, help="Experts that each token uses. [2]")] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="A file, folder or pattern to train on; may be given often. [Python's docs]"),
+        typer.Option(help="A file, folder or pattern to train on; may be given several times. [Python's docs]"),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizers JSON file; bytes where left out.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizers JSON file. [text is read as bytes]")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks; one per visible GPU, else 1.")
+        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks. [one per visible GPU, else 1]")
     ] = None,
     stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. [3]")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks: other layers. [1]")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks: each holds other layers. [1]")] = None,
     pipeline_schedule: Annotated[
         str | None, typer.Option(help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. [1f1b]")
     ] = None,
     virtual_stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of one rank. [1]")] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor-parallel ranks: parts of each layer. [1]")] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks: each holds a part of each layer. [1]")
+    ] = None,
     sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). [1]")] = None,
     cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). [1]")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks: other experts. [1]")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks: each holds other experts. [1]")] = None,
     precision: Annotated[PrecisionOption | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [8]")] = None,
     accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. [1]")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop after so many minutes. [3, without --steps]")
+        float | None, typer.Option(min=0.01, help="Stop after this many minutes. [3, without --steps]")
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(min=0, help="Peak learning rate; by the model's size.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, help="Peak learning rate. [by the model's size]")
+    ] = None,
     schedule: Annotated[
-        ScheduleOption | None, typer.Option(help="Of the learning rate, after a warm-up. [cosine]")
+        ScheduleOption | None, typer.Option(help="Learning-rate schedule after a warm-up. [cosine]")
     ] = None,
-    clip: Annotated[float | None, typer.Option(min=0, help="Bound of the gradient's norm; 0 for none. [1.0]")] = None,
+    clip: Annotated[float | None, typer.Option(min=0, help="Largest gradient norm; 0: no clipping. [1.0]")] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here overrule it.")
+        Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here override it.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run. [runs/DATE-TIME]")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, order of data, and sampling.")] = 0,
-    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps from one validation to the next.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="What the sample at the end goes on from.")] = None,
-    sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens to write at the end; 0 for none.")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the sample.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling.")] = 0,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text that the sample at the end continues.")] = None,
+    sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the sample at the end; 0: no sample.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the sample.")] = 0.8,
     save_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps from one checkpoint to the next; 0 for none. [one at the end]")
+        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: no checkpoints. [one at the end]")
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Go on with the run in this folder, on any number of ranks, at any stage.")
+        str | None, typer.Option(help="Resume the run in this folder, on any number of ranks, at any stage.")
     ] = None,
     verbose: Annotated[bool, _VERBOSE] = False,
 ) -> None:
@@ -250,7 +256,7 @@ def train(
 
 @app.command("report", cls=UsageCommand)
 def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.")]) -> None:
-    """Make a run's report.html anew from its logs."""
+    """Write a run's report.html again from its logs."""
     from shoal.observe.report import write_report
 
     print(write_report(folder))

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -75,8 +76,9 @@ def estimate(
     optimizer = settings["optimizer"]["type"]
     print(f"{model}: {format_count(numel)} parameters, {kind}, {optimizer}. Memory of each of {ranks} ranks:\n")
     print(_table(found, activations, limit))
-    print(f"\n{note}")
-    print(_advice(found, activations, limit, memory))
+    print()
+    for paragraph in (note, *_advice(found, activations, limit, memory)):
+        print(textwrap.fill(paragraph, 118, break_on_hyphens=False))
 
 
 def _config(path: Path | None, precision: str | None, micro_batch: int | None) -> dict[str, Any]:
@@ -245,14 +247,15 @@ def _table(found: list[Estimate], activations: int | None, limit: int | None) ->
     return table(rows, headers)
 
 
-def _advice(found: list[Estimate], activations: int | None, limit: int | None, memory: str | None) -> str:
+def _advice(found: list[Estimate], activations: int | None, limit: int | None, memory: str | None) -> tuple[str, str]:
+    """What the columns are, and what follows from them."""
     text = "optimizer: main parameters (fp32) and optimizer state. host, disk: of one rank; a machine needs it for each"
-    text += " of its ranks.\n"
+    text += " of its ranks."
     if limit is None:
-        return text + "With --memory 80GB (of one device) each row says whether it fits."
+        return text, "With --memory 80GB (of one device) each row says whether it fits."
     first = next((one for one in found if _fits(one, activations, limit)), None)
     if first is None:
-        return text + (
+        return text, (
             f"Nothing fits in {memory}: take more ranks, --recompute, a smaller micro-batch or shorter sequences, or"
             ' divide the layers ("parallel": {"tp": ...}).'
         )
@@ -260,7 +263,7 @@ def _advice(found: list[Estimate], activations: int | None, limit: int | None, m
     for key, tier in (("offload_optimizer", first.state_tier), ("offload_param", first.parameter_tier)):
         if _TIER_NAMES[tier.value] != "none":
             zero[key] = {"device": _TIER_NAMES[tier.value]}
-    return text + (
+    return text, (
         f"A row fits where the device's sum is at most {_USABLE:.0%} of {memory}. The first that fits communicates"
         f' least: "zero_optimization": {json.dumps(zero)}'
     )

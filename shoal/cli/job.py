@@ -142,28 +142,28 @@ def run_folder(path: str) -> Path:
 def effective_config(
     job: TrainJob, file: Mapping[str, Any], num_parameters: int, *, has_accelerator: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The config of the engine: defaults, overruled by the file, overruled by the command line.
+    """The config of the engine: defaults, overridden by the file, overridden by the command line.
 
     Args:
         file: the JSON of ``--config``, or nothing. "auto" in it stands for the default, as for other trainers.
 
-    Returns: the config, and a sentence for every key of the file that the command line has overruled.
+    Returns: the config, and a sentence for every key of the file that the command line has overridden.
     """
     config = _without_auto(file)
     notes: list[str] = []
 
-    def overrule(flag: str, value: object, *path: str) -> None:
+    def override(flag: str, value: object, *path: str) -> None:
         """Set a key to the option's value, and note it if the file has another value."""
         section = config
         for key in path[:-1]:
             section = section.setdefault(key, {})
         old = section.get(path[-1], value)
         if old != value:
-            notes.append(f"{flag} {value} overrules {'.'.join(path)} = {json.dumps(old)} of {job.config}.")
+            notes.append(f"{flag} {value} overrides {'.'.join(path)} = {json.dumps(old)} of {job.config}.")
         section[path[-1]] = value
 
     if job.stage is not None:
-        overrule("--stage", job.stage, "zero_optimization", "stage")
+        override("--stage", job.stage, "zero_optimization", "stage")
     # A file without the stage means 0, as everywhere else; without a file the default is stage 3.
     zero = config.setdefault("zero_optimization", {})
     zero.setdefault("stage", _DEFAULT_STAGE if job.config is None else 0)
@@ -172,24 +172,24 @@ def effective_config(
     for axis in ("pp", "tp", "sp", "cp", "ep"):
         degree = getattr(job, axis)
         if degree is not None:
-            overrule(f"--{axis}", degree, "parallel", axis)
+            override(f"--{axis}", degree, "parallel", axis)
     if job.pipeline_schedule is not None:
-        overrule("--pipeline-schedule", job.pipeline_schedule, "pipeline", "schedule")
+        override("--pipeline-schedule", job.pipeline_schedule, "pipeline", "schedule")
     if job.virtual_stages is not None:
-        overrule("--virtual-stages", job.virtual_stages, "pipeline", "virtual_stages")
+        override("--virtual-stages", job.virtual_stages, "pipeline", "virtual_stages")
     if any(config.get("parallel", {}).get(axis, 1) != 1 for axis in ("sp", "cp")):
         config.setdefault("loss_reduction", "token")  # a sequence that does not divide makes unequal parts
-    _fill_batch(job, config, notes, overrule)
+    _fill_batch(job, config, notes, override)
     _fill_precision(job, config, notes, has_accelerator)
     if job.clip is not None:
-        overrule("--clip", job.clip, "gradient_clipping")
+        override("--clip", job.clip, "gradient_clipping")
     config.setdefault("gradient_clipping", _DEFAULT_CLIP)
     optimizer = config.setdefault("optimizer", {"type": "AdamW", "params": {"betas": [0.9, 0.95], "weight_decay": 0.1}})
     if job.learning_rate is not None:
-        overrule("--learning-rate", job.learning_rate, "optimizer", "params", "lr")
+        override("--learning-rate", job.learning_rate, "optimizer", "params", "lr")
     optimizer.setdefault("params", {}).setdefault("lr", usual_learning_rate(num_parameters))
     if job.schedule is not None and "scheduler" in config:
-        notes.append(f"--schedule {job.schedule} overrules the scheduler of {job.config}.")
+        notes.append(f"--schedule {job.schedule} overrides the scheduler of {job.config}.")
         del config["scheduler"]
     if job.verbose:
         config["log_level"] = "debug"
@@ -223,15 +223,15 @@ def read_config(job: TrainJob) -> dict[str, Any]:
     return values
 
 
-def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], overrule: Any) -> None:
+def _fill_batch(job: TrainJob, config: dict[str, Any], notes: list[str], override: Any) -> None:
     has_flag = job.micro_batch is not None or job.accumulation is not None
     if has_flag and "train_batch_size" in config:
-        notes.append(f"--micro-batch and --accumulation overrule train_batch_size of {job.config}.")
+        notes.append(f"--micro-batch and --accumulation override train_batch_size of {job.config}.")
         del config["train_batch_size"]
     if job.micro_batch is not None:
-        overrule("--micro-batch", job.micro_batch, _BATCH_KEYS[1])
+        override("--micro-batch", job.micro_batch, _BATCH_KEYS[1])
     if job.accumulation is not None:
-        overrule("--accumulation", job.accumulation, _BATCH_KEYS[2])
+        override("--accumulation", job.accumulation, _BATCH_KEYS[2])
     if _BATCH_KEYS[0] not in config:
         num_stages = config.get("parallel", {}).get("pp") or config.get("pipeline", {}).get("stages") or 1
         if num_stages > 1:  # fewer micro-batches leave ranks idle
@@ -244,7 +244,7 @@ def _fill_precision(job: TrainJob, config: dict[str, Any], notes: list[str], has
     named = [key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")]
     if job.precision is not None:
         if named and job.precision not in named:
-            notes.append(f"--precision {job.precision} overrules {named[0]}.enabled = true of {job.config}.")
+            notes.append(f"--precision {job.precision} overrides {named[0]}.enabled = true of {job.config}.")
         for key in ("bf16", "fp16"):
             if key in config or key == job.precision:
                 config.setdefault(key, {})["enabled"] = key == job.precision

@@ -23,10 +23,10 @@ def schedule(
     backward: Annotated[float, typer.Option(min=0, help="Time of a backward; half of it each for I and W.")] = 2.0,
     send: Annotated[float, typer.Option(min=0, help="Time of a transfer to another rank.")] = 0.0,
     actions: Annotated[bool, typer.Option(help="Print sends, receives and reductions, too.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing and Perfetto.")] = None,
 ) -> None:
-    """Print a pipeline schedule: who computes what when, the bubble, and the activations that each rank holds."""
+    """Print a pipeline schedule: what each rank computes when, the bubble, and the activations that each rank holds."""
     from shoal.pipeline import draw
     from shoal.pipeline.lower import lower
     from shoal.pipeline.schedule import build_schedule

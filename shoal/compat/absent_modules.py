@@ -19,7 +19,7 @@ _PLANNING = "choose the stage by memory: all stages give the same numbers; shoal
 _ONE_BIT = "use AdamW or Lamb; communication_data_type in the config sends gradients in 16 bit."
 _DATA = "use a torch Sampler; engine.deepspeed_io(dataset, data_sampler=...) takes it."
 _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk tier reads and writes by itself."
-_SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training goes on."
+_SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
@@ -30,7 +30,7 @@ _SEQUENCE = "use DistributedAttention or UlyssesSPAttentionHF for attention, and
 _BACKENDS = "use torch.distributed, or deepspeed.comm's functions."
 _HYBRID = "train with deepspeed.initialize(), and generate inside deepspeed.zero.unwrap_model_for_generation(engine)."
 _ELASTIC = (
-    "start the job by `shoal deepspeed --elastic_training`: TorchElastic's agent starts the ranks anew, and a"
+    "start the job by `shoal deepspeed --elastic_training`: TorchElastic's agent restarts the ranks, and a"
     " checkpoint loads on any number of them."
 )
 _LAUNCHER = "start ranks by `shoal deepspeed`, `shoal run` or torchrun."

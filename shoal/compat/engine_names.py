@@ -197,7 +197,7 @@ NOT_HERE = {
     "autotuning_model_info": "autotuning is not built yet",
     "autotuning_model_info_path": "autotuning is not built yet",
     "autotuning_profile_model_info": "autotuning is not built yet",
-    "checkpoint_engine": "take engine.save_checkpoint(); checkpoint.async_save saves while training goes on",
+    "checkpoint_engine": "take engine.save_checkpoint(); checkpoint.async_save saves while training continues",
     "get_optimizer_configuration": "client_optimizer.defaults has them",
     "swap_tensor_config": "zero_optimization.offload_* and aio in engine.config have it",
     "torch_autocast_z0_gradscaler": "take engine.scale(loss) or engine.backward(loss)",

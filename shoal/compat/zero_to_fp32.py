@@ -207,7 +207,7 @@ def _files(folder: Place, pattern: str) -> list[str]:
     found = sorted((name for name in names if re.fullmatch(pattern, name)), key=_by_number)
     if not found:
         raise _NoFileError(
-            f"no file {pattern.replace(chr(92), '')!r} lies in {place}.",
+            f"no file {pattern.replace(chr(92), '')!r} is in {place}.",
             do="name a tag's folder of a checkpoint that was saved while Shoal had DeepSpeed's name.",
             code="checkpoint-missing",
         )

@@ -815,7 +815,7 @@ class Engine(nn.Module):
         failure = self.sharding.failure
         if failure is not None:
             raise UsageError(
-                f"this engine failed before and cannot go on: {str(failure).splitlines()[0]}",
+                f"this engine failed before and cannot continue: {str(failure).splitlines()[0]}",
                 where=self.properties.where(self.global_steps),
                 do="destroy() it, fix the cause, call shoal.initialize() again and load the last checkpoint.",
                 code="engine-failed",

@@ -77,7 +77,7 @@ AnyEngine = TypeVar("AnyEngine", bound=Engine)
 _NO_EFFECT = ": accepted, no effect: "  # in a note of the config
 _HEAP_NOTE = (
     "host memory that a step frees stays with the process for the next one, so that the kernel need not clear it again;"
-    " to have it given back at once, set MALLOC_TRIM_THRESHOLD_ (bytes) in the environment."
+    " to return it to the kernel immediately, set MALLOC_TRIM_THRESHOLD_ (bytes) in the environment."
 )
 
 

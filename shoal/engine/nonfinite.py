@@ -56,7 +56,7 @@ class NonFinite:
                 what + (f" {number} steps in a row." if number > 1 else ""),
                 where=where,
                 do="look at the data and learning rate of this step; set precision.nonfinite to 'skip' to leave"
-                " such steps out and go on. The parameters are as they were before the step." + self._hint(),
+                " such steps out and continue. The parameters are as they were before the step." + self._hint(),
             )
         message = f"step {step} {'applied all the same' if is_applied else 'skipped'}: {what} ({where})"
         if self._loss_scale is not None and not is_loss_bad:

@@ -168,7 +168,7 @@ class DiskTransfer:
                 raise TierError(
                     f"{which} are not there, because a write failed: {why}",
                     where=extent.path,
-                    do=getattr(lost, "do", "") or "go on from the last checkpoint.",
+                    do=getattr(lost, "do", "") or "resume from the last checkpoint.",
                     code=getattr(lost, "code", "tier-io"),
                 ) from lost
             raise UsageError(

@@ -146,7 +146,7 @@ def _waits_for_ever(schedule: PipelineSchedule) -> ConfigError:
     drawing = grid(timeline, marks, last=24).replace("\n", "\n    ")
     return ConfigError(
         f"the pipeline schedule {schedule.name} waits for ever: {len(marks)} of {schedule.num_ranks} ranks "
-        f"cannot go on\n    {drawing}",
+        f"cannot continue\n    {drawing}",
         do="move the actions that the others wait for before those that wait.",
         code=CODE,
     )

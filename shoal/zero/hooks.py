@@ -175,7 +175,7 @@ class ShardedReadHook:
         if self._is_sharded:
             raise UsageError(
                 f"{self._name!r} cannot be copied or pickled: its parameters are sharded, and the copy's would be NaN.",
-                do=f"copy it inside {_WHOLE}; or build the model anew and load engine.module_state_dict() into it.",
+                do=f"copy it inside {_WHOLE}; or build the model again and load engine.module_state_dict() into it.",
                 code="copy-at-rest",
             )
         return _nothing, ()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -49,9 +50,7 @@ def test_the_accelerate_example_learns_and_goes_on(tmp_path: Path) -> None:
     assert run(*script, "--resume", folder=tmp_path, ranks=0)[0] < losses[0]
 
 
-def test_the_fine_tuning_example_learns_and_writes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+def test_the_fine_tuning_example_learns_and_writes_a_folder_of_hugging_face(tmp_path: Path) -> None:
     make = [sys.executable, str(EXAMPLES / "make_small_llama.py"), "small"]
     subprocess.run(make, check=True, capture_output=True, timeout=100, cwd=tmp_path)
     text, config = EXAMPLES.parent / "docs" / "concepts", EXAMPLES / "fine_tune.json"
@@ -62,4 +61,7 @@ def test_the_fine_tuning_example_learns_and_writes_a_folder_that_transformers_lo
     found = re.search(r"sequences: ([0-9.]+) before, ([0-9.]+) after 4 steps", done.stdout)
     assert found is not None
     assert float(found[2]) < 0.95 * float(found[1])
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").num_parameters() > 3_000_000
+    written = load_file(tmp_path / "tuned" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in written.values()) > 3_000_000
+    assert "model.layers.3.mlp.down_proj.weight" in written
+    assert (tmp_path / "tuned" / "config.json").is_file()

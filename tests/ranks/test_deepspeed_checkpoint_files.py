@@ -88,7 +88,7 @@ def test_the_files_that_clients_look_for_lie_beside_ours(tmp_path: Path, stage: 
     assert client["values"] == {7: ["x", -(2**70)]}
     assert (client["epoch"], client["best"], client["lr"]) == (3, (1, 2.5, None, True), 0.1)
     if stage == 0:
-        with pytest.raises(FileNotFoundError, match=r"no file '.*_optim_states.pt' lies in"):
+        with pytest.raises(FileNotFoundError, match=r"no file '.*_optim_states.pt' is in"):
             get_optim_files(tag)
     else:
         (optimizer,) = get_optim_files(tag)

@@ -128,9 +128,9 @@ def test_the_file_wins_over_defaults_and_options_win_over_the_file_and_say_so() 
     assert "train_micro_batch_size_per_gpu" not in config
     assert config["gradient_clipping"] == 0.5
     assert notes == [
-        "--stage 2 overrules zero_optimization.stage = 1 of ds.json.",
-        "--precision bf16 overrules fp16.enabled = true of ds.json.",
-        "--learning-rate 0.01 overrules optimizer.params.lr = 0.1 of ds.json.",
+        "--stage 2 overrides zero_optimization.stage = 1 of ds.json.",
+        "--precision bf16 overrides fp16.enabled = true of ds.json.",
+        "--learning-rate 0.01 overrides optimizer.params.lr = 0.1 of ds.json.",
     ]
 
 
@@ -138,7 +138,7 @@ def test_a_micro_batch_option_drops_the_files_global_batch_and_says_so() -> None
     config, notes = configure(TrainJob(config="ds.json", micro_batch=4), train_batch_size=32)
     assert config["train_micro_batch_size_per_gpu"] == 4
     assert "train_batch_size" not in config
-    assert notes == ["--micro-batch and --accumulation overrule train_batch_size of ds.json."]
+    assert notes == ["--micro-batch and --accumulation override train_batch_size of ds.json."]
 
 
 def test_auto_in_a_file_stands_for_the_default() -> None:
@@ -182,7 +182,7 @@ def test_the_example_with_experts_divides_them_and_takes_an_option_in_place_of_i
     assert (config["parallel"], notes) == ({"ep": 2}, [])
     config, notes = configure(TrainJob(config="experts.json", experts=8, ep=4), **read_config(job))
     assert config["parallel"] == {"ep": 4}
-    assert notes == ["--ep 4 overrules parallel.ep = 2 of experts.json."]
+    assert notes == ["--ep 4 overrides parallel.ep = 2 of experts.json."]
 
 
 def test_experts_are_added_to_a_shape_and_divided_among_ranks() -> None:

@@ -34,7 +34,7 @@ RECORD = RunRecord(
     placement=[["unit", "parameter, stored"], ["blocks.0 .. blocks.<3>", "Shard"]],
     prompt="if a <",
     sample=" b & c:",
-    messages=["--stage 3 overrules zero_optimization.stage = 2 of ds.json."],
+    messages=["--stage 3 overrides zero_optimization.stage = 2 of ds.json."],
 )
 
 
@@ -64,7 +64,7 @@ def test_what_was_recorded_is_on_the_page_and_escaped() -> None:
         "<tr><th>unit</th><th>parameter, stored</th></tr>",
         "<tr><td>blocks.0 .. blocks.&lt;3&gt;</td><td>Shard</td></tr>",
         "1 MiB",
-        "overrules",
+        "overrides",
     ):
         assert text in page
     assert f"<mark>{html.escape('if a <')}</mark>{html.escape(' b & c:')}" in page

@@ -304,34 +304,6 @@ def test_compiling_is_in_place() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_several_backward_passes_in_one_block_are_reduced_once(stage: int) -> None:
-    model = make(Plain)
-
-    def train() -> None:
-        rank = current_world().rank
-        one = start_with(copy.deepcopy(model), config(stage), sgd)
-        other = start_with(copy.deepcopy(model), config(stage), sgd)
-        for engine in (one, other):
-            engine.set_gradient_accumulation_boundary(True)
-        with one.coalesce_grad_reduction():
-            for index in range(3):
-                one.backward(one(*batch(index, rank, 2)))
-        for index in range(3):
-            other.backward(other(*batch(index, rank, 2)))
-        for engine in (one, other):
-            engine.allreduce_gradients()
-            engine.step()
-            engine.empty_partition_cache()
-        theirs = other.module_state_dict()
-        for name, value in one.module_state_dict().items():
-            torch.testing.assert_close(value, theirs[name])
-        one.destroy()
-        other.destroy()
-
-    run_ranks(2, train)
-
-
 def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
     engine = alone(0)
     assert isinstance(engine, nn.Module)

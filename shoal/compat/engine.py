@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
 from shoal.compat.engine_gradients import DeepSpeedGradients
-from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
+from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.config import Config
 from shoal.data import Loader
@@ -174,9 +174,10 @@ class DeepSpeedEngine(DeepSpeedGradients):
         return self.world.backend
 
     @property
-    def communication_data_type(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in; None: their own."""
-        return dtype_of(self._config.communication_data_type, "communication_data_type")
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype that the config has gradients reduced in; the parameters' without one."""
+        wanted = dtype_of(self._config.communication_data_type, "communication_data_type")
+        return wanted or model_dtype(self._config)
 
     @property
     def loaded_checkpoint_dp_world_size(self) -> int | None:

@@ -251,7 +251,10 @@ EXPORTS: dict[str, dict[str, str]] = {
     "utils.exceptions": {_SMALL: "DeprecatedException"},
     "utils.init_on_device": {_SMALL: "OnDevice"},
     "utils.logging": {
-        _SMALL: "log_dist log_dist_once log_levels logger set_log_level_from_string warning_once",
+        _SMALL: (
+            "get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger"
+            " set_log_level_from_string should_log_le warning_once"
+        ),
     },
     "utils.module_utils": {_SMALL: "recursive_getattr recursive_setattr"},
     "utils.numa": {_SMALL: "get_numa_cores get_numactl_cmd parse_range parse_range_list"},

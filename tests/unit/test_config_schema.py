@@ -174,7 +174,7 @@ def test_the_json_schema_passes_what_is_read(source: dict[str, Any]) -> None:
         {"zero_optimization": {"stage": 4}},
         {"fp16": {"enabled": "yes"}},
         {"gradient_clipping": -1},
-        {"fp16": {"loss_scale_window": 0}},
+        {"fp16": {"enabled": True, "loss_scale": -1}},
         {"zero_optimization": {"reduce_bucket_size": 1.5}},
     ],
 )

@@ -26,6 +26,10 @@ def be_assertion(error: ShoalError) -> None:
     names = [KNOWN_AS[key] for key in (error.code, *(problem.path for problem in problems)) if key in KNOWN_AS]
     if names and error.args:
         error.args = ("\n".join([error.args[0], f"  DeepSpeed's words: {'; '.join(names)}."]), *error.args[1:])
+    _derive(error)
+
+
+def _derive(error: ShoalError) -> None:
     if not isinstance(error, AssertionError):
         kind: Any = type(error)
         error.__class__ = _asserted(kind)
@@ -46,5 +50,5 @@ def _reduce(error: ShoalError) -> tuple[Any, ...]:
 
 def _restore(restore: Callable[..., ShoalError], *args: Any) -> ShoalError:
     error = restore(*args)
-    be_assertion(error)
+    _derive(error)
     return error

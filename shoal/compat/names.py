@@ -188,6 +188,15 @@ EXPORTS: dict[str, dict[str, str]] = {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
+    "runtime.rollout": {
+        "shoal.compat.rollout": (
+            "HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout"
+        ),
+    },
+    "runtime.rollout.base": {
+        "shoal.compat.rollout": "RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig",
+    },
+    "runtime.rollout.hybrid_engine_rollout": {"shoal.compat.rollout": "HybridEngineRollout"},
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.parallel_state_sp": {
         _SEQUENCE: (

@@ -82,7 +82,7 @@ def page() -> str:
         for name in names:
             thing = getattr(importlib.import_module(module), name)
             attributes = WORLD_ATTRIBUTES if name == "World" else {}
-            parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, set())]
+            parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, {"shared"})]
             if inspect.isclass(thing):
                 parts += methods(thing)
     engine = importlib.import_module("shoal.engine.engine").Engine

@@ -70,6 +70,7 @@ WORLD_ATTRIBUTES = {
     "recorder": "what this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
     "mesh": "of the engine that was made last",
     "is_closed": "after `close()`",
+    "shared": "what ranks that are threads share; None for processes",
 }
 
 
@@ -82,7 +83,7 @@ def page() -> str:
         for name in names:
             thing = getattr(importlib.import_module(module), name)
             attributes = WORLD_ATTRIBUTES if name == "World" else {}
-            parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, {"shared"})]
+            parts += [*entry(f"{module}.{name}", thing, 3), *table(thing, attributes, set())]
             if inspect.isclass(thing):
                 parts += methods(thing)
     engine = importlib.import_module("shoal.engine.engine").Engine

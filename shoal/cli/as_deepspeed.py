@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.compat.environment import SWITCH, for_children, whole_for_children
+from shoal.compat.environment import SWITCH, for_local_children, whole_for_children
 from shoal.errors import UsageError
 from shoal.launch import LocalJob
 
@@ -33,7 +33,7 @@ def job_as_deepspeed(script: str, arguments: Sequence[str], *, is_module: bool, 
     """The ranks of a script for which ``import deepspeed`` is Shoal."""
     name = ["-m", script] if is_module else [script]
     program = [sys.executable, "-m", "shoal.compat.deepspeed", *name, *arguments]
-    return LocalJob(program, ranks, environment=for_children())
+    return LocalJob(program, ranks, environment=for_local_children())
 
 
 def is_command(script: str) -> bool:

@@ -22,6 +22,7 @@ _DISK = "set zero_optimization.offload_optimizer.device to nvme; Shoal's disk ti
 _SAVING = "call engine.save_checkpoint(); checkpoint.async_save in the config saves while training continues."
 _TENSOR = "train with ZeRO stage 3, which needs no change of the model."
 _OFFLOAD = "set zero_optimization.offload_optimizer.device to cpu."
+_DISTILLATION = "compute the loss of the responses in the script; RolloutBatch says where they begin."
 _LINEAR = "use torch.nn.Linear, and PEFT for LoRA: its adapters train under every stage."
 _MUON = "name Muon as optimizer.type in the config."
 _STAGES = "Shoal runs any schedule through initialize() and train_batch(); this is a part of DeepSpeed's own runtime."
@@ -127,7 +128,7 @@ ABSENT: dict[str, tuple[str, str]] = {
     "runtime.domino.transformer": (_TENSOR, "DominoTransformer DominoTransformerLayer"),
     "runtime.superoffload": (_OFFLOAD, ""),
     "runtime.zenflow": (_OFFLOAD, ""),
-    "runtime.rollout": (SERVING, ""),
+    "runtime.rollout": (_DISTILLATION, "JSDLossOutput ResponseTokenBatch generalized_jsd_loss"),
     "io": (_DISK, ""),
     "nvme": (_DISK, ""),
     "compile": ("use engine.compile(), torch's own compiler.", ""),

@@ -9,6 +9,7 @@ import torch
 
 from shoal.compat.absent import not_built
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer as ShardedOptimizer
+from shoal.compat.optimizer import config_of
 from shoal.zero.parameter_owner import OWNERS
 
 
@@ -49,16 +50,25 @@ def take_class(optimizer: ShardedOptimizer) -> None:
     optimizer.__class__ = type(f"Sharded{wrapped.__name__}", (ShardedOptimizer, wrapped), {})
 
 
+def _is_bf16_wrapper(optimizer: ShardedOptimizer) -> bool:
+    """bf16 parameters at stage 1 whose gradients the config has summed in fp32: a class of its own in DeepSpeed."""
+    config = config_of(optimizer)
+    is_asked_for = config is not None and config.data_types.grad_accum_dtype == "fp32"
+    return is_asked_for and stage_of(optimizer) == 1 and has_dtype(optimizer, torch.bfloat16)
+
+
 DeepSpeedZeroOptimizer = kind(
-    "DeepSpeedZeroOptimizer", "An optimizer at stage 1 or 2.", lambda optimizer: stage_of(optimizer) in (1, 2)
+    "DeepSpeedZeroOptimizer",
+    "An optimizer at stage 1 or 2.",
+    lambda optimizer: stage_of(optimizer) in (1, 2) and not _is_bf16_wrapper(optimizer),
 )
 DeepSpeedZeroOptimizer_Stage3 = kind(
     "DeepSpeedZeroOptimizer_Stage3", "An optimizer at stage 3.", lambda optimizer: stage_of(optimizer) == 3
 )
 BF16_Optimizer = kind(
     "BF16_Optimizer",
-    "An optimizer of bf16 parameters below stage 2.",
-    lambda optimizer: has_dtype(optimizer, torch.bfloat16) and stage_of(optimizer) < 2,
+    "An optimizer of bf16 parameters at stage 1 with data_types.grad_accum_dtype fp32.",
+    _is_bf16_wrapper,
 )
 FP16_Optimizer = kind(
     "FP16_Optimizer",

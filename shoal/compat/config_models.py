@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from shoal.config import ConfigProblems, examine
 from shoal.config.sections import Bf16 as DeepSpeedBF16Config
@@ -93,9 +93,28 @@ class DeepSpeedFP16Config(Fp16):
             raise ValueError(f"fp16.{info.field_name} must be a number, got {value!r}")
         return int(number) if number.is_integer() and info.field_name == "loss_scale_window" else number
 
-    def initial_dynamic_scale(self) -> int:
+    @model_validator(mode="after")
+    def _check_adaptive_scale(self) -> Self:
+        """Keys of the adaptive scale count where it is used."""
+        for name in ("loss_scale_window", "min_loss_scale"):
+            if self.enabled and self.loss_scale == 0 and getattr(self, name) <= 0:
+                raise ValueError(f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale 0)")
+        return self
+
+    def initial_dynamic_scale(self) -> float:
         """Where the adaptive scale starts."""
-        return 1 << self.initial_scale_power
+        power: float = 2**self.initial_scale_power
+        return power
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The adaptive scale under the names of DeepSpeed's scaler."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +16,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
-from shoal.compat.engine_names import DERIVED, PATHS, refuse, value_at
+from shoal.compat.engine_gradients import DeepSpeedGradients
+from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
-from shoal.compat.sparse_tensor import SparseRows, gather_lengths, gather_parts
 from shoal.config import Config
 from shoal.data import Loader
 from shoal.data.curriculum import CurriculumScheduler
-from shoal.engine.accumulation import NumTokens
-from shoal.engine.engine import Engine
 from shoal.engine.settings import dtype_of
-from shoal.errors import AssertedUsageError, NotBuiltError
 from shoal.models.layer_drop import ProgressiveLayerDrop
 from shoal.observe.monitor import Monitor
 from shoal.parallel.expert.held import modules_with_experts
@@ -35,12 +31,10 @@ from shoal.zero.hook_switch import ParameterOffload
 from shoal.zero.optimizer import ShardedOptimizer
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(DeepSpeedGradients):
     """An engine with DeepSpeed's names. The methods that return a value of the config are in ``engine_names``."""
 
     optimizer_class = DeepSpeedShardedOptimizer
-    follows_deepspeed = False  # as after deepspeed.initialize
-    _is_averaging = True
 
     # Of parts that Shoal does not have: the values of a DeepSpeed engine without them.
     mpu: Any = None
@@ -52,49 +46,6 @@ class DeepSpeedEngine(Engine):
     def __getattr__(self, name: str) -> Any:
         refuse(name)
         return super().__getattr__(name)
-
-    # where DeepSpeed answers otherwise
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        retain_graph: bool = False,
-        scale_wrt_gas: bool = True,
-        num_tokens: NumTokens | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        loss = super().backward(loss, retain_graph, scale_wrt_gas, num_tokens, **kwargs)
-        is_averaged = self.follows_deepspeed and scale_wrt_gas and num_tokens is None
-        num_micro = self.gradient_accumulation_steps()
-        return loss / num_micro if is_averaged and num_micro > 1 else loss
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        stage = self.zero_optimization_stage()
-        if self.follows_deepspeed and stage > 1:
-            raise AssertedUsageError(
-                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage"
-                f" {stage}, as DeepSpeed says.",
-                do="leave it out, or import shoal: under its own name no_sync() works at every stage.",
-                code="no-sync-deepspeed",
-            )
-        if self.follows_deepspeed and not self.sharded.reducer.is_syncing:
-            raise AssertedUsageError(
-                "no_sync context manager reentry is unsupported, as DeepSpeed says.",
-                do="enter it once.",
-                code="no-sync-deepspeed",
-            )
-        with super().no_sync():
-            yield
-
-    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        if self.follows_deepspeed and not self.sharded.reducer.is_syncing:
-            raise AssertedUsageError(
-                "It is illegal to call Engine.step() inside no_sync context manager, as DeepSpeed says.",
-                do="step after the block.",
-                code="no-sync-deepspeed",
-            )
-        super().step(lr_kwargs)
 
     @property
     def optimizer(self) -> Any:
@@ -223,9 +174,10 @@ class DeepSpeedEngine(Engine):
         return self.world.backend
 
     @property
-    def communication_data_type(self) -> torch.dtype | None:
-        """The dtype that gradients are reduced in; None: their own."""
-        return dtype_of(self._config.communication_data_type, "communication_data_type")
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype that the config has gradients reduced in; the parameters' without one."""
+        wanted = dtype_of(self._config.communication_data_type, "communication_data_type")
+        return wanted or model_dtype(self._config)
 
     @property
     def loaded_checkpoint_dp_world_size(self) -> int | None:
@@ -332,93 +284,6 @@ class DeepSpeedEngine(Engine):
             shuffle=route == "train",
             **common,
         )
-
-    # gradients
-
-    @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backward passes inside the block are reduced once, by the next one outside of it or by ``step()``.
-
-        Memory: as ``no_sync``.
-        """
-        with self.no_sync():
-            yield
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """End a backward pass that is open. Gradients are reduced during backward, or by ``step()``."""
-        self._check_alive()
-        self.sharded.finish_backward()
-
-    @property
-    def gradient_average(self) -> bool:
-        """Are gradients the mean over the ranks, as the configuration has it? Set to false: their sum, from the next
-        backward pass on. Set it on every rank alike.
-        """
-        return self._is_averaging
-
-    @gradient_average.setter
-    def gradient_average(self, value: bool) -> None:
-        self._is_averaging = bool(value)
-        plan = self.plan.precision.gradient
-        pre, post = (plan.pre_scale, plan.post_scale) if value else (1.0, 1.0)
-        for group in self.trained_groups:
-            group.gradient.policy = replace(group.gradient.policy, pre_scale=pre, post_scale=post)
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        """Names of the weights whose gradients are reduced as sparse gradients."""
-        return set(self.sharded.sparse_names)
-
-    def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """Every rank's tensor, of one shape and dtype on all. Every rank calls.
-
-        Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
-        """
-        lengths = [1] * self._size_of(dp_group)
-        return [part[0] for part in gather_parts(self.axes.batch, value.unsqueeze(0), lengths)]
-
-    def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """Every rank's tensor, whose first dimension may differ from rank to rank. Every rank calls.
-
-        Raises: NotBuiltError: as ``all_gather_scalar``.
-        Communicates: 8 bytes for the lengths, and one all_gather of the longest.
-        """
-        self._size_of(dp_group)
-        return gather_parts(self.axes.batch, value, gather_lengths(self.axes.batch, value))
-
-    def sparse_allreduce(
-        self, sparse: SparseRows, dp_group: Any = None, dp_world_size: float | None = None
-    ) -> SparseRows:
-        """Give a ``SparseTensor`` the rows of all ranks, divided by their number unless ``gradient_average`` is false.
-
-        Returns: ``sparse``. Communicates: twice ``sparse_all_gather``.
-        """
-        size = self._size_of(dp_group) if dp_world_size is None else dp_world_size
-        values = sparse.values / size if self._is_averaging else sparse.values
-        sparse.indices = torch.cat(self.sparse_all_gather(sparse.indices, dp_group))
-        sparse.values = torch.cat(self.sparse_all_gather(values, dp_group))
-        return sparse
-
-    def sparse_allreduce_bucket(
-        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
-    ) -> list[SparseRows]:
-        """``sparse_allreduce`` of each."""
-        return [self.sparse_allreduce(sparse, dp_group, dp_world_size) for sparse in bucket]
-
-    def sparse_allreduce_no_retain(
-        self, bucket: Sequence[SparseRows], dp_group: Any = None, dp_world_size: float | None = None
-    ) -> None:
-        """``sparse_allreduce`` of each; the results replace the gradients that the tensors were made from."""
-        for sparse in self.sparse_allreduce_bucket(bucket, dp_group, dp_world_size):
-            sparse.orig_dense_tensor.data = sparse.to_coo_tensor()
-
-    def _size_of(self, dp_group: Any) -> int:
-        if dp_group is not None and dp_group is not self.data_parallel_group:
-            raise NotBuiltError(
-                f"a group of {dp_group!r} is not the group of all data-parallel ranks.",
-                do="leave dp_group out, or pass engine.data_parallel_group.",
-            )
-        return self.axes.batch.size
 
     # weights
 

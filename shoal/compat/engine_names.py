@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from shoal.config import Config
 from shoal.engine.settings import DTYPES
 from shoal.errors import NotBuiltError
@@ -103,6 +105,11 @@ def _dtype(name: str | None) -> Any:
     return DTYPES[str(name).removeprefix("torch.")] if name is not None else None
 
 
+def model_dtype(config: Config) -> torch.dtype:
+    """The parameters' dtype, by the sections fp16 and bf16."""
+    return DTYPES["fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"]
+
+
 def _switched_on(section: Any) -> Any:
     return section if section is not None and section.device != "none" else None
 
@@ -152,8 +159,8 @@ DERIVED: dict[str, Callable[[Config], Any]] = {
     ),
     "torch_autocast_dtype": lambda config: _dtype(config.torch_autocast.dtype),
     "get_data_types": lambda config: (
-        DTYPES["fp16"] if config.fp16.enabled else DTYPES["bf16"] if config.bf16.enabled else DTYPES["fp32"],
-        _dtype(config.data_types.grad_accum_dtype) or DTYPES["fp32"],
+        model_dtype(config),
+        _dtype(config.data_types.grad_accum_dtype) or model_dtype(config),
     ),
     "checkpoint_tag_validation_enabled": lambda config: config.checkpoint.tag_validation != "Ignore",
     "checkpoint_tag_validation_fail": lambda config: config.checkpoint.tag_validation == "Fail",

@@ -2,6 +2,8 @@
 
     SHOAL_AS_DEEPSPEED   "1": an interpreter that starts with it, and with ``startup`` on its path, installs the alias
     PYTHONPATH           has ``startup`` at its front, whose ``sitecustomize`` is run when an interpreter starts
+    PATH                 on this machine, has ``programs`` at its front: ``deepspeed``, ``ds``, ``ds_report``
+    SHOAL_PYTHON         the interpreter that these commands run
     RANK, LOCAL_RANK     the process with 0 is the first
 
 This is the one file of Shoal that writes to the environment: child processes inherit nothing else.
@@ -10,6 +12,7 @@ This is the one file of Shoal that writes to the environment: child processes in
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from shoal.errors import ConfigError
 SWITCH = "SHOAL_AS_DEEPSPEED"
 EXPORTED = ("NCCL", "GLOO", "UCX", "MV2", "PYTHON", "MLFLOW", "SHOAL", "OMP")  # more than DeepSpeed's own list
 STARTUP = os.path.join(os.path.dirname(os.path.realpath(__file__)), "startup")
+PROGRAMS = os.path.join(os.path.dirname(os.path.realpath(__file__)), "programs")
 
 
 def is_asked_for(variables: Mapping[str, str] | None = None) -> bool:
@@ -38,14 +42,20 @@ def for_children(variables: Mapping[str, str] | None = None) -> dict[str, str]:
     return {SWITCH: "1", "PYTHONPATH": os.pathsep.join([STARTUP, *others])}
 
 
+def for_local_children() -> dict[str, str]:
+    """Those variables, and those by which child processes on this machine find DeepSpeed's commands."""
+    others = [part for part in os.environ.get("PATH", os.defpath).split(os.pathsep) if part != PROGRAMS]
+    return {**for_children(), "SHOAL_PYTHON": sys.executable, "PATH": os.pathsep.join([PROGRAMS, *others])}
+
+
 def whole_for_children() -> dict[str, str]:
     """This process's environment with those variables in it."""
-    return {**os.environ, **for_children()}
+    return {**os.environ, **for_local_children()}
 
 
 def tell_children() -> dict[str, str | None]:
     """Set these variables. Returns: their values before, for ``restore``."""
-    wanted = for_children()
+    wanted = for_local_children()
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     return before

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from shoal.compat import machines
 from shoal.compat.absent import not_built
-from shoal.compat.environment import file_of_variables, for_children, showing, visible_devices
+from shoal.compat.environment import file_of_variables, for_local_children, showing, visible_devices
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch import LocalJob, RemoteJob, run_local, run_remote
 from shoal.launch.script import check_script
@@ -156,7 +156,7 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
             do=f"give --num_gpus {len(slots)} or less; hide all devices (CUDA_VISIBLE_DEVICES=) to run on the CPU.",
             code="launch-devices",
         )
-    environment = for_children()
+    environment = for_local_children()
     if devices:
         environment |= showing(slots[:count], devices)
     elastic = machines.elastic_of(options, 1)

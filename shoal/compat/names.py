@@ -188,6 +188,15 @@ EXPORTS: dict[str, dict[str, str]] = {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
+    "runtime.rollout": {
+        "shoal.compat.rollout": (
+            "HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout"
+        ),
+    },
+    "runtime.rollout.base": {
+        "shoal.compat.rollout": "RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig",
+    },
+    "runtime.rollout.hybrid_engine_rollout": {"shoal.compat.rollout": "HybridEngineRollout"},
     "runtime.sequence_parallel": {},
     "runtime.sequence_parallel.parallel_state_sp": {
         _SEQUENCE: (
@@ -251,7 +260,10 @@ EXPORTS: dict[str, dict[str, str]] = {
     "utils.exceptions": {_SMALL: "DeprecatedException"},
     "utils.init_on_device": {_SMALL: "OnDevice"},
     "utils.logging": {
-        _SMALL: "log_dist log_dist_once log_levels logger set_log_level_from_string warning_once",
+        _SMALL: (
+            "get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger"
+            " set_log_level_from_string should_log_le warning_once"
+        ),
     },
     "utils.module_utils": {_SMALL: "recursive_getattr recursive_setattr"},
     "utils.numa": {_SMALL: "get_numa_cores get_numactl_cmd parse_range parse_range_list"},

@@ -1,7 +1,7 @@
-"""DeepSpeed's builders of compiled operators. They build nothing.
+"""DeepSpeed's builders of compiled operators. They build nothing: ``load()`` gives torch's functions under its names.
 
-DeepSpeed's tests and scripts ask a builder whether an operator is there. The optimizers are (torch's kernels); what a
-builder of another operator would load is not.
+The optimizers' operators, files and pinned memory are there (``operators``); what a builder of another operator would
+load is not.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.compat.absent import not_built
+from shoal.compat.operators import MODULES
 
 
 class OpBuilder:
@@ -21,22 +22,38 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def absolute_name(self) -> str:
-        return f"deepspeed.ops.{self.name}"
+        return f"deepspeed.ops.{FOLDERS.get(self.NAME, 'comm')}.{self.name}_op"
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Does Shoal have the operator's function?"""
         return self.IS_THERE
 
     def load(self, verbose: bool = True) -> Any:
-        """Raises: NotBuiltError: always: there is no compiled module."""
+        """The operator's functions. Nothing is compiled.
+
+        Raises: NotBuiltError: Shoal does not have them.
+        """
+        if self.NAME in MODULES:
+            return MODULES[self.NAME]
         raise not_built(
             f"the compiled operator {self.name!r}",
             "use the optimizer classes of deepspeed.ops themselves, or torch's functions: nothing is compiled here.",
         )
 
-    jit_load = load
+    def jit_load(self, verbose: bool = True) -> Any:
+        """As ``load``."""
+        return self.load(verbose)
 
 
+# Where DeepSpeed has an operator, below ``deepspeed.ops``.
+FOLDERS = {
+    "cpu_adam": "adam",
+    "cpu_adagrad": "adagrad",
+    "cpu_lion": "lion",
+    "fused_adam": "adam",
+    "async_io": "aio",
+    "pin_memory": "pin_memory",
+}
 CUDAOpBuilder = CPUOpBuilder = OpBuilder
 
 # The operator that each class is for.
@@ -69,7 +86,7 @@ _OPERATORS = {
     "ShareMemCommBuilder": "deepspeed_shm_comm",
     "NotImplementedBuilder": "deepspeed_not_implemented",
 }
-_THERE = {"cpu_adam", "cpu_adagrad", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion"}
+_THERE = {*MODULES, "fused_lamb", "fused_lion"}
 BUILDERS: dict[str, type[OpBuilder]] = {
     name: type(name, (OpBuilder,), {"NAME": operator, "IS_THERE": operator in _THERE, "__module__": __name__})
     for name, operator in _OPERATORS.items()

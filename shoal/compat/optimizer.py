@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from shoal.config import Config
+from shoal.engine.engine import Engine
 from shoal.optim.loss_scale import LossScaleSettings
 from shoal.zero.optimizer import LastStep, ShardedOptimizer
+from shoal.zero.parameter_owner import OWNERS
+
+
+def config_of(optimizer: ShardedOptimizer) -> Config | None:
+    """The config of the optimizer's engine; None once that is gone."""
+    owner = OWNERS.get(optimizer.sharded_step.groups[0].buffer.parameters[0])
+    engine = getattr(owner, "engine", None)
+    return engine.properties.config if isinstance(engine, Engine) else None
 
 
 class DeepSpeedOptimizer:
@@ -78,6 +88,12 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
     def dynamic_loss_scale(self) -> bool:
         """Does the loss scale adapt itself?"""
         return self._status.is_dynamic
+
+    @property
+    def clip_grad(self) -> float:
+        """``gradient_clipping``, the largest global norm; 0: gradients are not clipped."""
+        config = config_of(self)
+        return 0.0 if config is None else config.gradient_clipping
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:

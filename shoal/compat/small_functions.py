@@ -307,8 +307,31 @@ def warning_once(message: str) -> None:
     logger.warning(message)
 
 
-def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Raises: UsageError: no such level."""
+class LogLevelError(UsageError, ValueError):
+    """A level that there is not. DeepSpeed raises a ValueError, so it is one too."""
+
+
+def get_log_level_from_string(log_level_str: str) -> int:
+    """The number of a level. Raises: LogLevelError: no such level."""
     if log_level_str.lower() not in log_levels:
-        raise UsageError(f"{log_level_str!r} is not a log level.", do=f"use one of: {', '.join(log_levels)}.")
-    (custom_logger or logger).setLevel(log_levels[log_level_str.lower()])
+        raise LogLevelError(
+            f"{log_level_str!r} is not one of the valid logging levels.", do=f"use one of: {', '.join(log_levels)}."
+        )
+    return log_levels[log_level_str.lower()]
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Raises: LogLevelError: no such level."""
+    (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
+
+
+def get_current_level() -> int:
+    """The number of the logger's level."""
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Does the logger write lines of this level? Raises: LogLevelError: no such level, or no text."""
+    if not isinstance(max_log_level_str, str):
+        raise LogLevelError(f"{max_log_level_str!r} is not a string.", do=f"use one of: {', '.join(log_levels)}.")
+    return get_current_level() <= get_log_level_from_string(max_log_level_str)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,25 +151,44 @@ def convert_zero_checkpoint_to_state_dict(
 
     Args:
         dtype: of tensors of floating point: fp32, fp16 or bf16, as torch's or by name.
-        output_dir: a folder that is not there yet; a name that ends in ``.bin``, ``.pt`` or ``.pth`` is one file.
+        output_dir: a folder; a name that ends in ``.bin``, ``.pt`` or ``.pth`` is one file. Files of the same names
+            are replaced when the new ones are complete.
         max_shard_size: begin another file before one gets larger; of safetensors only.
         safe_serialization: safetensors in place of ``pytorch_model.bin``.
 
-    Raises: CheckpointError: something is there already, or the checkpoint is missing or damaged.
-        ValueError: another dtype.
+    Raises: CheckpointError: the checkpoint is missing or damaged. ValueError: another dtype.
     Memory: one tensor.
     """
     wanted = _dtype(dtype)
     weights = _open(checkpoint_dir, tag, exclude_frozen=exclude_frozen_parameters)
     if safe_serialization:
         most = _nbytes(max_shard_size) if max_shard_size is not None else float("inf")
-        write_huggingface(weights, output_dir, dtype=wanted, max_file_nbytes=most)
+        with _replaced(output_dir) as folder:
+            write_huggingface(weights, folder, dtype=wanted, max_file_nbytes=most)
         return
     target = Path(output_dir)
     if target.suffix not in (".bin", ".pt", ".pth"):
         target.mkdir(parents=True, exist_ok=True)
         target = target / "pytorch_model.bin"
-    write_plain(weights, target, wanted)
+    with _replaced(target) as file:
+        write_plain(weights, file, wanted)
+
+
+@contextmanager
+def _replaced(target: Place) -> Iterator[Place]:
+    """Where to write: the target; where that exists, a place beside it whose files replace the target's at the end."""
+    if "://" in os.fspath(target) or not Path(target).exists():
+        yield target
+        return
+    place = Path(target).resolve()
+    with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as folder:
+        new = Path(folder) / place.name
+        yield new
+        if new.is_dir():
+            for file in new.iterdir():
+                os.replace(file, place / file.name)
+        else:
+            os.replace(new, place)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Place, tag: str | None = None) -> nn.Module:

@@ -111,12 +111,19 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
 def engine_problems(config: Schema) -> Iterator[Problem]:
     """Values that the keys allow and the engine does not."""
     zero, fp16 = config.zero_optimization, config.fp16
-    if fp16.enabled and fp16.initial_scale_power > MAX_SCALE_POWER:
-        what = f"{fp16.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
-        yield Problem("fp16.initial_scale_power", what, f"write at most {MAX_SCALE_POWER}.", code="loss-scale")
-    if fp16.enabled and fp16.hysteresis < 1:
-        what = "0, but the overflow that halves the scale is counted from 1."
-        yield Problem("fp16.hysteresis", what, "write 1.", code="loss-scale")
+    if fp16.enabled and fp16.loss_scale == 0:  # otherwise no key of the adaptive scale has an effect
+        if not 0 <= fp16.initial_scale_power <= MAX_SCALE_POWER:
+            what = f"{fp16.initial_scale_power}, but the loss scale is an fp32 number, below 2 to the power of 128."
+            yield Problem("fp16.initial_scale_power", what, f"write 0 to {MAX_SCALE_POWER}.", code="loss-scale")
+        if fp16.hysteresis < 1:
+            what = f"{fp16.hysteresis}, but the overflow that halves the scale is counted from 1."
+            yield Problem("fp16.hysteresis", what, "write 1.", code="loss-scale")
+        if fp16.loss_scale_window < 1:
+            what = f"{fp16.loss_scale_window} is not a number of steps."
+            yield Problem("fp16.loss_scale_window", what, "write at least 1.", code="loss-scale")
+        if fp16.min_loss_scale <= 0:
+            what = f"{fp16.min_loss_scale:g}, but a loss scale is above 0."
+            yield Problem("fp16.min_loss_scale", what, "write 1.", code="loss-scale")
     if zero.offload_optimizer.device != "none" and zero.stage == 0:
         what = f"{shown(zero.offload_optimizer.device)} at stage 0, where every rank stores all optimizer state."
         do = "set zero_optimization.stage to 1, 2 or 3, or leave offload_optimizer out."

@@ -5,6 +5,12 @@ error can name it, and a key given twice is an error that names both places.
 
     >>> read("{stage: 3, // ZeRO\\n 'bucket': 2e8,}").value
     {'stage': 3, 'bucket': 200000000.0}
+
+Hjson, in files of that suffix, is wider still: text without quotes ends with its line, and the outermost braces may be
+missing.
+
+    >>> read("type: AdamW\\nsteps: 3", is_hjson=True).value
+    {'type': 'AdamW', 'steps': 3}
 """
 
 from __future__ import annotations
@@ -20,11 +26,13 @@ Path = tuple[str | int, ...]
 
 SPACE = re.compile(r"(?:\s+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 TEXT = re.compile(r"""'''(.*?)'''|"((?:[^"\\\n]|\\.)*)"|'((?:[^'\\\n]|\\.)*)'""", re.DOTALL)
+LINE = re.compile(r"[^\s,:{}\[\]][^\n]*")
 WORD = re.compile(r"[^\s\"',:{}\[\]]+")
 NUMBER = re.compile(r"[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|Infinity|NaN)")
 WORDS: dict[str, Any] = {"true": True, "false": False, "null": None}
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 MAX_DEPTH = 100
+HJSON_ENDS = re.compile(r"[ \t]*(?:[,}\]\n\r#]|//|/\*|$)")  # what may follow a number or a word that is not text
 
 
 @dataclass
@@ -35,16 +43,17 @@ class Document:
     lines: dict[Path, int] = field(default_factory=dict)
 
 
-def read(text: str, name: str = "the configuration") -> Document:
+def read(text: str, name: str = "the configuration", *, is_hjson: bool = False) -> Document:
     """Read a text.
 
     Raises: ConfigError: it is not JSON, even in this wider sense, or it has a key twice.
     """
-    reader = _JsonReader(text.removeprefix("\ufeff"), name)
+    reader = _JsonReader(text.removeprefix("\ufeff"), name, is_hjson=is_hjson)
     reader.skip()
     if reader.at >= len(reader.text):
         raise reader.error("the text is empty", "write at least {}.")
-    value = reader.value(())
+    has_braces = not is_hjson or reader.text.startswith(("{", "["), reader.at)
+    value = reader.value(()) if has_braces else dict(reader.items((), ""))
     reader.skip()
     if reader.at < len(reader.text):
         raise reader.error(f"{reader.here()} after the end of the value", "leave one JSON value in the file.")
@@ -56,8 +65,9 @@ def read(text: str, name: str = "the configuration") -> Document:
 
 
 class _JsonReader:
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, *, is_hjson: bool) -> None:
         self.text = text
+        self.is_hjson = is_hjson
         self.name = name
         self.at = 0
         self.lines: dict[Path, int] = {}
@@ -104,6 +114,12 @@ class _JsonReader:
         start = self.at
         found = self.match(WORD)
         word = found.group() if found else ""
+        is_literal = word in WORDS or NUMBER.fullmatch(word)
+        if self.is_hjson and word and not (is_literal and HJSON_ENDS.match(self.text, self.at)):
+            self.at = start
+            line = self.match(LINE)
+            assert line is not None
+            return line.group().rstrip()
         if NUMBER.fullmatch(word):
             return int(word) if word.lstrip("+-").isdecimal() else float(word.replace("Infinity", "inf"))
         if word in WORDS:
@@ -121,7 +137,7 @@ class _JsonReader:
         is_separated = True
         while True:
             is_separated = self.skip() or is_separated
-            if self.takes(end):
+            if self.takes(end) if end else self.at >= len(self.text):
                 return found
             if not is_separated:
                 raise self.error(f"expected a comma or '{end}', found {self.here()}")

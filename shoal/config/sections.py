@@ -14,11 +14,11 @@ class Fp16(Section):
     enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 main parameters, scaled loss")
     auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
     loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0, allow_inf_nan=False)
-    initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power", ge=0)
-    loss_scale_window: int = key(1000, "steps without overflow before the scale doubles", gt=0)
-    hysteresis: int = key(2, "overflows tolerated before the scale is halved", ge=0)
+    initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power, 0 to 127")
+    loss_scale_window: int = key(1000, "steps without overflow before the scale doubles, at least 1")
+    hysteresis: int = key(2, "overflows tolerated before the scale is halved, at least 1")
     consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
-    min_loss_scale: float = key(1.0, "the scale never falls below this", gt=0, allow_inf_nan=False)
+    min_loss_scale: float = key(1.0, "the scale never falls below this, above 0", allow_inf_nan=False)
     fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
 
 

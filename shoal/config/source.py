@@ -88,7 +88,7 @@ def _from_file(path: Path) -> Document:
         raise ConfigError(f"there is no file {str(path)!r}{near or '.'}", code="config-missing") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}.", code="config-unreadable") from None
-    return _document(read(text, str(path)), str(path))
+    return _document(read(text, str(path), is_hjson=path.suffix == ".hjson"), str(path))
 
 
 def _document(document: Document, name: str) -> Document:

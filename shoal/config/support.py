@@ -113,9 +113,6 @@ TYPES_NOT_BUILT: dict[str, str] = {
     "onebitadam": "1-bit optimizers",
     "zerooneadam": "1-bit optimizers",
     "onebitlamb": "1-bit optimizers",
-    "muadam": "mu-parametrization",
-    "muadamw": "mu-parametrization",
-    "musgd": "mu-parametrization",
 }
 
 # Parameters of the optimizers whose support is not "obeyed".

@@ -59,6 +59,10 @@ def _classes(module: Any, base: type) -> dict[str, type]:
     }
 
 
+# mu-parametrization: the type, and torch's class whose arguments it takes beside ``decoupled_wd``.
+BY_WIDTH = {"MuAdam": "Adam", "MuAdamW": "AdamW", "MuSGD": "SGD"}
+
+
 def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Iterator[Problem]:
     """The problems of a type that the schema does not have, or of its arguments.
 
@@ -66,10 +70,14 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
         params: without those that are "auto".
     """
     own, classes = (OPTIMIZERS, torch_optimizers()) if section == "optimizer" else (SCHEDULERS, torch_schedules())
+    if section == "optimizer":
+        classes = classes | {name: classes[of] for name, of in BY_WIDTH.items()}
+        if name.casefold().replace("_", "") in map(str.casefold, BY_WIDTH):
+            params = {key: value for key, value in params.items() if key != "decoupled_wd"}
     found = next((each for each in classes if each.casefold() == name.casefold().replace("_", "")), None)
     path, code = f"{section}.type", "optimizer-name" if section == "optimizer" else "schedule-name"
     if found is None:
-        names = list(dict.fromkeys([*own, *classes]))
+        names = list(dict.fromkeys([*own, *(each for each in classes if each not in BY_WIDTH)]))
         near = nearest(name, names)
         do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {', '.join(names)}."
         kind = "optimizer" if section == "optimizer" else "schedule"

@@ -63,7 +63,7 @@ class Accumulation:
         num_ranks: data-parallel ranks.
         loss_scale: of fp16; None: losses are not scaled.
         is_managed: False: the script accumulates by itself (``managed_gradient_accumulation``): every ``step()`` is a
-            boundary, and gradients are not averaged over micro-batches.
+            boundary. Losses are still divided by ``num_micro``.
         counts_tokens: losses count by their tokens.
         gradient_divisor: what the sum of the ranks' gradients is divided by.
     """
@@ -261,7 +261,7 @@ class Accumulation:
         With tokens it gives, as long as those of the other ranks are not known, gradients of the sum over tokens.
         """
         if not self.scaled_by:  # loss.backward() alone
-            return 1.0 / self.num_micro if self.is_managed else 1.0
+            return 1.0 / self.num_micro
         scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.scale
         if not self._tokens:
             return scale

@@ -269,6 +269,8 @@ class Engine(nn.Module):
         if is_boundary:
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
+        else:
+            self._was_step_applied = False
         self.accumulation.end_micro_batch(is_boundary=is_boundary, num_micro=num_micro)
         if is_boundary:
             self._report_step()

@@ -3,6 +3,7 @@
     "Adam"     -> torch.optim.AdamW, or Adam with "adam_w_mode": false      "Lion" -> shoal.optim.lion.Lion
     "AdamW"    -> torch.optim.AdamW                                         "Lamb" -> shoal.optim.lamb.Lamb
     "Adagrad"  -> torch.optim.Adagrad                                       "Muon" -> shoal.optim.muon.Muon
+    "MuAdam", "MuAdamW", "MuSGD" -> torch's, with rates by width (shoal.optim.mup)
     any other  -> the class of that name in torch.optim
 
 Names may be in any case. Defaults are DeepSpeed's; parameters that have no effect here are accepted and noted.
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 
 from shoal.compiler import make_optimizer
-from shoal.config.types import NOT_ELEMENTWISE, torch_optimizers
+from shoal.config.types import BY_WIDTH, NOT_ELEMENTWISE, torch_optimizers
 from shoal.errors import NotBuiltError, OptimizerError
 from shoal.optim.adam import AdamWithBias
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 from shoal.optim.muon import Muon
+from shoal.optim.mup import scaled_groups
 from shoal.optim.options import accepted_names, hint, problems_with
 from shoal.optim.orthogonal import METHODS
 
@@ -56,8 +58,11 @@ RECIPES = {
     "Lion": Recipe(Lion, {"lr": 1e-3, "betas": BETAS}, ("fp32_optimizer_states", "set_grad_none")),
     "Lamb": Recipe(Lamb, {}, ("amsgrad",)),
     "Muon": Recipe(Muon, {}, ("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "fp32_optimizer_states")),
+    "MuAdam": Recipe(torch.optim.Adam, ADAM_DEFAULTS, ("decoupled_wd",)),
+    "MuAdamW": Recipe(torch.optim.AdamW, ADAM_DEFAULTS, ("decoupled_wd",)),
+    "MuSGD": Recipe(torch.optim.SGD, {"lr": 1e-3}, ("decoupled_wd",)),
 }
-NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD")
+NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
@@ -133,6 +138,8 @@ def build(
     if canonical == "Muon":
         groups, settings, more = _split_for_muon(groups, settings, names)
         notes += more
+    if canonical in BY_WIDTH:
+        groups = scaled_groups(groups, settings, is_sgd=canonical == "MuSGD")
     # torch's fused SGD for CPU leaves the last elements of a 16-bit tensor as they are, and their momentum unset.
     if has_master or factory is not torch.optim.SGD:
         settings.update(_fused(factory, settings, groups))

@@ -90,11 +90,15 @@ def _set(group: dict[str, Any], key: str, value: float) -> None:
         group[key] = value
 
 
+class ScheduleOptimizerError(OptimizerError, TypeError):
+    """What a schedule was given is no optimizer. DeepSpeed's and torch's raise a TypeError, so it is one too."""
+
+
 def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
-    raise OptimizerError(
+    raise ScheduleOptimizerError(
         f"a schedule needs a torch.optim.Optimizer, got {type(optimizer).__name__}.",
         do="pass the optimizer, or what initialize() returned for it.",
         code="schedule-optimizer",

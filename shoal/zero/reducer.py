@@ -133,6 +133,22 @@ class Reducer:
         self._wait()
         self.at_step = at_step
 
+    def reduce_unsynced(self, *, at_step: bool) -> None:
+        """Between two passes: sum what passes in ``no_sync`` have accumulated, as a pass would. Every rank calls.
+
+        Args:
+            at_step: the optimizer steps next.
+        """
+        self.at_step = at_step
+        for unit in self._order:
+            if self._reduces(unit):
+                self._issue(unit)
+        self._wait()
+        for unit in self.units:
+            unit.start_pass()
+            for gradient in unit.gradients:
+                gradient.show()
+
     def complete_step(self) -> None:
         """At the step: sum what no pass has summed yet, in order."""
         for unit in self._order:

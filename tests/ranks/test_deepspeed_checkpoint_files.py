@@ -280,6 +280,24 @@ def test_weights_are_written_as_a_folder(tmp_path: Path, write: Write, name: str
     assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.parametrize("safe", [False, True])
+def test_weights_replace_those_of_an_earlier_conversion(tmp_path: Path, safe: bool) -> None:
+    expected = saved(tmp_path / "saved", 2)
+    out = tmp_path / "out"
+    out.mkdir()
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    (out / name).write_bytes(b"old")
+    (out / "config.json").write_text("{}")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out, safe_serialization=safe)
+    found = load_file(out / name) if safe else torch.load(out / name, weights_only=True)
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert sorted(path.name for path in out.iterdir()) == sorted(["config.json", name])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "saved"]
+    with pytest.raises(CheckpointError):
+        convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "none", out, safe_serialization=safe)
+    assert (out / name).stat().st_size > 100
+
+
 def test_large_weights_are_written_as_several_files(tmp_path: Path) -> None:
     saved(tmp_path / "saved", 1)
     convert_zero_checkpoint_to_fp32_state_dict(

@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
+from shoal.compat.by_stage import BF16_Optimizer, DeepSpeedZeroOptimizer
 from shoal.compat.engine_names import DERIVED, NOT_HERE, PATHS
 from shoal.compat.optimizer import DeepSpeedOptimizer
 from shoal.errors import NotBuiltError, UsageError
@@ -304,34 +305,6 @@ def test_compiling_is_in_place() -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_several_backward_passes_in_one_block_are_reduced_once(stage: int) -> None:
-    model = make(Plain)
-
-    def train() -> None:
-        rank = current_world().rank
-        one = start_with(copy.deepcopy(model), config(stage), sgd)
-        other = start_with(copy.deepcopy(model), config(stage), sgd)
-        for engine in (one, other):
-            engine.set_gradient_accumulation_boundary(True)
-        with one.coalesce_grad_reduction():
-            for index in range(3):
-                one.backward(one(*batch(index, rank, 2)))
-        for index in range(3):
-            other.backward(other(*batch(index, rank, 2)))
-        for engine in (one, other):
-            engine.allreduce_gradients()
-            engine.step()
-            engine.empty_partition_cache()
-        theirs = other.module_state_dict()
-        for name, value in one.module_state_dict().items():
-            torch.testing.assert_close(value, theirs[name])
-        one.destroy()
-        other.destroy()
-
-    run_ranks(2, train)
-
-
 def test_the_engine_is_a_module_whose_state_names_begin_with_module() -> None:
     engine = alone(0)
     assert isinstance(engine, nn.Module)
@@ -490,3 +463,34 @@ def test_optimizer_state_is_found_by_the_parts_of_main_parameters_too(stage: int
         engine.destroy()
 
     run_ranks(2, job)
+
+
+@pytest.mark.parametrize(
+    ("sections", "types"),
+    [
+        ({}, (torch.float32, torch.float32, torch.float32)),
+        ({"bf16": {"enabled": True}}, (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+        ({"fp16": {"enabled": True}}, (torch.float16, torch.float16, torch.float16)),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp16"},
+            (torch.bfloat16, torch.float32, torch.float16),
+        ),
+    ],
+)
+def test_formats_that_the_config_leaves_open_are_the_models(sections: dict[str, Any], types: tuple[Any, ...]) -> None:
+    engine = alone(1, **sections)
+    assert (*engine.get_data_types(), engine.communication_data_type) == types
+    is_wrapper = types[0] == torch.bfloat16 and types[1] == torch.float32
+    assert isinstance(engine.optimizer, BF16_Optimizer) == is_wrapper
+    assert isinstance(engine.optimizer, DeepSpeedZeroOptimizer) != is_wrapper
+    engine.destroy()
+
+
+def test_the_optimizer_says_how_gradients_are_clipped() -> None:
+    for given, expected in (({}, 1.0), ({"gradient_clipping": 0.5}, 0.5), ({"gradient_clipping": 0}, 0.0)):
+        settings = {**config(1), **given}
+        if not given:
+            del settings["gradient_clipping"]
+        engine = start_with(make(Plain), settings, adamw)
+        assert engine.optimizer.clip_grad == engine.gradient_clipping() == expected
+        engine.destroy()

@@ -77,6 +77,17 @@ def test_the_fp16_section_refuses_what_cannot_be() -> None:
             DeepSpeedFP16Config(loss_scale=scale)
 
 
+@pytest.mark.parametrize(("name", "value"), [("loss_scale_window", 0), ("min_loss_scale", -1)])
+def test_values_of_the_adaptive_scale_count_where_it_is_used(name: str, value: int) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
+    for unused in ({"enabled": False}, {"enabled": True, "loss_scale": 8}):
+        assert getattr(DeepSpeedFP16Config(**unused, **{name: value}), name) == value  # type: ignore[arg-type]
+    with pytest.raises(pydantic.ValidationError, match=rf"fp16\.{name} must be > 0 when dynamic"):
+        DeepSpeedFP16Config(enabled=True, **{name: value})  # type: ignore[arg-type]
+    assert DeepSpeedFP16Config(initial_scale_power=-1).dynamic_loss_scale_args()["init_scale"] == 0.5
+
+
 @pytest.mark.parametrize("name", ["loss_scale", "loss_scale_window", "min_loss_scale"])
 def test_numbers_of_the_fp16_section_may_be_text_but_must_be_numbers(name: str) -> None:
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config

@@ -226,6 +226,22 @@ def test_children_get_the_variables_and_keep_their_path() -> None:
     assert environment.for_children(environment.for_children({})) == environment.for_children({})
 
 
+def test_deepspeeds_commands_are_on_the_path_where_the_name_is_shoals() -> None:
+    code = (
+        "import os, shutil, subprocess, sys\n"
+        "import shoal.compat.deepspeed as shoal_as\n"
+        "before = os.environ['PATH']\n"
+        "shoal_as.install()\n"
+        "print([shutil.which(name) is not None for name in ('deepspeed', 'ds', 'ds_report')])\n"
+        "asked = subprocess.run(['deepspeed', '--help'], capture_output=True, text=True)\n"
+        "print(asked.returncode, '--hostfile' in asked.stdout)\n"
+        "shoal_as.uninstall()\n"
+        "print(os.environ['PATH'] == before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[True, True, True]", "0 True", "True"]
+
+
 def test_a_client_of_another_release_is_named_with_the_tested_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
     monkeypatch.setattr(announce, "version", lambda name: "1.99.0")

@@ -167,7 +167,17 @@ MODULES = {
     "runtime.compiler": "disable is_compile_supported is_compiling",
     "runtime.config": """
         ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig
-        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER""",
+        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_bfloat16_config
+        get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
+        get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather
+        get_disable_python_gc get_dump_state get_expert_data_topo_config get_gradient_accumulation_steps
+        get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor get_log_level
+        get_lower_precision_safe_modules get_managed_gradient_accumulation get_memory_breakdown get_monitor_config
+        get_optimizer_gradient_clipping get_optimizer_legacy_fusion get_optimizer_name get_optimizer_params
+        get_pipeline_config get_prescale_gradients get_scheduler_name get_scheduler_params get_steps_per_print
+        get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size
+        get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer
+        get_zero_force_ds_cpu_optimizer""",
     "runtime.config_utils": "DeepSpeedConfigModel",
     "runtime.constants": """
         BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS
@@ -205,6 +215,11 @@ MODULES = {
     "runtime.precision_config": """
         BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config""",
     "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
+    "runtime.rollout": """
+        HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout
+        JSDLossOutput ResponseTokenBatch generalized_jsd_loss""",
+    "runtime.rollout.base": "RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig",
+    "runtime.rollout.hybrid_engine_rollout": "HybridEngineRollout",
     "runtime.sequence_parallel": "",
     "runtime.sequence_parallel.parallel_state_sp": """
         get_sequence_data_parallel_group get_sequence_data_parallel_rank get_sequence_data_parallel_world_size
@@ -271,7 +286,9 @@ MODULES = {
         get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank get_tensor_model_parallel_world_size
         initialize""",
     "utils.init_on_device": "OnDevice",
-    "utils.logging": "log_dist log_dist_once log_levels logger set_log_level_from_string warning_once",
+    "utils.logging": """
+        get_current_level get_log_level_from_string log_dist log_dist_once log_levels logger
+        set_log_level_from_string should_log_le warning_once""",
     "utils.module_utils": "recursive_getattr recursive_setattr",
     "utils.numa": "get_numa_cores get_numactl_cmd parse_range parse_range_list",
     "utils.nvtx": "instrument_w_nvtx",

@@ -178,6 +178,15 @@ NOT_THERE = {
 
 # What a module has beside its absent names.
 THERE_TOO = {
+    "runtime.rollout": {
+        "HybridEngineRollout",
+        "RolloutBatch",
+        "RolloutConfig",
+        "RolloutEngine",
+        "RolloutRequest",
+        "SamplingConfig",
+        "build_rollout",
+    },
     "runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced"},
     "runtime.sequence_parallel.ulysses_sp": {
         "SequenceTiledCompute",

@@ -12,7 +12,7 @@ import torch
 
 from shoal.comm.threads import run_ranks
 from shoal.compat import finder
-from shoal.errors import ConfigError, ModelError, NotBuiltError, OptimizerError, UsageError
+from shoal.errors import ConfigError, ModelError, OptimizerError, UsageError
 from shoal.optim.elementwise import check
 from shoal.sharding.partition import UnitRules, partition
 
@@ -149,17 +149,19 @@ def test_estimates_are_the_arithmetic_of_the_table(capsys: pytest.CaptureFixture
     assert "offload_param=cpu, offload_optimizer=cpu, zero_init=1" in said and said.count("offload_optimizer") == 8
 
 
-def test_a_builder_says_whether_the_operator_is_there_and_loads_nothing() -> None:
+def test_a_builder_says_whether_the_operator_is_there_and_loads_it_if_it_is() -> None:
     import deepspeed
     from deepspeed.ops.aio import AsyncIOBuilder
-    from deepspeed.ops.op_builder import CPUAdamBuilder
+    from deepspeed.ops.op_builder import CPUAdamBuilder, TransformerBuilder
 
     assert deepspeed.ops.__compatible_ops__[CPUAdamBuilder.NAME] is True
-    assert deepspeed.ops.__compatible_ops__[AsyncIOBuilder.NAME] is False
-    assert not AsyncIOBuilder().is_compatible()
+    assert deepspeed.ops.__compatible_ops__[TransformerBuilder.NAME] is False
     assert deepspeed.get_accelerator().get_op_builder("CPUAdamBuilder") is CPUAdamBuilder
-    with pytest.raises(NotBuiltError, match="the compiled operator 'async_io'"):
-        AsyncIOBuilder().load()
+    assert CPUAdamBuilder().absolute_name() == "deepspeed.ops.adam.cpu_adam_op"
+    assert AsyncIOBuilder().is_compatible()
+    assert AsyncIOBuilder().load(verbose=False).aio_handle().get_block_size() == 1 << 20
+    with pytest.raises(NotImplementedError, match="the compiled operator 'transformer'"):
+        TransformerBuilder().load()
 
 
 def test_the_configuration_is_an_object_with_its_keys() -> None:

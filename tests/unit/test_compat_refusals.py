@@ -27,7 +27,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, r": offload \(ZenFlow\)"),
     ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, r"\"OneBitAdam\" .*: 1-bit optimizers"),
     ({"optimizer": {"type": "ZeroOneAdam", "params": {"lr": 1e-3}}}, r"\"ZeroOneAdam\" .*: 1-bit optimizers"),
-    ({"optimizer": {"type": "MuAdam", "params": {"lr": 1e-3}}}, r"\"MuAdam\" .*: mu-parametrization"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, r"amp\.enabled: true is not supported(.|\n)*torch_autocast"),
     ({"nebula": {"enabled": True}}, r"nebula\.enabled: true is not supported(.|\n)*`checkpoint`"),
     ({"sparse_attention": {"mode": "fixed"}}, r"sparse_attention: .* is not supported(.|\n)*flex_attention"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.config import load
 from shoal.config.relaxed import read
 from shoal.errors import ConfigError
 
@@ -40,6 +42,28 @@ def test_what_the_standard_library_writes_reads_the_same(value: object) -> None:
 )
 def test_looser_forms_are_read(text: str, value: object) -> None:
     assert read(text).value == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a: text of a line  # of text\nb: 3 # three\nc: true", {"a": "text of a line  # of text", "b": 3, "c": True}),
+        ("{\n a: 3 steps\n b: [\n  x\n  2,\n ]\n c: {d: null}\n}", {"a": "3 steps", "b": ["x", 2], "c": {"d": None}}),
+        ("name: http://host:1/x\ntext: '''two\nlines'''", {"name": "http://host:1/x", "text": "two\nlines"}),
+        ('{"a": 1, "b": [1, 2]}', {"a": 1, "b": [1, 2]}),
+    ],
+)
+def test_hjson_has_text_without_quotes_and_needs_no_braces(text: str, value: object) -> None:
+    assert read(text, is_hjson=True).value == value
+
+
+def test_a_file_is_hjson_by_its_suffix(tmp_path: Path) -> None:
+    text = "train_batch_size: 4\noptimizer: {\n  type: AdamW\n  params: {lr: 0.1}\n}\n"
+    (tmp_path / "ds.hjson").write_text(text)
+    (tmp_path / "ds.json").write_text(text)
+    assert load(tmp_path / "ds.hjson").optimizer.type == "AdamW"
+    with pytest.raises(ConfigError, match="line 1"):
+        load(tmp_path / "ds.json")
 
 
 @pytest.mark.parametrize(

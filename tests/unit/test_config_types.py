@@ -11,6 +11,7 @@ import torch
 
 import shoal
 from shoal.config import Config, ConfigProblems, examine, load
+from shoal.optim.loss_scale import LossScale, LossScaleSettings
 from tests.unit.config_reading import problems
 from tests.unit.test_config_doctor import run
 
@@ -136,6 +137,9 @@ def test_torch_is_not_imported_for_a_type_of_the_schema() -> None:
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload-stage", "offload_optimizer.device"),
         ({"fp16": {"enabled": True, "hysteresis": 0}}, "loss-scale", "fp16.hysteresis"),
         ({"fp16": {"enabled": True, "initial_scale_power": 128}}, "loss-scale", "fp16.initial_scale_power"),
+        ({"fp16": {"enabled": True, "initial_scale_power": -1}}, "loss-scale", "fp16.initial_scale_power"),
+        ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "loss-scale", "fp16.loss_scale_window"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "loss-scale", "fp16.min_loss_scale"),
         ({"parallel": {"dp_shard": 3}}, "mesh", "parallel.dp_shard"),
         ({"parallel": {"dp_replicate": 3}}, "mesh", "parallel.dp_replicate"),
         ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "mesh", "zero_optimization.mics_shard_size"),
@@ -151,6 +155,14 @@ def test_what_the_engine_refuses_is_a_problem_with_the_engines_code(
         load(source, world_size=4)
     assert path in caught.value.problems[0].path
     assert (len(caught.value.problems), caught.value.code) == (1, code)
+
+
+@pytest.mark.parametrize("switch", [{"enabled": False}, {"enabled": True, "loss_scale": 128}])
+def test_values_of_the_adaptive_scale_are_ignored_where_it_is_not_used(switch: dict[str, Any]) -> None:
+    keys = {"initial_scale_power": -1, "loss_scale_window": 0, "hysteresis": -1, "min_loss_scale": 0}
+    assert load({"fp16": {**switch, **keys}}).fp16.loss_scale_window == 0
+    if switch["enabled"]:
+        assert LossScale(LossScaleSettings(loss_scale=128, **keys)).scale == 128
 
 
 def test_shard_groups_that_fit_pass() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.comm.world import current_world
-from shoal.compat.monitors import DeepSpeedMonitorConfig
+from shoal.compat.assertions import be_assertion
+from shoal.compat.config_models import get_bfloat16_config
+from shoal.compat.config_readers import READERS
+from shoal.compat.monitors import DeepSpeedMonitorConfig, get_monitor_config
 from shoal.config import Config, load
 from shoal.config.batch import MICRO, STEPS, TRAIN, Batch, BatchMismatch, solve
 from shoal.errors import ConfigError as DeepSpeedConfigError
@@ -35,16 +38,20 @@ class DeepSpeedConfig:
         config: a path, a dict, JSON text or base64.
         mpu: says how many data-parallel ranks share the batch; None: all ranks.
 
-    Raises: ConfigError: every problem at once.
+    Raises: ConfigError: every problem at once; an AssertionError too, since DeepSpeed asserts some.
     """
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         self.world_size: int = mpu.get_data_parallel_world_size() if mpu is not None else current_world().size
-        self.checked: Config = load(
-            config,
-            world_size=self.world_size,
-            replaced=("optimizer", "scheduler"),  # a client may pass its own to initialize()
-        )
+        try:
+            self.checked: Config = load(
+                config,
+                world_size=self.world_size,
+                replaced=("optimizer", "scheduler"),  # a client may pass its own to initialize()
+            )
+        except DeepSpeedConfigError as error:
+            be_assertion(error)
+            raise
 
     def _configure_train_batch_size(self) -> None:
         """Compute those of the three batch sizes that are None, after they were set as attributes.
@@ -78,7 +85,10 @@ class DeepSpeedConfig:
         raise AttributeError(f"the configuration has no key {name!r}")
 
 
+globals().update(READERS)
+
 __all__ = [
+    *READERS,
     "ADAGRAD_OPTIMIZER",
     "ADAMW_OPTIMIZER",
     "ADAM_OPTIMIZER",
@@ -88,4 +98,6 @@ __all__ = [
     "LAMB_OPTIMIZER",
     "LION_OPTIMIZER",
     "MUON_OPTIMIZER",
+    "get_bfloat16_config",
+    "get_monitor_config",
 ]

@@ -151,6 +151,17 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
             code="deepspeed-refuses",
         )
     settings = engine.properties.config
+    if not settings.managed_gradient_accumulation:
+        is_pipeline = engine.pipeline_parallelism
+        if is_pipeline or (settings.zero_optimization.overlap_comm and stage < 2):
+            raise AssertedConfigError(
+                "managed_gradient_accumulation=False is not supported with pipeline parallelism."
+                if is_pipeline
+                else "managed_gradient_accumulation=False supports ZeRO overlap_comm only with ZeRO stage 2.",
+                where="managed_gradient_accumulation" if is_pipeline else "zero_optimization.overlap_comm",
+                do="leave the key out; or call shoal.initialize, which takes it.",
+                code="deepspeed-refuses",
+            )
     model_format = "fp16" if settings.fp16.enabled else "bf16" if settings.bf16.enabled else "fp32"
     wanted = settings.data_types.grad_accum_dtype
     if stage == 0 and engine.sharded_optimizer is not None and wanted not in (None, model_format):

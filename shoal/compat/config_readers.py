@@ -1,0 +1,157 @@
+"""DeepSpeed's functions that read one value of a configuration that is a dict: ``get_gradient_clipping({...})``.
+
+    name                      where the value is             without it
+    get_gradient_clipping     gradient_clipping              Shoal's default of that key
+    get_optimizer_params      optimizer.params, with a type  None
+
+They check nothing: that is ``DeepSpeedConfig``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shoal.config.schema import Schema
+from shoal.engine.settings import DTYPES
+from shoal.errors import ConfigError
+
+# Keys at the top level: ``get_`` and the key is the name of the function.
+KEYS = (
+    "dataloader_drop_last dump_state gradient_accumulation_steps gradient_clipping gradient_predivide_factor log_level"
+    " managed_gradient_accumulation memory_breakdown prescale_gradients steps_per_print train_batch_size"
+    " train_micro_batch_size_per_gpu wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+)
+# function -> path of the value, the value without it
+PATHS: dict[str, tuple[str, Any]] = {
+    "get_checkpoint_parallel_write_pipeline": ("parallel_write.pipeline_stage", False),
+    "get_disable_allgather": ("disable_allgather", False),
+    "get_disable_python_gc": ("disable_python_gc", False),
+    "get_expert_data_topo_config": ("use_data_before_expert_parallelism", False),
+    "get_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
+    "get_optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "get_optimizer_name": ("optimizer.type", None),
+    "get_scheduler_name": ("scheduler.type", None),
+    "get_torch_autocast_enabled": ("torch_autocast.enabled", False),
+}
+# function -> a section, whose copy it returns
+SECTIONS = {"get_checkpoint_params": "checkpoint", "get_data_types_params": "data_types"}
+# function -> path of a value that counts beside a type
+TYPED = {
+    "get_optimizer_params": "optimizer.params",
+    "get_optimizer_gradient_clipping": "optimizer.params.max_grad_norm",
+    "get_scheduler_params": "scheduler.params",
+}
+PIPELINE = {
+    "stages": "auto",
+    "partition": "best",
+    "seed_layers": False,
+    "activation_checkpoint_interval": 0,
+    "pipe_partitioned": True,
+    "grad_partitioned": True,
+}
+OPERATIONS = ("mean", "sum")
+VALIDATION_MODES = ("Warn", "Ignore", "Fail")
+
+Reader = Callable[[Mapping[str, Any]], Any]
+
+
+def _at(given: Mapping[str, Any], path: str, default: Any = None) -> Any:
+    value: Any = given
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
+
+
+def _reader(name: str, read: Reader, doc: str) -> Reader:
+    def get(param_dict: Mapping[str, Any]) -> Any:
+        return read(param_dict)
+
+    get.__name__ = get.__qualname__ = name
+    get.__module__ = "deepspeed.runtime.config"
+    get.__doc__ = doc
+    return get
+
+
+def _of_path(name: str, path: str, default: Any) -> Reader:
+    return _reader(name, lambda given: _at(given, path, default), f"``{path}``; {default!r} without it.")
+
+
+def _of_section(name: str, section: str) -> Reader:
+    return _reader(name, lambda given: dict(_at(given, section, {})), f"A copy of the section ``{section}``.")
+
+
+def _typed(name: str, path: str) -> Reader:
+    kind = f"{path.partition('.')[0]}.type"
+    read: Reader = lambda given: _at(given, path) if _at(given, kind) is not None else None  # noqa: E731
+    return _reader(name, read, f"``{path}``; None without it, or without ``{kind}``.")
+
+
+def _invalid(key: str, supported: tuple[str, ...], value: Any) -> ConfigError:
+    return ConfigError(f"Invalid {key}: {value!r}.", where=key, do=f"use one of: {', '.join(supported)}.")
+
+
+def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
+    """How the ranks' gradients are combined. Raises: ConfigError: not by mean or sum."""
+    value = _at(param_dict, "gradient_allreduce_op", OPERATIONS[0])
+    if not isinstance(value, str) or value.lower() not in OPERATIONS:
+        raise _invalid("gradient_allreduce_op", OPERATIONS, value)
+    return value.lower()
+
+
+def _dtype(key: str, value: Any, default: torch.dtype | None) -> torch.dtype | None:
+    if value is None:
+        return default
+    name = str(value).lower().removeprefix("torch.")
+    if name not in DTYPES:
+        raise _invalid(key, ("fp32", "fp16", "bf16"), value)
+    return DTYPES[name]
+
+
+def get_communication_data_type(
+    param_dict: Mapping[str, Any],
+    comm_type: str = "communication_data_type",
+    comm_data_type_default: torch.dtype | None = None,
+) -> torch.dtype | None:
+    """The dtype that gradients are reduced in. Raises: ConfigError: it is not one of fp32, fp16 and bf16."""
+    return _dtype(comm_type, _at(param_dict, comm_type), comm_data_type_default)
+
+
+def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of torch.autocast. Raises: ConfigError: it is not a name of a floating-point format."""
+    return _dtype("torch_autocast.dtype", _at(param_dict, "torch_autocast.dtype"), None)
+
+
+def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
+    """What is done where ranks save under different tags, in capitals. Raises: ConfigError: there is no such mode."""
+    mode = str(_at(checkpoint_params, "tag_validation", VALIDATION_MODES[0])).upper()
+    if mode not in map(str.upper, VALIDATION_MODES):
+        raise _invalid("checkpoint.tag_validation", VALIDATION_MODES, mode)
+    return mode
+
+
+def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``pipeline`` with DeepSpeed's defaults."""
+    return {**PIPELINE, **_at(param_dict, "pipeline", {})}
+
+
+READERS: dict[str, Callable[..., Any]] = {
+    **{f"get_{key}": _of_path(f"get_{key}", key, Schema.model_fields[key].default) for key in KEYS.split()},
+    **{name: _of_path(name, path, default) for name, (path, default) in PATHS.items()},
+    **{name: _of_section(name, section) for name, section in SECTIONS.items()},
+    **{name: _typed(name, path) for name, path in TYPED.items()},
+    **{
+        read.__name__: read
+        for read in (
+            get_checkpoint_tag_validation_mode,
+            get_communication_data_type,
+            get_gradient_allreduce_op,
+            get_pipeline_config,
+            get_torch_autocast_dtype,
+        )
+    },
+}

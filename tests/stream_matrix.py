@@ -15,6 +15,7 @@ import torch
 
 import shoal
 from shoal.comm.threads import run_ranks
+from shoal.engine.pipeline import PipelineEngine
 from shoal.parallel import activations
 from shoal.simulation.check import StreamCheck
 from shoal.streams import Simulation, simulation
@@ -106,23 +107,27 @@ class _CheckedTrainer(composition_runs._Trainer):
         return self.run.pp > 1
 
     def micro_step(self, index: int, is_last: bool) -> torch.Tensor:
-        # Every other micro-step runs on the script's stream; the script says nothing of it to the engine.
+        # Every other micro-step runs on the script's stream. That it waits for the one before is the engine's matter.
         stream = self.script_stream if index % 2 else None
         before = accelerator_of_thread().current()
         inside: AbstractContextManager[Any] = nullcontext() if stream is None else stream
-        if stream is not None:
-            stream.wait_stream(before)
         with inside:
             found = super().micro_step(index, is_last)
         if stream is not None:
             before.wait_stream(stream)
+            accelerator_of_thread().record_stream(found, before)
         return found
 
     def save(self) -> None:
         self.engine.save_checkpoint(self.folder, tag="middle")
 
     def fail(self) -> None:
-        """An exception of the user's own in the middle of a forward, which the script catches."""
+        """An exception of the user's own in the middle of a forward, which the script catches.
+
+        Where the ranks of a pipeline stage have collectives of their own, an error ends the run: nothing to catch.
+        """
+        if isinstance(self.engine, PipelineEngine) and not self.engine._runner._goes_on:
+            return
 
         def stop(*_: Any) -> None:
             raise ArithmeticError("the user's own")

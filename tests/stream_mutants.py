@@ -61,6 +61,7 @@ OUTSIDE = {
     "shoal/comm/gloo.py": "below the simulated communicator",
     "shoal/comm/nccl.py": "the simulated communicator takes its place",
     "shoal/comm/recorder.py": "passes calls on",
+    "shoal/comm/process_group.py": "torch's functions among ranks that are threads; NCCL has groups of torch's own",
     "shoal/comm/failure.py": "a thread that watches processes",
     "shoal/launch/": "processes",
     "shoal/cli/": "programs, which call the engine",
@@ -76,6 +77,94 @@ OUTSIDE = {
     "shoal/memory/io_threads.py": "the threads of the disk: below ``Ticket.wait``",
     "shoal/optim/host_blocks.py": "the threads of one update on the host, which is one operation here",
 }
+
+
+# Sites that no scenario runs, or that make no order in any of them: "file text", and why.
+_HOST = "waits for other ranks or threads of the host, which a stream does not see"
+_AGAIN = "a second wait for what its caller has waited for"
+_NOTHING_LEFT = "where the scenarios come here nothing is pending"
+UNREACHED = {
+    "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
+    "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
+    "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
+    "shoal/pipeline/blocks.py joined(": "not a wait: joins names",
+    "shoal/checkpoint/load.py axes.drain()": _HOST,
+    "shoal/engine/sharding.py self._axes.drain()": _HOST,
+    "shoal/engine/offload_states.py self._axes.drain()": _HOST,
+    "shoal/engine/expert_balance.py self._axes.drain()": _HOST,
+    "shoal/zero/settings.py comm.drain()": _HOST,
+    "shoal/zero/engine_parameters.py comm.drain()": _HOST,
+    "shoal/engine/weights.py buffer.comm.drain()": _HOST,
+    "shoal/sharding/parameter_buffer.py comm.drain()": _HOST,
+    "shoal/memory/disk.py self._threads.drain(": "threads of the disk; the order is the ticket's",
+    "shoal/memory/host_thread.py self._future.result()": "the host's own; the order is ``_joined``",
+    "shoal/sharding/accumulator.py self.reader.drain()": _AGAIN,
+    "shoal/sharding/buffer.py self._first.drain()": _AGAIN,
+    "shoal/sharding/buffer.py self._last.wait()": _AGAIN,
+    "shoal/sharding/gradient.py work.drain()": _AGAIN,
+    "shoal/sharding/staging.py reader.drain()": _AGAIN,
+    "shoal/comm/encoded.py self._work.drain()": _AGAIN,
+    "shoal/optim/muon.py self.drain()": _AGAIN,
+    "shoal/parallel/sequence/direct.py work.drain()": _AGAIN,
+    "shoal/sharding/sparse_sum.py work.drain()": _AGAIN,
+    "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
+    "shoal/engine/expert_balance.py self._sharding.wait()": _NOTHING_LEFT,
+    "shoal/engine/parameter_check.py self.follow()": "not a wait: notes versions of parameters",
+    "shoal/engine/sharding.py self.check.follow()": "not a wait: notes versions of parameters",
+    "shoal/engine/sharding.py self.model.deferred.wait()": _NOTHING_LEFT,
+    "shoal/zero/engine_parameters.py self._sharded.deferred.wait()": _NOTHING_LEFT,
+    "shoal/engine/engine.py self.sharding.wait()": _NOTHING_LEFT,
+    "shoal/zero/cpu_optimizer.py self.synchronize(group)": _NOTHING_LEFT,
+    "shoal/zero/cpu_optimizer.py .wait()": "threads of one update on the host, which is one operation here",
+    "shoal/zero/materialize.py self._comm.broadcast(sent, 0": "the models of the scenarios do not read their buffers",
+    "shoal/device.py torch.cuda.synchronize": "needs CUDA; ``synchronize`` of the simulation takes its place",
+}
+
+
+# Files with a site that no scenario runs yet.
+NO_SCENARIO = frozenset(
+    {
+        "shoal/comm/autograd.py",
+        "shoal/device.py",
+        "shoal/engine/weights.py",
+        "shoal/memory/disk.py",
+        "shoal/memory/stream_copies.py",
+        "shoal/optim/host.py",
+        "shoal/optim/muon.py",
+        "shoal/optim/whole.py",
+        "shoal/parallel/cpu_offload.py",
+        "shoal/parallel/expert/dense.py",
+        "shoal/parallel/expert/losses.py",
+        "shoal/parallel/partitioned.py",
+        "shoal/parallel/sequence/context.py",
+        "shoal/parallel/sequence/direct.py",
+        "shoal/parallel/sequence/exchange.py",
+        "shoal/parallel/tensor/gathered_input.py",
+        "shoal/parallel/tensor/overlap.py",
+        "shoal/pipeline/blocks.py",
+        "shoal/pipeline/run.py",
+        "shoal/sharding/gradient.py",
+        "shoal/sharding/param_group.py",
+        "shoal/sharding/parameter_buffer.py",
+        "shoal/sharding/sparse_gradient.py",
+        "shoal/sharding/sparse_sum.py",
+        "shoal/zero/build.py",
+        "shoal/zero/engine_parameters.py",
+        "shoal/zero/materialize.py",
+        "shoal/zero/move_experts.py",
+        "shoal/zero/sharded_at_init.py",
+        "shoal/zero/step_status.py",
+    }
+)
+
+
+def reason(site: str) -> str | None:
+    """Why a site needs no order; None: it is not known."""
+    file, _, text = site.partition(":")
+    return next(
+        (why for part, why in UNREACHED.items() if part.split(" ", 1)[0] == file and part.split(" ", 1)[1] in text),
+        None,
+    )
 
 
 @dataclass
@@ -290,7 +379,7 @@ def install() -> Deletion:
             original_record_stream(accelerator, tensor, stream)
 
     def free(accelerator: Any, storage: Any, how: str) -> None:
-        freeing = storage.stream if storage.stream is not None else accelerator._compute
+        freeing = storage.stream if storage.stream is not None else accelerator.compute
         for stream in storage.__dict__.pop("withheld", ()):
             at = found.taught.get((freeing, stream)) or found.taught.get(
                 (accelerator.host, stream), "nothing was freed early"

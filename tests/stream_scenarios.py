@@ -38,12 +38,12 @@ TEST_FILES = tuple(
         "expert_balance",
         "expert_overlap",
         "moe_layer",
-        "comm_process_groups",
         "comm_wire",
         "comm_autograd",
         "offload_states",
         "overlap_param_gather",
         "pipeline_access",
+        "sequence_attention",
         "sequence_options",
         "sparse_gradients",
         "zero_access",
@@ -70,9 +70,11 @@ class TestRuns:
         self.passed: dict[str, bool] = {}
         self.of_test: dict[str, list[StreamCheck]] = {}
         self._begin = begin
+        self._keeps_all = False
         self._run_ranks = threads.run_ranks
 
     def run(self, names: Sequence[str]) -> None:
+        self._keeps_all = len(names) == 1
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             pytest.main([*names, "-q", "-n0", "-p", "no:cacheprovider", "--durations=0"], plugins=[self])
 
@@ -91,6 +93,16 @@ class TestRuns:
                 return fn(*args)
 
         return self._run_ranks(size, run, *args, **kwargs)
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Without ranks that are processes; of each test the first and the last parameters."""
+        if self._keeps_all:
+            return
+        kept: dict[str, list[Any]] = {}
+        for item in items:
+            if "process" not in item.name:
+                kept.setdefault(f"{item.fspath}{getattr(item, 'originalname', item.name)}", []).append(item)
+        items[:] = [item for some in kept.values() for item in dict.fromkeys((some[0], some[-1]))]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and self.checks:

@@ -52,7 +52,9 @@ class PipelineEngine(Engine):
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
         self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
-        has_inner_collectives = any(axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp))
+        has_inner_collectives = any(
+            axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp, self.axes.ep)
+        )
         self._runner = PipelineRun(
             self.axes.pp or self.world.communicator("pp", mesh),
             self._compute,

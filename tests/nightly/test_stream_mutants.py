@@ -1,0 +1,44 @@
+"""Every wait of the library is deleted, one after the other: the check of streams reports it, or it is explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.stream_mutants import NO_SCENARIO, ROOT, UNREACHED, reason
+
+VERDICTS = {"found", "error", "covered", "known", "orders nothing", "not reached", "open"}
+
+
+@pytest.mark.timeout(7200)
+def test_every_wait_that_is_deleted_is_noticed_or_explained(tmp_path: Path) -> None:
+    out = tmp_path / "mutants.json"
+    subprocess.run([sys.executable, "-m", "tests.stream_mutants", "--out", str(out)], cwd=ROOT, check=True)
+    found = json.loads(out.read_text())
+    outcomes = found["outcomes"]
+    # Tests that patch what the simulation takes the place of fail on it; they count for nothing.
+    assert [each for each in found["faults"] if not each.endswith(": fails")] == []
+    assert {each["verdict"] for each in outcomes} <= VERDICTS
+    unexplained = [
+        each
+        for each in outcomes
+        if each["verdict"] in ("not reached", "orders nothing", "open")
+        and reason(each["site"]) is None
+        and not (each["verdict"] == "not reached" and each["site"].partition(":")[0] in NO_SCENARIO)
+    ]
+    assert unexplained == []
+    assert sum(each["verdict"] in ("found", "error") for each in outcomes) >= 100
+
+
+def test_every_reason_is_of_a_site_that_there_is() -> None:
+    for part in UNREACHED:
+        file, _, text = part.partition(" ")
+        assert text in (ROOT / file).read_text()
+
+
+def test_every_file_without_a_scenario_is_there() -> None:
+    assert [file for file in NO_SCENARIO if not (ROOT / file).exists()] == []

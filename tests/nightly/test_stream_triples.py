@@ -1,0 +1,15 @@
+"""Any three settings together: streams wait where they must; pairs: tests/ranks/test_stream_matrix.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.composition import Combination, covering
+from tests.stream_matrix import STREAM_AXES, checks_of, named, reports
+
+TRIPLES = covering(3, STREAM_AXES)
+
+
+@pytest.mark.parametrize("combination", TRIPLES, ids=map(named, TRIPLES))
+def test_the_streams_of_any_three_settings_wait_where_they_must(combination: Combination) -> None:
+    assert reports(checks_of(combination)) == ""

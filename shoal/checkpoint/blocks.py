@@ -99,18 +99,20 @@ def write_file(
     plan: FilePlan,
     before_flush: Callable[[], None] = lambda: None,
     snapshot: Snapshot | None = None,
+    between_blocks: Callable[[], None] = lambda: None,
 ) -> FileRecord:
     """Write a planned file and flush it.
 
     Args:
         snapshot: the file's bytes, if they were copied before; None: read from the entries.
+        between_blocks: called after each block.
 
     Returns: its record, with the sum of each block.
     Raises: OSError: no space, no permission, a broken disk.
     Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
     """
     with storage.create(f"{folder}/{name}" if folder else name) as sink:
-        writer = _BlockWriter(sink, plan.block_nbytes)
+        writer = _BlockWriter(sink, plan.block_nbytes, between_blocks)
         if snapshot is not None:
             writer.add(_view_of(snapshot.image))
         else:
@@ -190,9 +192,10 @@ class Snapshot:
 class _BlockWriter:
     """Computes the checksums of blocks as they are written, and joins small parts into larger writes."""
 
-    def __init__(self, sink: Sink, block_nbytes: int) -> None:
+    def __init__(self, sink: Sink, block_nbytes: int, between_blocks: Callable[[], None]) -> None:
         self._sink = sink
         self._block = block_nbytes
+        self._between_blocks = between_blocks
         self._sum = xxhash.xxh3_64()
         self._in_block = 0
         self._small = bytearray()
@@ -231,6 +234,7 @@ class _BlockWriter:
         self.sums.append(self._sum.hexdigest())
         self._sum = xxhash.xxh3_64()
         self._in_block = 0
+        self._between_blocks()
 
     def finish(self) -> None:
         self._pass_on()

@@ -100,6 +100,7 @@ class ParameterRecord(_Model):
     dtype: Text
     shape: Shape
     group: int | None = None  # of the optimizer; None: not trained
+    position: int | None = None  # in the optimizer's order; None: the model's order
     scalars: dict[str, Any] = {}  # optimizer state that is one number for the whole parameter: {"step": tree}
 
 

@@ -54,7 +54,11 @@ class ShoalSource:
         return About(
             parameters={p.name: TensorInfo(tree.dtype_of(p.dtype), p.shape) for p in manifest.parameters},
             aliases={p.name: tuple(p.aliases) for p in manifest.parameters if p.aliases},
-            group_of={p.name: p.group for p in manifest.parameters if p.group is not None},
+            group_of={
+                p.name: p.group
+                for p in sorted(manifest.parameters, key=lambda p: p.position or 0)
+                if p.group is not None
+            },
             groups=tree.decode(manifest.groups, extra),
             scalars={p.name: tree.decode(p.scalars, extra) for p in manifest.parameters if p.scalars},
             optimizer=manifest.optimizer,
@@ -63,6 +67,7 @@ class ShoalSource:
             loss_scale=state.get("loss_scale"),
             client_state=tree.decode(manifest.client_state, extra) or {},
             num_ranks=manifest.world.get("size"),
+            config=manifest.config,
             path=f"{self.storage.url}/{self.folder}".rstrip("/"),
         )
 
@@ -110,6 +115,7 @@ def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[
         TensorRecord(kind=EXTRA, name=name, dtype=tree.name_of(value.dtype), shape=tuple(value.shape), chunks=[])
         for name, value in aside.items()
     ]
+    position = {name: index for index, name in enumerate(about.group_of)}
     parameters = [
         ParameterRecord(
             name=name,
@@ -117,6 +123,7 @@ def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[
             dtype=tree.name_of(info.dtype),
             shape=tuple(info.shape),
             group=about.group_of.get(name),
+            position=position.get(name),
             scalars=tree.encode(about.scalars.get(name, {}), None, name),
         )
         for name, info in about.parameters.items()

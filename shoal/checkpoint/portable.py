@@ -27,7 +27,8 @@ class About:
     Args:
         parameters: of each parameter (buffers are not in it) the dtype that the model computes in.
         aliases: other names of the same parameter (tied weights), by its name.
-        group_of: index of the optimizer's group by parameter name; missing: not trained.
+        group_of: index of the optimizer's group by parameter name; missing: not trained. The names of a group are in
+            the optimizer's order.
         groups: the groups' hyperparameters (``lr``, ``betas``, ...), without their parameters.
         scalars: optimizer state that is one number for a whole parameter: {name: {"step": tensor}}; a 0-d
             tensor stays one.
@@ -37,6 +38,7 @@ class About:
         loss_scale: the loss scale's ``state_dict()``.
         client_state: what the client saved.
         num_ranks: that saved it.
+        config: of the run that saved it, as JSON has it.
         notes: what was found and is not kept, a sentence each.
         path: the folder or file that is read.
     """
@@ -52,6 +54,7 @@ class About:
     loss_scale: dict[str, Any] | None = None
     client_state: dict[str, Any] = field(default_factory=dict)
     num_ranks: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     path: str = field(default="", compare=False)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import tree
+from shoal.checkpoint.background import Background
 from shoal.checkpoint.blocks import FilePlan, Snapshot, TensorEntry, plan_file, write_file
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.local_shards import LocalShard
@@ -112,6 +113,7 @@ class Save:
         self._progress = _SaveState.WRITING
         self._thread: threading.Thread | None = None
         self._joined: Callable[[], None] = lambda: None  # called when the thread has ended
+        self._background = Background()
         self._snapshot: Snapshot | None = None
         self._outcome: Any = None  # of the part under way: a FileRecord, or an error
         self._record: dict[str, Any] = {}
@@ -149,10 +151,11 @@ class Save:
 
         def write(snapshot: Snapshot | None = None) -> FileRecord:
             if snapshot is not None:
-                snapshot.finish()
+                snapshot.finish()  # the next step may wait for this
+                self._background.enter()
             self._on_phase("shard_write")
             before_flush = partial(self._on_phase, "shard_fsync")
-            return write_file(self._storage, folder, name, plan, before_flush, snapshot)
+            return write_file(self._storage, folder, name, plan, before_flush, snapshot, self._background.pause)
 
         def take() -> Snapshot:
             self._on_phase("snapshot")
@@ -267,6 +270,7 @@ class Save:
 
     def finish(self) -> None:
         """Wait until it is committed. Every rank calls. Raises: as ``poll``."""
+        self._background.hurry()
         while not self.is_done:
             if self._thread is not None:
                 self._thread.join()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from shoal.cli.exit_code import exit_code_of
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointError, ShoalError, UsageError
 from shoal.text import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Target(StrEnum):
     state_dict = "state_dict"
     dcp = "dcp"
     fp32 = "fp32"
+    deepspeed = "deepspeed"
 
 
 class Origin(StrEnum):
@@ -44,6 +46,14 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Loading(NamedTuple):
+    """The DeepSpeed run that will load the checkpoint. None: as the run that saved the source."""
+
+    ranks: int | None
+    stage: int | None
+    config: Path | None
+
+
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's folder or file.")],
     target: Annotated[str, typer.Argument(help="The folder or file to make; it must not exist.")],
@@ -56,16 +66,32 @@ def convert(
     max_file_gb: Annotated[
         float, typer.Option("--max-file-gb", min=0.001, help="Size of one safetensors file, in 10^9 bytes.")
     ] = 5.0,
+    ranks: Annotated[
+        int | None, typer.Option(help="--to deepspeed: data-parallel ranks that will load it. [as many as saved it]")
+    ] = None,
+    stage: Annotated[
+        int | None, typer.Option(help="--to deepspeed: ZeRO stage of the run that will load it. [the configuration's]")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="--to deepspeed: JSON configuration of the run that will load it. [that of the source]"),
+    ] = None,
 ) -> None:
     """Convert a checkpoint: Shoal's or DeepSpeed's, safetensors, a state_dict, or torch.distributed.checkpoint's.
 
-    Shoal's and torch.distributed.checkpoint's formats keep the optimizer; the others hold the model alone. Peak memory
-    is one tensor.
+    Shoal's, DeepSpeed's and torch.distributed.checkpoint's formats keep the optimizer; the others hold the model alone.
+    Peak memory is one tensor.
     """
     # Without a terminal lines are not truncated.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb)
+        if to is not Target.deepspeed and (ranks, stage, config) != (None, None, None):
+            what = (
+                f"--ranks, --stage and --config describe the DeepSpeed run that will load it, and --to is {to.value}."
+            )
+            raise UsageError(what, do="leave them out.", code="checkpoint-format")
+        loading = Loading(ranks, stage, config)
+        notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb, loading)
     except ShoalError as error:
         console.print(f"[red]{escape(str(error))}[/red]")
         raise typer.Exit(exit_code_of(error)) from None
@@ -83,6 +109,7 @@ def _convert(
     tag: str | None,
     dtype: Dtype | None,
     max_file_gb: float,
+    loading: Loading,
 ) -> list[str]:
     """Returns: a sentence for each part of the source that the target does not contain."""
     from shoal.checkpoint.formats import Format, detect, open_source, unread_weights
@@ -90,7 +117,8 @@ def _convert(
     from shoal.checkpoint.manifest import MODEL
     from shoal.checkpoint.tree import dtype_of
 
-    if dtype is not None and to in (Target.shoal, Target.dcp):
+    keeps_all = to in (Target.shoal, Target.dcp, Target.deepspeed)
+    if dtype is not None and keeps_all:
         raise CheckpointError(
             f"--dtype casts weights for use, and {to.value} keeps them for training, as they are.",
             do="leave --dtype out, or convert to huggingface or state_dict.",
@@ -101,7 +129,6 @@ def _convert(
     opened = open_source(source, tag, found)
     for line in _what_is_read(opened, found, source, unread_weights(source, found)):
         console.print(escape(line))
-    keeps_all = to in (Target.shoal, Target.dcp)
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
     number = sum(len(opened.tensors(kind)) for kind in kinds)
     chosen = dtype_of(dtype.value) if dtype is not None else None
@@ -117,6 +144,7 @@ def _convert(
         transient=True,
         disable=not console.is_terminal,
     )
+    notes: list[str] = []
     with bar:
         watched = _Watched(opened, bar, total)
         if to is Target.huggingface:
@@ -131,11 +159,20 @@ def _convert(
             from shoal.checkpoint.native import write_shoal
 
             write_shoal(watched, target, tag)
+        elif to is Target.deepspeed:
+            from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
+            from shoal.config.source import open_source as open_config
+
+            config = open_config(loading.config)[0].value if loading.config is not None else None
+            notes = write_deepspeed(
+                watched, target, num_ranks=loading.ranks, stage=loading.stage, config=config, tag=tag
+            )
         else:
             from shoal.checkpoint.formats.plain import write_plain
 
             write_plain(watched, target, dtype_of("float32") if to is Target.fp32 and chosen is None else chosen)
-    return [*opened.about.notes, *([] if to is Target.shoal else _left_out(opened, to))]
+    left_out = [] if to in (Target.shoal, Target.deepspeed) else _left_out(opened, to)
+    return [*opened.about.notes, *notes, *left_out]
 
 
 def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:

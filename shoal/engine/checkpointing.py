@@ -233,9 +233,10 @@ class Checkpointing:
         names, aliases = names_of(self._module)
         shapes = shards.global_shapes()
         parameters = list(self._module.parameters())
-        group_of = {}
-        if self._optimizer is not None:
-            group_of = {id(p): i for i, g in enumerate(self._optimizer.param_groups) for p in g["params"]}
+        held = enumerate(self._optimizer.param_groups) if self._optimizer is not None else ()
+        group_of = {id(parameter): index for index, group in held for parameter in group["params"]}
+        # The order of pipeline stages' optimizers is not that of the whole model.
+        position = {key: index for index, key in enumerate(group_of)} if self._properties.axes.names is None else {}
 
         def describe() -> list[ParameterRecord]:
             return [
@@ -245,6 +246,7 @@ class Checkpointing:
                     dtype=tree.name_of(parameter.dtype),
                     shape=shapes.get(names[id(parameter)], tuple(parameter.shape)),
                     group=group_of.get(id(parameter)),
+                    position=position.get(id(parameter)),
                 )
                 for parameter in parameters
             ]

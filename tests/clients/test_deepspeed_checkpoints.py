@@ -1,4 +1,5 @@
 """Checkpoints that the real DeepSpeed writes now, at other sizes than the fixtures', read and gone on with in Shoal.
+And Shoal's, converted, from which it resumes.
 
 DeepSpeed is looked for in this Python, in ``.venv-bench``, and in the one that SHOAL_DEEPSPEED_PYTHON names.
 """
@@ -12,14 +13,21 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import shoal
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.native import write_shoal
+from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
+from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
+from shoal.comm.world import current_world
+from shoal.engine.engine import Engine
+from tests.fixtures.deepspeed.make import CASES as CONFIGS
+from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 from tests.ranks.test_checkpoint_from_deepspeed import go_on
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
@@ -110,3 +118,101 @@ def test_a_universal_checkpoint_that_deepspeed_makes_now_goes_on(size: int, pyth
     theirs = json.loads((tmp_path / "stage1-fp32" / "universal.json").read_text())["losses"]
     ours = json.loads((tmp_path / "stage1-fp32" / "run.json").read_text())["losses"][3:]
     assert theirs == [pytest.approx(losses, abs=1e-6) for losses in ours]
+
+
+WAY_BACK = [
+    "stage1-bf16", "stage1-bf16-fp32-gradients", "stage2-fp32", "stage2-fp16", "stage2-bf16-schedule",
+    "stage2-bf16-round-robin", "stage3-bf16", "stage3-fp16", "stage3-bf16-sub-groups",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_deepspeed_resumes_what_shoal_saved_with_every_tensor_and_goes_on(
+    size: int, python: str, tmp_path: Path
+) -> None:
+    """DeepSpeed saves, Shoal loads and saves, DeepSpeed resumes from what ``convert`` makes of that."""
+    train(python, size, tmp_path, WAY_BACK)
+    for case in WAY_BACK:
+        run_ranks(size, pass_on, case, tmp_path / case)
+        write_deepspeed(ShoalSource(tmp_path / case / "shoal"), tmp_path / case / "converted")
+    train(python, size, tmp_path, WAY_BACK, "resume")
+    for case in WAY_BACK:
+        held, resumed = (load_file(tmp_path / case / f"{name}.safetensors") for name in ("held", "resumed"))
+        assert held.keys() == resumed.keys() and len(held) == 29, case
+        for key, tensor in held.items():
+            assert torch.equal(tensor, resumed[key]), (case, key)
+        run, found = (json.loads((tmp_path / case / f"{name}.json").read_text()) for name in ("run", "resumed"))
+        bound = 0 if case == FP32 else 4e-3  # two runs of DeepSpeed in 16 bits may differ by rounding
+        assert found["losses"] == [pytest.approx(each, abs=bound) for each in run["losses"][3:]], case
+        assert found["counters"] == [3, 9 * size, 0], case
+        assert found["loss_scale"] == run["loss_scale"], case
+        assert found["client_state"] == [2, 1.5, [0, 1, 2]], case
+        assert found["rates"] != [1.0, 1.0], case
+
+
+def pass_on(case: str, folder: Path) -> None:
+    """On each rank: load what DeepSpeed saved, and save it again."""
+    engine = engine_of(**{"gradient_clipping": 0.0, **CONFIGS[case]})
+    _, client_state = engine.load_checkpoint(folder / "checkpoint")
+    engine.save_checkpoint(folder / "shoal", client_state={key: client_state[key] for key in ("epoch", "best")})
+    engine.destroy()
+
+
+def engine_of(**config: Any) -> Engine:
+    """An engine of other weights and rates than those that it will load."""
+    model = build_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    given: dict[str, Any] = {"model_parameters": groups_of(model)}
+    if "optimizer" not in config:
+        given = {"optimizer": torch.optim.AdamW(groups_of(model), lr=1.0)}
+    engine: Engine = shoal.initialize(model=model, config={"train_micro_batch_size_per_gpu": 3, **config}, **given)[0]
+    return engine
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_deepspeed_resumes_on_other_ranks_and_at_another_stage(size: int, python: str, tmp_path: Path) -> None:
+    """Two ranks of Shoal at stage 2 have trained; their losses on ``size`` ranks are Shoal's own."""
+
+    def begin(stage: int) -> Engine:
+        return engine_of(zero_optimization={"stage": stage}, gradient_clipping=0.0)
+
+    def job() -> None:
+        engine = begin(2)
+        for step in range(3):
+            engine.backward(engine(tokens_of(step, current_world().rank)))
+            engine.step()
+        best = {"loss": 1.5, "weights": torch.arange(3)}
+        engine.save_checkpoint(tmp_path / "shoal", client_state={"epoch": 2, "best": best})
+        engine.destroy()
+
+    run_ranks(2, job)
+    cases = ["stage1-fp32", "stage2-fp32", "stage3-fp32"]
+    for case in cases:
+        config = {"zero_optimization": CONFIGS[case]["zero_optimization"]}
+        write_deepspeed(ShoalSource(tmp_path / "shoal"), tmp_path / case / "converted", num_ranks=size, config=config)
+    train(python, size, tmp_path, cases, "resume")
+
+    def resume() -> list[float]:
+        engine, losses = begin(2), list[float]()
+        engine.load_checkpoint(tmp_path / "shoal")
+        for step in range(3, 6):
+            loss = engine(tokens_of(step, current_world().rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.destroy()
+        return losses
+
+    ours = run_ranks(size, resume)
+    source = ShoalSource(tmp_path / "shoal")
+    for case in cases:
+        resumed = load_file(tmp_path / case / "resumed.safetensors")
+        for key, tensor in resumed.items():
+            kind, _, name = key.rpartition("/")
+            assert torch.equal(source.read(kind, name).view(-1), tensor.view(-1)), (case, key)
+        found = json.loads((tmp_path / case / "resumed.json").read_text())
+        assert found["counters"] == [3, 18, 0], case
+        expected = [pytest.approx([losses[step] for losses in ours], abs=1e-6) for step in range(3)]
+        assert found["losses"] == expected, case

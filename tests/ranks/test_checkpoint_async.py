@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -34,6 +35,40 @@ def test_an_asynchronous_save_has_the_state_of_its_call(stage: int, tmp_path: Pa
     assert differences(saved, loaded) == []
     assert torch.equal(loaded[0].client_state["at"], torch.ones(3))
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["global_step2"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_asynchronous_save_copies_at_the_priority_of_training_and_writes_at_a_lower_one(
+    is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_at_stage(2, checkpoint={"async_save": is_async})
+    found: list[tuple[str, int]] = []
+    finish = Snapshot.finish
+
+    def note(phase: str) -> None:
+        found.append((phase, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+
+    def noted(self: Snapshot) -> None:
+        note("copy")
+        finish(self)
+
+    monkeypatch.setattr(Snapshot, "finish", noted)
+
+    def save(engine: shoal.Engine) -> int:
+        micro_steps(engine, run, 0, 1)
+        engine.checkpointing.on_phase = note
+        engine.save_checkpoint(tmp_path)
+        while is_async and [phase for phase, _ in found].count("shard_fsync") < engine.world_size:
+            time.sleep(0.01)  # a rank that waits for its thread gives it the first priority again
+        engine.checkpointing.finish()
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    (own,) = set(on_ranks(run, save))
+    lower = {phase for phase, nice in found if nice != own}
+    assert lower == ({"shard_write", "shard_fsync"} if is_async else set())
+    assert {phase for phase, _ in found} >= {"shard_write", "shard_fsync", "exchange"}
+    assert is_async == ("copy" in dict(found))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

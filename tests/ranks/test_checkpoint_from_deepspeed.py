@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import shoal
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
-from shoal.checkpoint.native import write_shoal
+from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
+from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from tests.fixtures.deepspeed.make import CASES
@@ -141,3 +142,19 @@ def test_without_the_optimizers_state_the_losses_are_others(tmp_path: Path) -> N
     losses = run_ranks(2, forget)[0]
     assert losses[0] == pytest.approx(run["losses"][3][0], abs=1e-5)  # the same weights
     assert abs(losses[2] - run["losses"][5][0]) > 1e-3
+
+
+def test_the_way_back_keeps_the_order_that_parameters_have_in_the_optimizer(tmp_path: Path) -> None:
+    """DeepSpeed's flat tensors name no parameters: their order is that of the optimizer's groups."""
+    model = build_model()
+    groups = [{**group, "params": group["params"][::-1]} for group in reversed(groups_of(model))]
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 2}}
+    engine, *_ = shoal.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)
+    engine.backward(engine(tokens_of(0, 0)))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "shoal")
+    engine.destroy()
+    write_deepspeed(ShoalSource(tmp_path / "shoal"), tmp_path / "out")
+    shapes = DeepSpeedSource(tmp_path / "out").about.group_of
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert list(shapes.items()) == [(names[id(p)], at) for at, group in enumerate(groups) for p in group["params"]]

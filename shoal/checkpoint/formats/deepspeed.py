@@ -22,6 +22,7 @@ import torch
 
 from shoal.checkpoint.formats.deepspeed_experts import ep_sizes, holders_of, read_experts, read_unnamed_experts
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_layout import in_given_order
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
 from shoal.checkpoint.formats.deepspeed_pipeline import read_stages
 from shoal.checkpoint.formats.deepspeed_state import (
@@ -107,6 +108,8 @@ class DeepSpeedSource:
             }
         self.about = first.module.about(self._infos[MODEL], first.trained, first.scale)
         self.about.num_ranks, self.about.path = first.size * number, str(first.folder)
+        if (self.about.config.get("zero_optimization") or {}).get("round_robin_gradients") and not first.is_universal:
+            self.about.group_of = in_given_order(self.about.group_of, first.size)
 
     def kinds(self) -> Iterable[str]:
         return list(self._infos)

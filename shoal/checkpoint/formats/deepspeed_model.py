@@ -12,7 +12,7 @@ from shoal.checkpoint.formats.deepspeed_state import NamedState, check_stored, d
 from shoal.checkpoint.portable import About, TensorInfo
 
 # Everything else at the top of a model file is the client's.
-_DEEPSPEEDS = {
+RESERVED = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
     "csr_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
@@ -113,7 +113,8 @@ class ModelFile:
             schedule=state.get("lr_scheduler"),
             counters=self._counters(),
             loss_scale=self._loss_scale(scale),
-            client_state={key: value for key, value in state.items() if key not in _DEEPSPEEDS},
+            client_state={key: value for key, value in state.items() if key not in RESERVED},
+            config=config if isinstance(config := state.get("ds_config"), dict) else {},
         )
         if trained is not None:
             about.group_of, about.groups, about.scalars = trained.group_of, trained.groups, trained.scalars

@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -56,6 +57,15 @@ class DeferredTensor:
     read: Callable[[], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class ClassInstance:
+    """An object of another program's class, which the reader has. Neither its class nor its methods are needed here."""
+
+    module: str
+    name: str
+    attributes: Mapping[str, Any]
+
+
 def write_tensors(
     stream: Stream,
     tensors: Mapping[str, TensorInfo],
@@ -88,14 +98,50 @@ def write_values(stream: Stream, value: Any) -> None:
     Raises: CheckpointError: anything else, before a byte is written.
     Memory: one tensor, of those that are deferred, not on the host, or not contiguous.
     """
-    tensors = _Tensors()
-    data = b"\x80\x02" + _value(value, tensors) + b"."
-    with _Archive(stream) as archive:
-        archive.add("data.pkl", data)
-        archive.add("byteorder", b"little")
-        for key, tensor in enumerate(tensors.in_order):
-            archive.add_tensor(f"data/{key}", tensor.read() if isinstance(tensor, DeferredTensor) else tensor)
-        archive.add("version", b"3\n")
+    with TorchFile(stream, value) as file:
+        for tensor in file.tensors:
+            file.add(tensor.read() if isinstance(tensor, DeferredTensor) else tensor)
+
+
+class TorchFile:
+    """A file as ``write_values`` writes it, to which the caller adds the tensors.
+
+    Attributes: ``tensors``: what has to be added, in this order.
+    """
+
+    def __init__(self, stream: Stream, value: Any) -> None:
+        tensors = _Tensors()
+        data = b"\x80\x02" + _value(value, tensors) + b"."
+        self.tensors = tensors.in_order
+        self._archive = _Archive(stream)
+        self._num_added = 0
+        self._archive.add("data.pkl", data)
+        self._archive.add("byteorder", b"little")
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Write the next tensor."""
+        with self.next_tensor(tensor.nbytes) as append:
+            append(tensor)
+
+    @contextmanager
+    def next_tensor(self, nbytes: int) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Write the next tensor in parts. Gives a function that appends the values of a part."""
+        with self._archive.entry(f"data/{self._num_added}", nbytes) as write:
+            yield lambda part: write(_bytes_of(part))
+        self._num_added += 1
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._archive.add("version", b"3\n")
+            self._archive.close()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes | memoryview:
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 # data.pkl: protocol 2 of Python's object format, of which a dict of tensors needs a dozen instructions. "(" opens a
@@ -166,8 +212,12 @@ def _value(value: Any, tensors: _Tensors) -> bytes:
     if isinstance(value, Mapping):
         rows = b"".join(_value(key, tensors) + _value(inner, tensors) for key, inner in value.items())
         return b"}(" + rows + b"u"
+    if isinstance(value, ClassInstance):  # an object made without arguments, then its attributes
+        return _name(value.module, value.name) + b")\x81" + _value(value.attributes, tensors) + b"b"
     if isinstance(value, list | set | frozenset):
         return b"](" + b"".join(_value(inner, tensors) for inner in value) + b"e"
+    if isinstance(value, torch.Size):
+        return _name("torch", "Size") + b"(" + _tuple(value) + b"tR"
     if isinstance(value, tuple):
         return b"(" + b"".join(_value(inner, tensors) for inner in value) + b"t"
     raise CheckpointError(
@@ -202,8 +252,7 @@ class _Archive:
         self._stream = stream
         self._position = 0
         # An object that only writes: zipfile then goes back to nothing, and the stream may stand anywhere in a file.
-        # The annotation asks for a close() too, which zipfile leaves to whoever opened the object.
-        self._zip = zipfile.ZipFile(self, "w", zipfile.ZIP_STORED)  # type: ignore[call-overload]
+        self._zip = zipfile.ZipFile(self, "w", zipfile.ZIP_STORED)
 
     def write(self, data: bytes | memoryview) -> int:
         view = memoryview(data)
@@ -214,22 +263,20 @@ class _Archive:
     def flush(self) -> None:
         return
 
-    def add(self, name: str, data: bytes | memoryview) -> None:
+    def add(self, name: str, data: bytes) -> None:
+        with self.entry(name, len(data)) as write:
+            write(data)
+
+    @contextmanager
+    def entry(self, name: str, nbytes: int) -> Iterator[Callable[[bytes | memoryview], Any]]:
+        """Begin an entry of ``nbytes``. Gives a function that appends to it."""
         entry = zipfile.ZipInfo(f"archive/{name}")
-        is_large = len(data) >= _ZIP64_NBYTES
+        is_large = nbytes >= _ZIP64_NBYTES
         header = 30 + len(entry.filename) + (20 if is_large else 0) + 4
         fill = -(self._position + header) % _ALIGNMENT
         entry.extra = b"FB" + struct.pack("<H", fill) + b"\0" * fill
         with self._zip.open(entry, "w", force_zip64=is_large) as file:
-            file.write(data)
+            yield file.write
 
-    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        flat = tensor.detach().reshape(-1).contiguous().cpu()
-        self.add(name, flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-
-    def __enter__(self) -> _Archive:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None:
-            self._zip.close()
+    def close(self) -> None:
+        self._zip.close()

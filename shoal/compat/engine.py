@@ -248,9 +248,10 @@ class DeepSpeedEngine(Engine):
         return self._progress.monitor if self._progress.monitor is not None else Monitor()
 
     def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of ``fwd``, ``bwd`` and ``step``, with ``wall_clock_breakdown``; reading them resets nothing."""
-        names = ("fwd", "bwd", "step") if self.timers.is_on else ()
-        return {name: self.timers(name).elapsed(reset=False) for name in names}
+        """Milliseconds of the last step by phase, under DeepSpeed's names, with ``wall_clock_breakdown``."""
+        names = {"fwd": "forward", "bwd": "backward", "bwd_allreduce": "reduce", "step": "step"}
+        last = self.timers.last_step
+        return {name: last[phase] for name, phase in names.items() if phase in last}
 
     # experts
 

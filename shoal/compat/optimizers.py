@@ -12,20 +12,19 @@ import torch
 
 from shoal.compat.config_optimizers import CountsOptimizers
 from shoal.errors import OptimizerError
+from shoal.optim.adam import AdamWithBias
 from shoal.optim.fp32_states import FP32States
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
 
 
-class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers):
+class DeepSpeedCPUAdam(FP32States, AdamWithBias, metaclass=CountsOptimizers):
     """Adam, or with ``adamw_mode`` AdamW.
 
     Args:
-        bias_correction: True: torch's Adam always corrects.
+        bias_correction: correct the running means for their start at zero.
         fp32_optimizer_states: state of 16-bit parameters is in fp32; False: in their format. Where an engine has fp32
             main parameters, state is in fp32 in either case.
-
-    Raises: OptimizerError: ``bias_correction`` is False.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers)
         fp32_optimizer_states: bool = True,
     ) -> None:
         arguments = adam_arguments(
-            "DeepSpeedCPUAdam",
             model_params,
             bias_correction=bias_correction,
             betas=betas,
@@ -56,14 +54,12 @@ class DeepSpeedCPUAdam(FP32States, torch.optim.Adam, metaclass=CountsOptimizers)
         self.fp32_optimizer_states = fp32_optimizer_states
 
 
-class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
+class FusedAdam(AdamWithBias, metaclass=CountsOptimizers):
     """Adam, or with ``adam_w_mode`` AdamW.
 
     Args:
-        bias_correction: True: torch's Adam always corrects.
+        bias_correction: correct the running means for their start at zero.
         set_grad_none: no effect: gradients are always released after the step.
-
-    Raises: OptimizerError: ``bias_correction`` is False.
     """
 
     def __init__(
@@ -79,7 +75,6 @@ class FusedAdam(torch.optim.Adam, metaclass=CountsOptimizers):
         set_grad_none: bool = True,
     ) -> None:
         arguments = adam_arguments(
-            "FusedAdam",
             params,
             bias_correction=bias_correction,
             betas=betas,
@@ -206,25 +201,11 @@ def fused_where_possible(params: Any) -> tuple[Any, bool | None]:
     return entries, True if can and plain else None
 
 
-def adam_arguments(
-    name: str, params: Any, *, bias_correction: bool, betas: Any, is_adamw: bool, **others: Any
-) -> dict[str, Any]:
-    """The arguments of ``torch.optim.Adam`` for DeepSpeed's class ``name``: fused where possible.
-
-    Raises: OptimizerError: ``bias_correction`` is False.
-    """
-    only_true(name, "bias_correction", bias_correction)
+def adam_arguments(params: Any, *, betas: Any, is_adamw: bool, **others: Any) -> dict[str, Any]:
+    """The arguments of ``AdamWithBias`` for a class of DeepSpeed's: fused where possible."""
     params, is_fused = fused_where_possible(params)
     betas = tuple(betas)  # JSON gives a list
     return {"params": params, "betas": betas, "fused": is_fused, "decoupled_weight_decay": is_adamw, **others}
-
-
-def only_true(name: str, option: str, value: bool) -> None:
-    """Raises: OptimizerError: the option is false, which torch's kernels do not have."""
-    if not value:
-        raise OptimizerError(
-            f"{name}({option}={value}): torch's kernels do not have it.", do="leave it out.", code="optimizer-params"
-        )
 
 
 def only_false(name: str, option: str, value: Any, do: str = "leave it out.") -> None:

@@ -256,8 +256,6 @@ def argument_problems(kind: str, params: Mapping[str, Any]) -> Iterator[tuple[st
     Args:
         params: without those that are "auto".
     """
-    if kind in ("Adam", "AdamW") and params.get("bias_correction") is False:
-        yield "bias_correction", "false, which torch's Adam does not have.", "leave it out."
     if kind == "Lamb" and params.get("amsgrad"):
         yield "amsgrad", "true, which Lamb does not have.", "leave it out."
     if kind == "Muon" and params.get("adam_w_mode") is False:

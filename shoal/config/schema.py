@@ -48,8 +48,14 @@ class Schema(Section):
         True, "the engine counts micro-batches and steps at the last; false: each `step()` is a step"
     )
     steps_per_print: int | float | None = key(None, "steps between two progress lines; null or Infinity: none")
-    wall_clock_breakdown: bool = key(False, "time the forward pass, the backward pass and the step")
-    memory_breakdown: bool = key(False, "log memory at each phase")
+    wall_clock_breakdown: bool = key(
+        False,
+        "time forward, backward, reduce and step: a line a step (with steps_per_print, their means in its line) and the"
+        " monitors' elapsed_time events; the device is waited for, so nothing overlaps",
+    )
+    memory_breakdown: bool = key(
+        False, "log memory after forward, backward and step; each step, or as steps_per_print says"
+    )
     dump_state: bool = key(False, "log the engine's state at start")
     log_level: LogLevel | None = key(None, "least level that is logged; null: info")
     dataloader_drop_last: bool = key(False, "drop a last batch that is not full")

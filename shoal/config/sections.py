@@ -115,7 +115,7 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
     number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
-    profile: bool = key(False, "time each recomputed function")
+    profile: bool = key(False, "log each recomputed function's times; each step, or as steps_per_print says")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
     policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,6 +110,8 @@ class Engine(nn.Module):
         self._nonfinite = NonFinite(properties, sharding, accumulation.loss_scale)
         self._activations = activations
         self._progress = progress
+        if timers.is_on:
+            self.sharded.reducer.timed = partial(timers.phase, "reduce")
         self._norm: float | None = None
         self._was_step_applied = False
         self._is_destroyed = False
@@ -259,6 +262,17 @@ class Engine(nn.Module):
             with self._failing("step"), self.timers.phase("step"):
                 self._step_boundary(lr_kwargs)
         self.accumulation.end_micro_batch(is_boundary=is_boundary, num_micro=num_micro)
+        if is_boundary:
+            self._report_step()
+
+    def _report_step(self) -> None:
+        """Log the step and write its events, once its samples are counted and its times are known."""
+        counters = self.accumulation.counters
+        numbers = StepNumbers(self.get_lr(), self.accumulation.mean_loss, self._norm, self.loss_scale)
+        self._progress.after_step(counters, numbers)
+        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
+        if self._progress.monitor is not None and events:
+            self._progress.monitor.write_events(events)
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step even between two boundaries."""
@@ -299,11 +313,6 @@ class Engine(nn.Module):
             say_on_rank_0(self.global_rank, unused)
         for callback in self.on_step:
             callback(self)
-        numbers = StepNumbers(self.get_lr(), accumulation.mean_loss, self._norm, self.loss_scale)
-        self._progress.after_step(counters, numbers, self.memory_report)
-        events = self._expert_balance.events(counters.global_steps, counters.global_samples)
-        if self._progress.monitor is not None and events:
-            self._progress.monitor.write_events(events)
 
     def _mean_loss(self, status: GlobalStatus) -> float | None:
         """The loss of the step that is logged."""

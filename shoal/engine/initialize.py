@@ -192,7 +192,11 @@ def _start(
             timers = (
                 ProfilingTimers(model, properties, accumulation, activations.num_recomputed)
                 if settings.flops_profiler.enabled
-                else StepTimers(device, is_on=bool(settings.wall_clock_breakdown))
+                else StepTimers(
+                    device,
+                    is_on=bool(settings.wall_clock_breakdown),
+                    reads_memory=bool(settings.memory_breakdown),
+                )
             )
             monitor = make_monitor(settings, world.rank)
             progress = Progress(settings, world.rank, timers, monitor, activations.recompute)

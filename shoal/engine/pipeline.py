@@ -172,6 +172,7 @@ class PipelineEngine(Engine):
             self._compute.end()
         accumulation.end_micro_batch(is_boundary=True, num_micro=num_micro)
         accumulation.counters.micro_steps += num_micro - 1
+        self._report_step()
         return torch.tensor(accumulation.mean_loss or 0.0, device=self.device)
 
     def _call_before_step(self) -> None:

@@ -41,7 +41,9 @@ class ProfilingTimers(StepTimers):
         self, model: nn.Module, properties: Properties, accumulation: Accumulation, num_recomputed: int
     ) -> None:
         config = properties.config
-        super().__init__(properties.device, is_on=bool(config.wall_clock_breakdown))
+        super().__init__(
+            properties.device, is_on=bool(config.wall_clock_breakdown), reads_memory=bool(config.memory_breakdown)
+        )
         self.profiler = FlopsProfiler(
             model, _Ranks(properties, accumulation), float(config.flops_profiler.recompute_fwd_factor)
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.config import Config
 from shoal.engine.accumulation import Counters
 from shoal.engine.log import logger
-from shoal.observe.ledger import Ledger
-from shoal.observe.monitor import Monitor
+from shoal.observe.monitor import Event, Monitor
 from shoal.observe.timers import StepTimers, ThroughputTimer
 from shoal.parallel.recompute import Recompute
 from shoal.parallel.segment_times import as_table
@@ -31,7 +31,7 @@ class Progress:
     """Called after each step. Reports nothing unless the config asks for it.
 
     Args:
-        monitor: gets learning rate, loss and loss scale by samples seen; or None.
+        monitor: gets learning rate, loss, loss scale and times by samples seen; or None.
         recompute: whose times by segment are logged.
     """
 
@@ -40,41 +40,68 @@ class Progress:
     ) -> None:
         every = config.steps_per_print
         self._every = int(every) if every is not None and math.isfinite(every) and every > 0 else None
-        self._shows_memory = bool(config.memory_breakdown)
         self._rank = rank
         self._timers = timers
+        self._times: Counter[str] = Counter()  # milliseconds since the last line
+        self._num_steps = 0  # since then
         self._throughput = ThroughputTimer()
         self._recompute = recompute
         self.monitor = monitor
 
-    def after_step(self, counters: Counters, step: StepNumbers, memory: Callable[[], Ledger]) -> None:
-        """Rank 0 logs and writes; the other ranks do nothing. Reads no tensor."""
+    def after_step(self, counters: Counters, step: StepNumbers) -> None:
+        """Rank 0 logs and writes; the other ranks do nothing. Reads no tensor.
+
+        Without ``steps_per_print`` times and memory are logged after each step.
+        """
+        times = self._timers.end_step()
         if self._rank != 0:
             return
+        self._times.update(times)
+        self._num_steps += 1
         if self.monitor is not None:
-            events = [("Train/Samples/lr", step.rates[0], counters.global_samples)] if step.rates else []
-            if step.loss is not None:
-                events.append(("Train/Samples/train_loss", step.loss, counters.global_samples))
-            if step.loss_scale != 1.0:
-                events.append(("Train/Samples/loss_scale", step.loss_scale, counters.global_samples))
-            self.monitor.write_events(events)
-        if self._every is None or counters.global_steps % self._every:
+            self.monitor.write_events(_events(counters.global_samples, step, times))
+        if counters.global_steps % (self._every or 1):
             return
-        words = [f"step {counters.global_steps}"]
-        if step.loss is not None:
-            words.append(f"loss {step.loss:.4f}")
+        words = [] if self._every is None else self._numbers(counters, step)
+        if self._times:
+            means = {name: f"{name} {ms / self._num_steps:.1f} ms" for name, ms in self._times.items()}
+            if "backward" in means and "reduce" in means:
+                means["backward"] += f" (with {means.pop('reduce')})"
+            words.append(", ".join(means.values()))
+        if self._timers.memory:
+            readings = self._timers.memory
+            after = ", ".join(f"{name} {format_bytes(each.allocated)}" for name, each in readings.items())
+            words.append(f"memory after {after}, peak {format_bytes(max(each.peak for each in readings.values()))}")
+        self._times.clear()
+        self._num_steps = 0
+        if words:
+            logger.info(", ".join([f"step {counters.global_steps}", *words]))
+        segments = self._recompute.times.take()
+        if segments:
+            logger.info("recomputed segments\n%s", as_table(segments))
+
+    def _numbers(self, counters: Counters, step: StepNumbers) -> list[str]:
+        words = [] if step.loss is None else [f"loss {step.loss:.4f}"]
         words.append(f"lr {', '.join(f'{rate:.3g}' for rate in step.rates)}")
         if step.norm is not None:
             words.append(f"gradient norm {step.norm:.4g}")
         if counters.skipped_steps:
             words.append(f"skipped {counters.skipped_steps}")
-        words.append(f"{self._throughput.take(counters.global_samples):.4g} samples/s")
-        phases = self._timers.take()
-        if phases:
-            words.append(" ".join(f"{name} {ms / self._every:.1f} ms" for name, ms in phases.items()))
-        if self._shows_memory:
-            words.append(f"memory {format_bytes(memory().reading.allocated)}")
-        logger.info(", ".join(words))
-        times = self._recompute.times.take()
-        if times:
-            logger.info("recomputed segments\n%s", as_table(times))
+        return [*words, f"{self._throughput.take(counters.global_samples):.4g} samples/s"]
+
+
+def _events(samples: int, step: StepNumbers, times: Mapping[str, float]) -> list[Event]:
+    """A step's numbers under DeepSpeed's names."""
+    values: dict[str, float] = {}
+    if step.rates:
+        values["lr"] = step.rates[0]
+    if step.loss is not None:
+        values["train_loss"] = step.loss
+    if step.loss_scale != 1.0:
+        values["loss_scale"] = step.loss_scale
+    phases = {f"elapsed_time_ms_{name}": times[name] for name in ("forward", "backward", "step") if name in times}
+    if "backward" in times:
+        reduced = times.get("reduce", 0.0)
+        phases["elapsed_time_ms_backward_inner"] = max(0.0, times["backward"] - reduced)
+        phases["elapsed_time_ms_backward_allreduce"] = reduced
+    return [(f"Train/Samples/{name}", value, samples) for name, value in {**values, **phases}.items()]

@@ -1,4 +1,4 @@
-"""Milliseconds of a step's phases: forward, backward, step. Off unless the config enables it."""
+"""Milliseconds and memory of a step's phases: forward, backward, reduce, step. Off unless the config enables it."""
 
 from __future__ import annotations
 
@@ -6,47 +6,59 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shoal.device import Device
+from shoal.device import Device, MemoryReading
+
+PHASES = ("forward", "backward", "reduce", "pipeline", "step")
 
 # DeepSpeed's names of the phases.
-_PHASES = {
+_NAMES = {
     "fwd": "forward",
     "fwd_microstep": "forward",
     "bwd": "backward",
     "bwd_microstep": "backward",
+    "bwd_allreduce": "reduce",
+    "bwd_allreduce_microstep": "reduce",
     "step_microstep": "step",
 }
 
 
 class StepTimers:
-    """Wall-clock time by phase, since the last ``take()``.
+    """Wall-clock time by phase. ``reduce`` runs inside ``backward``, whose time includes it.
 
-    Order: with ``is_on`` the host waits for the device at both ends of a phase; else nothing is measured.
+    Args:
+        reads_memory: at the end of each phase the allocator is read.
+
+    Order: with ``is_on`` the host waits for the device at both ends of a phase, so that reductions overlap with
+        nothing on a GPU; else no time is measured.
     """
 
-    def __init__(self, device: Device, *, is_on: bool) -> None:
+    def __init__(self, device: Device, *, is_on: bool, reads_memory: bool = False) -> None:
         self.is_on = is_on
+        self.reads_memory = reads_memory
         self._device = device
         self._seconds: dict[str, float] = {}
         self._counts: dict[str, int] = {}
+        self._of_step: dict[str, float] = {}
+        self.last_step: dict[str, float] = {}  # milliseconds, as ``end_step`` returned them
+        self.memory: dict[str, MemoryReading] = {}  # at the last end of each phase
         self.began: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if not self.is_on:
-            yield
-            return
-        start = self.now()
+        start = self.now() if self.is_on else 0.0
         try:
             yield
         finally:
-            self.add(name, self.now() - start)
+            if self.is_on:
+                self.add(name, self.now() - start)
+            if self.reads_memory and name != "reduce":
+                self.memory[name] = self._device.memory()
 
     def __call__(self, name: str) -> PhaseTimer:
         """One phase's timer (``forward``, ``backward``, ``step``, or DeepSpeed's ``fwd``, ``bwd``), or one of the
         script's own, by any other name.
         """
-        return PhaseTimer(self, _PHASES.get(name, name))
+        return PhaseTimer(self, _NAMES.get(name, name))
 
     def now(self) -> float:
         """Wait for the device. Returns: the time in seconds."""
@@ -54,7 +66,8 @@ class StepTimers:
         return time.perf_counter()
 
     def add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        for sums in (self._seconds, self._of_step):
+            sums[name] = sums.get(name, 0.0) + seconds
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def milliseconds(self, name: str) -> tuple[float, int]:
@@ -65,12 +78,12 @@ class StepTimers:
         self._seconds.pop(name, None)
         self._counts.pop(name, None)
 
-    def take(self) -> dict[str, float]:
-        """Milliseconds by phase; resets them."""
-        taken = {name: seconds * 1e3 for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        self._counts.clear()
-        return taken
+    def end_step(self) -> dict[str, float]:
+        """Milliseconds of the step that ends here, by phase, in the order of ``PHASES``."""
+        found = sorted(self._of_step.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else 99)
+        self.last_step = {name: seconds * 1e3 for name, seconds in found}
+        self._of_step.clear()
+        return self.last_step
 
 
 class PhaseTimer:
@@ -95,7 +108,7 @@ class PhaseTimer:
         self._timers.reset(self._name)
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds so far, since the last line of ``steps_per_print`` or the last reset."""
+        """Milliseconds since the last reset."""
         milliseconds, _ = self._timers.milliseconds(self._name)
         if reset:
             self.reset()

@@ -19,6 +19,7 @@ import torch
 from shoal.compiler import make_optimizer
 from shoal.config.types import NOT_ELEMENTWISE, torch_optimizers
 from shoal.errors import NotBuiltError, OptimizerError
+from shoal.optim.adam import AdamWithBias
 from shoal.optim.elementwise import refusal
 from shoal.optim.lamb import Lamb
 from shoal.optim.lion import Lion
@@ -111,7 +112,7 @@ def build(
         notes.append(f"optimizer.params.{key} = {given.pop(key)} has no effect: {NO_EFFECT[key]}.")
     given.pop("amsgrad", None) if canonical == "Lamb" else None
     if canonical in ("Adam", "AdamW"):
-        given.pop("bias_correction", None)
+        is_corrected = given.pop("bias_correction", True)
         decoupled = given.pop("adam_w_mode", True)
         if canonical == "AdamW" and not decoupled:
             notes.append("optimizer.params.adam_w_mode = False has no effect: AdamW's decay is always decoupled.")
@@ -119,6 +120,9 @@ def build(
             factory = torch.optim.Adam
         elif canonical == "Adam":
             notes.append('"Adam" is AdamW (decoupled weight decay), as in DeepSpeed; set "adam_w_mode": false for L2.')
+        if not is_corrected:
+            given |= {"bias_correction": False, "decoupled_weight_decay": factory is torch.optim.AdamW}
+            factory = AdamWithBias
     settings = {**recipe.defaults, **given}
     if params.get("torch_adam") and factory is torch.optim.AdamW and "weight_decay" not in given:
         settings["weight_decay"] = TORCH_DECAY
@@ -181,8 +185,6 @@ def _value_problems(canonical: str, given: Mapping[str, Any]) -> list[str]:
         len(numbers) != 2 or not all(isinstance(b, int | float | torch.Tensor) and 0 <= b < 1 for b in numbers)
     ):
         problems.append(f"betas is {betas!r}, expected two numbers in [0, 1)")
-    if canonical in ("Adam", "AdamW") and given.get("bias_correction", True) is not True:
-        problems.append("bias_correction is False, which torch's Adam does not have; leave it out")
     if canonical == "Lamb" and given.get("amsgrad", False):
         problems.append("amsgrad is True, which Lamb does not have; leave it out")
     if canonical == "Muon" and not given.get("adam_w_mode", True):

@@ -17,6 +17,7 @@ import torch
 
 from shoal.config.types import INSTEAD, NOT_ELEMENTWISE
 from shoal.errors import OptimizerError
+from shoal.optim.adam import AdamWithBias
 from shoal.optim.fp32_states import FP32States
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
@@ -35,6 +36,7 @@ KNOWN: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
     torch.optim.ASGD,
+    AdamWithBias,
     Lion,
 )
 

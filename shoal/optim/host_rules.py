@@ -14,6 +14,7 @@ here has the bits that the optimizer's ``step()`` gives it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from shoal.errors import OptimizerError
+from shoal.optim.adam import AdamWithBias
 from shoal.optim.lion import Lion
 from shoal.optim.whole import WholeTensorOptimizer
 
@@ -85,6 +87,8 @@ class Rule:
         flags = {key: bool(hyper.get(key, False)) for key in FLAGS[kind]}
         if kind != "Lion":
             flags |= {"fused": bool(hyper.get("fused", True)), "foreach": bool(hyper.get("foreach", False))}
+        if not hyper.get("bias_correction", True):
+            step = math.inf  # nothing is left to correct
         return cls(kind=kind, step=float(step), **numbers, **flags)
 
     @property
@@ -229,6 +233,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> RuleName | None:
     kinds: dict[type, RuleName] = {
         torch.optim.Adam: "Adam",
         torch.optim.AdamW: "AdamW",
+        AdamWithBias: "Adam",
         torch.optim.Adagrad: "Adagrad",
         torch.optim.SGD: "SGD",
     }

@@ -13,8 +13,8 @@ forward uses different parameters issue the same collectives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -48,6 +48,7 @@ class Reducer:
         self.units = list(units)
         self.is_syncing = True  # False: inside no_sync()
         self.at_step = True  # this pass is the last one before the step
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext  # around what backward does for reductions
         self._order = list(reversed(self.units))
         self._comm = comm
         self._device = device
@@ -85,7 +86,8 @@ class Reducer:
 
     def _issue(self, unit: Unit) -> None:
         self._wait(MAX_UNDER_WAY - 1)
-        unit.reduce(at_step=self.at_step)
+        with self.timed():
+            unit.reduce(at_step=self.at_step)
         self._under_way.append(unit)
         if not self._has_overlap or self._comm.size == 1:
             self._wait()
@@ -93,7 +95,8 @@ class Reducer:
     def _wait(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
-            self._under_way.popleft().wait_reduced(at_step=self.at_step)
+            with self.timed():
+                self._under_way.popleft().wait_reduced(at_step=self.at_step)
 
     def finish(self, *, is_reduced: bool) -> None:
         """Backward has ended: reduce what is left, in order, and wait for all.

@@ -67,7 +67,6 @@ def test_a_type_in_whose_place_the_script_has_an_object_is_not_checked() -> None
     [
         (optimizer("AdamW", betas=[0.9, 1.0]), {"optimizer.params.betas": "each a number, at least 0 and less than 1"}),
         (optimizer("AdamW", betas=[0.9]), {"optimizer.params.betas": "[0.9] is not a list of 2"}),
-        (optimizer("Adam", bias_correction=False), {"optimizer.params.bias_correction": "torch's Adam does not have"}),
         (optimizer("AdamW", foreach=True, fused=True), {"optimizer.params.fused": "leave one out"}),
         (optimizer("SGD", lr=0.1, nesterov=True), {"optimizer.params.nesterov": "needs a momentum"}),
         (optimizer("Lamb", amsgrad=True), {"optimizer.params.amsgrad": "Lamb does not have"}),

@@ -177,4 +177,4 @@ def test_destroying_an_engine_closes_its_monitor(tmp_path: Path) -> None:
     assert engine.monitor.enabled
     engine.destroy()
     assert not engine.monitor.enabled
-    assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()[1] == "0,0.1"
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text().splitlines()[1] == "1,0.1"

@@ -111,7 +111,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
 def test_all_wrong_parameters_are_one_error() -> None:
     wrong = {"learning_rate": 1, "beta": 1, "lr": "fast", "eps": -1.0, "betas": [0.9], "max_grad_norm": 1.0}
     with pytest.raises(OptimizerError) as caught:
-        built("AdamW", {**wrong, "bias_correction": False, "weight_decay": "auto"})
+        built("AdamW", {**wrong, "weight_decay": "auto"})
     text = str(caught.value)
     for part in (
         "'max_grad_norm' is not a parameter of the optimizer: set the top-level key 'gradient_clipping'",
@@ -120,7 +120,6 @@ def test_all_wrong_parameters_are_one_error() -> None:
         "lr is 'fast', expected a number",
         "eps is -1.0, expected 0 or above",
         "betas is [0.9], expected two numbers in [0, 1)",
-        "bias_correction is False",
         "weight_decay is 'auto'",
         "optimizer.params of 'AdamW'",
     ):

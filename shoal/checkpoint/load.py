@@ -265,14 +265,14 @@ class Load:
             if tensor.kind.startswith(OPTIMIZER):
                 saved.setdefault(tensor.name, {})[tensor.kind.removeprefix(OPTIMIZER)] = tensor.dtype
         for group in self._shards.states:
-            slots = group.buffer.layout.specs
+            slots, own = group.buffer.layout.specs, step.state_dtype or group.main.dtype
             dtypes = []
             for slot in slots:
                 master = manifest.find(MODEL, slot.name)
-                # State in its master weight's dtype stays so where the master weights have become wider.
+                # State in its master weight's dtype gets that of this engine's state.
                 dtypes.append(
                     {
-                        key: group.main.dtype if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
+                        key: own if master is not None and dtype == master.dtype else tree.dtype_of(dtype)
                         for key, dtype in saved.get(slot.name, {}).items()
                     }
                 )

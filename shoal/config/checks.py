@@ -29,8 +29,8 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         problem(
             "bf16.bf16_optimizer_states",
-            "true, but bf16.bf16_master_weights_and_grads is false: state is never coarser than main parameters.",
-            "set both, or neither.",
+            "true, but bf16.bf16_master_weights_and_grads is false.",
+            'set both, or neither; precision.state_dtype = "bf16" keeps main parameters in fp32.',
         )
     mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "fp32"
     wanted = config.data_types.param_dtype
@@ -40,6 +40,22 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
             f'"{wanted}", but fp16 and bf16 make the parameters {mode}.',
             f'write "{mode}", or enable {wanted}.' if wanted != "fp32" else f"disable {mode}.",
         )
+    precision = config.precision
+    has_no_main = (fp16.enabled and fp16.fp16_master_weights_and_grads) or (
+        bf16.enabled and bf16.bf16_master_weights_and_grads
+    )
+    if precision.master_dtype not in (None, mode, *(() if has_no_main else ("fp32",))):
+        problem(
+            "precision.master_dtype",
+            f'"{precision.master_dtype}", but fp16 and bf16 make the parameters {mode}'
+            + (f", and {mode}_master_weights_and_grads their main parameters." if has_no_main else "."),
+            f'write "{mode}"' + ("" if has_no_main or mode == "fp32" else ' or "fp32"') + ", or leave it out.",
+        )
+    if precision.state_dtype == "fp16":
+        what = '"fp16", in which squares of small gradients are 0.'
+        problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
+    if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
+        problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
     if config.offload == "auto":
         if zero.stage == 0:
             problem(

@@ -29,7 +29,7 @@ class Bf16(Section):
     immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
     check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
-    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too, else fp32; needs bf16_master_weights_and_grads")
 
 
 class TorchAutocast(Section):
@@ -62,7 +62,6 @@ class DataTypes(Section):
     )
 
 
-@with_unsupported("precision")
 class PrecisionSection(Section):
     """Shoal's own: formats of communication and state, and what a number that is not finite does."""
 
@@ -72,6 +71,16 @@ class PrecisionSection(Section):
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
         "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and continue; null: by precision",
+    )
+    master_dtype: Dtype | None = key(
+        None,
+        "format of main parameters: fp32, or that of the parameters, which are then updated themselves;"
+        " null: as fp16 and bf16 say",
+    )
+    state_dtype: Dtype | None = key(
+        None,
+        "format of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
+        " in fp32",
     )
 
 

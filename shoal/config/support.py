@@ -85,7 +85,6 @@ SUPPORT: dict[str, Support] = {
     f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),
     f"{OFFLOAD}.fast_init": no_effect("one call creates the files"),
     "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
-    "bf16.bf16_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
     "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
     "activation_checkpointing.partition_activations": no_effect(
         "there is one model-parallel rank: no other has the same activations"
@@ -125,7 +124,7 @@ PARAMS: dict[str, Support] = {
         "the implementation is chosen by speed; all give the same numbers"
         " (AdamW without weight_decay takes torch's 0.01)"
     ),
-    "fp32_optimizer_states": no_effect("optimizer state has the format of the main parameters"),
+    "fp32_optimizer_states": no_effect("precision.state_dtype and bf16.bf16_optimizer_states say it"),
     "set_grad_none": no_effect("gradients are always released after the step"),
     "comm_backend_name": no_effect("the mesh's own communicator is used"),
     "cuda_aware": no_effect("the mesh's own communicator is used"),

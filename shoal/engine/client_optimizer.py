@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.config import Config
+from shoal.engine.settings import has_main_parameters
 from shoal.errors import OptimizerError
 from shoal.optim.build import build as build_optimizer
 from shoal.optim.elementwise import check as check_elementwise
@@ -107,7 +108,7 @@ def make_optimizer(
             settings.params_of("optimizer"),
             groups,
             names={id(parameter): name for name, parameter in model.named_parameters()},
-            has_master=not (settings.bf16.bf16_master_weights_and_grads or settings.fp16.fp16_master_weights_and_grads),
+            has_master=has_main_parameters(settings),
         )
         notes += more
     else:

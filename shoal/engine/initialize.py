@@ -42,7 +42,7 @@ from shoal.engine.progress import Progress
 from shoal.engine.properties import Properties
 from shoal.engine.run_state import RunState
 from shoal.engine.saved_activations import SavedActivations
-from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of
+from shoal.engine.settings import Plan, flat, loss_scale_of, plan_of, state_dtype_of
 from shoal.engine.sharding import Sharding
 from shoal.errors import ConfigError, ModelError
 from shoal.host_heap import HostHeap
@@ -52,7 +52,9 @@ from shoal.observe.collectives import collective_log
 from shoal.observe.monitor import make_monitor
 from shoal.observe.timed import TimedCommunicator
 from shoal.observe.timers import StepTimers
+from shoal.optim.fp32_states import FP32States
 from shoal.optim.host_rules import host_note
+from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
 from shoal.parallel.expert.divide import ep_size_of
 from shoal.pipeline.module import PipelineModule
@@ -324,10 +326,19 @@ def _make_step(
     config, plan, device = properties.config, properties.plan, properties.device
     step: ShardedStep
     if made.is_direct:
+        _refuse_state_dtype(made.optimizer, config)
         step = DirectStep(made.optimizer, sharded.trained_groups)
         import_state(step, made.dtypes)
         return step
     section = config.zero_optimization.offload_optimizer
+    state_dtype = plan.precision.state
+    if config.precision.state_dtype is None and (
+        isinstance(made.optimizer, FP32States) and not made.optimizer.fp32_optimizer_states
+    ):
+        state_dtype = None  # the client's optimizer has said so
+    if isinstance(made.optimizer, WholeTensorOptimizer):
+        _refuse_state_dtype(made.optimizer, config)
+        state_dtype = None
     step = ShardedStep(
         made.optimizer,
         sharded.trained_groups,
@@ -337,11 +348,23 @@ def _make_step(
         is_ahead=section.super_offload,
         num_host_threads=_host_threads(section.cpuadam_cores_perc, num_ranks_here),
         pins_host=plan.zero.pins_state,
+        state_dtype=state_dtype,
     )
     import_state(step, made.dtypes)
     if sharded.disks.state is not None:
         sharded.disks.state.bind([g for g in sharded.trained_groups if g.row.state.tier is Tier.DISK])
     return step
+
+
+def _refuse_state_dtype(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Raises: ConfigError: ``precision.state_dtype``, and an optimizer that has its state in its own format."""
+    if config.precision.state_dtype is not None and state_dtype_of(config) is not None:
+        raise ConfigError(
+            f'precision.state_dtype is "{config.precision.state_dtype}", but {type(optimizer).__name__} steps whole'
+            " tensors, with state in the format of the main parameters.",
+            do="leave precision.state_dtype out, or take an elementwise optimizer, such as AdamW.",
+            code="optimizer-state-dtype",
+        )
 
 
 def _host_threads(share: float, num_ranks_here: int) -> int:

@@ -72,12 +72,10 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         )
     compute = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else None
     autocast = dtype_of(config.torch_autocast.dtype, "torch_autocast.dtype") or torch.bfloat16
-    has_no_master = (fp16.enabled and fp16.fp16_master_weights_and_grads) or (
-        bf16.enabled and bf16.bf16_master_weights_and_grads
-    )
+    has_main = has_main_parameters(config)
     gas = config.gradient_accumulation_steps
     accumulate = dtype_of(config.data_types.grad_accum_dtype, "data_types.grad_accum_dtype")
-    if accumulate is None and compute is not None and gas > 1 and not has_no_master:
+    if accumulate is None and compute is not None and gas > 1 and has_main:
         accumulate = torch.float32
     wire = dtype_of(config.communication_data_type, "communication_data_type") or dtype_of(
         config.precision.reduce_dtype, "precision.reduce_dtype"
@@ -118,7 +116,8 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         ),
         precision=Precision(
             parameter=compute,
-            main=None if has_no_master else torch.float32,
+            main=torch.float32 if has_main else None,
+            state=state_dtype_of(config),
             buffer=dtype_of(config.data_types.buffer_dtype, "data_types.buffer_dtype"),
             fp32_buffers=wide_buffers_of(config),
             gradient=GradientPolicy(accumulate, wire, pre, post),
@@ -132,6 +131,25 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         mesh=mesh,
         secondary_size=secondary_size,
     )
+
+
+def has_main_parameters(config: Config) -> bool:
+    """Have 16-bit parameters main parameters in fp32?"""
+    fp16, bf16 = config.fp16, config.bf16
+    is_narrow = config.precision.master_dtype in ("fp16", "bf16")
+    return not (
+        (fp16.enabled and (is_narrow or fp16.fp16_master_weights_and_grads))
+        or (bf16.enabled and (is_narrow or bf16.bf16_master_weights_and_grads))
+    )
+
+
+def state_dtype_of(config: Config) -> torch.dtype | None:
+    """Format of optimizer state; None: that of the main parameters."""
+    main = "fp32" if has_main_parameters(config) else "fp16" if config.fp16.enabled else "bf16"
+    wanted = config.precision.state_dtype
+    if wanted is None:  # as in DeepSpeed, whose CPU optimizers have fp32 moments beside 16-bit main parameters
+        wanted = "bf16" if config.bf16.bf16_optimizer_states else "fp32"
+    return None if wanted == main else dtype_of(wanted, "precision.state_dtype")
 
 
 def wide_buffers_of(config: Config) -> tuple[str, ...] | None:

@@ -61,7 +61,7 @@ NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "Mu
 
 NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
-    "fp32_optimizer_states": "the states have the dtype of the main parameters",
+    "fp32_optimizer_states": "precision.state_dtype and bf16.bf16_optimizer_states say it",
     "set_grad_none": "gradients are always released after the step",
 }
 EMBEDDING_WORDS = ("embed", "lm_head")  # anywhere in a parameter's name

@@ -23,6 +23,7 @@ class GroupMemory:
     Args:
         dtype: of the parameters; ``main_dtype``: of the main parameters; ``gradient_dtype``: of the accumulator.
         has_own_main: main parameters have memory of their own; else they are the parameters' memory.
+        state_dtype: of optimizer state; None: that of the main parameters.
     """
 
     layout: BufferLayout
@@ -32,6 +33,7 @@ class GroupMemory:
     main_dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype = torch.float32
     has_own_main: bool = True
+    state_dtype: torch.dtype | None = None
 
     def _numel(self, is_sharded: bool) -> int:
         return self.layout.shard_numel if is_sharded else self.layout.numel
@@ -68,7 +70,7 @@ class GroupMemory:
 
     def state(self, num_states: int = ADAM_STATES, itemsize: int | None = None) -> int:
         """Optimizer state of one element per owned element."""
-        return self.owned_numel * num_states * (itemsize or self.main_dtype.itemsize)
+        return self.owned_numel * num_states * (itemsize or (self.state_dtype or self.main_dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class UnitMemory:
             gradient_nbytes=sum(group.gradient for group in trained),
             reduce_nbytes=sum(group.whole for group in trained if group.row.is_gradient_sharded),
             state_nbytes=sum(group.main + group.state() for group in trained),
-            offloaded_state_nbytes=sum(group.state(ADAM_STATES + 1) for group in trained),
+            offloaded_state_nbytes=sum(
+                group.owned_numel * group.main_dtype.itemsize + group.state() for group in trained
+            ),
             transfer_nbytes=sum(
                 group.owned_numel * (group.gradient_dtype.itemsize + group.dtype.itemsize) for group in trained
             ),

@@ -70,6 +70,7 @@ class GroupPlan:
             main_dtype=precision.main_of(self.dtype),
             gradient_dtype=precision.gradient.accumulate_dtype or self.dtype,
             has_own_main=precision.has_wider_main(self.dtype),
+            state_dtype=precision.state,
         )
 
 

@@ -24,6 +24,7 @@ from shoal.optim.whole import OwnedRange, ParameterPart, WholeTensorOptimizer
 from shoal.sharding.param_group import ParameterGroup, ParameterRange
 from shoal.sharding.unit import Unit
 from shoal.zero.cpu_optimizer import CpuOptimizer
+from shoal.zero.state_formats import in_fp32, round_back
 
 HOST_RANGE_NUMEL = 16 * 1024 * 1024  # of state that is updated on the host: one call's overhead is negligible
 BATCH_NUMEL = 64 * 1024 * 1024  # that an accelerator updates in one call
@@ -48,6 +49,7 @@ class ShardedStep:
         is_ahead: updates on the host begin in the backward pass (``super_offload``).
         num_host_threads: of updates on the host; None: torch's number.
         pins_host: page-lock what is copied between device and host.
+        state_dtype: of optimizer state; None: that of the main parameters. The optimizer must be elementwise.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class ShardedStep:
         is_ahead: bool = False,
         num_host_threads: int | None = None,
         pins_host: bool = True,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.groups = list(groups)
+        self.state_dtype = state_dtype
         self.cpu_optimizer: CpuOptimizer | None = None
         if any(group.is_state_offloaded for group in groups):
             numel = sum(group.owned_numel for group in groups if group.is_state_offloaded)
@@ -134,7 +138,8 @@ class ShardedStep:
             return self._block_numel
         # The CPU optimizer cuts blocks by itself; another optimizer's are cut here, so that its casts stay in cache.
         assert self.cpu_optimizer is not None
-        return HOST_RANGE_NUMEL if self.cpu_optimizer.kind else Device(torch.device("cpu")).step_block_numel
+        cuts_by_itself = self.cpu_optimizer.kind is not None and self.state_dtype is None
+        return HOST_RANGE_NUMEL if cuts_by_itself else Device(torch.device("cpu")).step_block_numel
 
     def _range(self, group: ParameterGroup, index: int, start: int, stop: int) -> ParameterRange:
         begin = group.buffer.begin
@@ -303,8 +308,13 @@ class ShardedStep:
             numel += part.stop - part.start
         self._update(batch, gradient_scale)
 
-    def _load_gradients(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
-        """Give each range its gradient, in the main parameters' dtype and scaled."""
+    def _load_gradients(
+        self,
+        ranges: Sequence[tuple[ParameterGroup, ParameterRange]],
+        params: Sequence[torch.nn.Parameter],
+        gradient_scale: float,
+    ) -> None:
+        """Give ``params`` the gradients of the ranges, in their dtype and scaled."""
         flat = {id(group): group for group, _ in ranges}
         source = {
             key: self.cpu_optimizer.gradient(group)
@@ -314,9 +324,9 @@ class ShardedStep:
         }
         gradients = [source[id(group)][part.start : part.stop] for group, part in ranges]
         by_dtype: dict[torch.dtype, list[int]] = {}
-        for index, (group, _) in enumerate(ranges):
-            if gradients[index].dtype != group.main.dtype:
-                by_dtype.setdefault(group.main.dtype, []).append(index)
+        for index, param in enumerate(params):
+            if gradients[index].dtype != param.dtype:
+                by_dtype.setdefault(param.dtype, []).append(index)
         for dtype, indices in by_dtype.items():
             sizes = [gradients[index].numel() for index in indices]
             casts = list(self._scratch_of(sum(sizes), dtype, gradients[indices[0]])[: sum(sizes)].split(sizes))
@@ -325,16 +335,20 @@ class ShardedStep:
                 gradients[index] = cast
         if gradient_scale != 1.0 and gradients:
             torch._foreach_mul_(gradients, gradient_scale)
-        for (_, part), gradient in zip(ranges, gradients, strict=True):
-            part.param.grad = gradient
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
 
     def _update(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]], gradient_scale: float) -> None:
         if not ranges:
             return
-        self._load_gradients(ranges, gradient_scale)
+        own = [part.param for _, part in ranges]
+        params = own if self.state_dtype is None else in_fp32(self.optimizer, own)
+        self._load_gradients(ranges, params, gradient_scale)
         for index, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [part.param for _, part in ranges if part.group == index]
+            group["params"] = [param for param, (_, part) in zip(params, ranges, strict=True) if part.group == index]
         self.optimizer.step()
+        if self.state_dtype is not None:
+            round_back(self.optimizer, own, params, self.state_dtype)
         self._round(ranges)
 
     def _round(self, ranges: Sequence[tuple[ParameterGroup, ParameterRange]]) -> None:
@@ -363,7 +377,7 @@ class ShardedStep:
         optimizer, buffer = self.optimizer, group.buffer
         assert isinstance(optimizer, WholeTensorOptimizer)
         ranges = [(group, part) for part in group.ranges]
-        self._load_gradients(ranges, gradient_scale)
+        self._load_gradients(ranges, [part.param for part in group.ranges], gradient_scale)
         parts_comm = group.parts if any(spec.is_part for spec in buffer.layout.specs) else None
         whole = []
         for part in group.ranges:

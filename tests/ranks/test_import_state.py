@@ -111,7 +111,7 @@ def test_state_in_16_bits_continues_in_the_main_parameters_dtype() -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_state_of_an_fp32_model_follows_the_parameters_to_bf16_where_there_are_no_main_parameters(stage: int) -> None:
-    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True}
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 
     def rank() -> None:
         model = net()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError
+from shoal.optim.fp32_states import FP32States
 from tests.ranks.models import Plain
 from tests.ranks.training import (
     ROWS,
@@ -170,10 +172,16 @@ def test_a_forward_that_fails_over_formats_names_the_buffers_of_another_format()
     assert use(data_types={"buffer_dtype": "bf16"}) == []
 
 
+class Fp32StateAdamW(FP32States, torch.optim.AdamW):
+    pass
+
+
 @WORLDS
-def test_bf16_without_main_parameters_is_an_optimizer_on_bf16_parameters(world: int) -> None:
+@pytest.mark.parametrize("has_bf16_state", [False, True])
+def test_bf16_without_main_parameters_is_an_optimizer_on_bf16_parameters(world: int, has_bf16_state: bool) -> None:
     model = make(Plain).to(torch.bfloat16)
-    optimizer = adamw(model.parameters())
+    kind = torch.optim.AdamW if has_bf16_state else Fp32StateAdamW
+    optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.1)
     for step in range(3):
         gradients: dict[str, list[torch.Tensor]] = {}
         for rank in range(world):
@@ -188,25 +196,81 @@ def test_bf16_without_main_parameters_is_an_optimizer_on_bf16_parameters(world: 
         optimizer.step()
         optimizer.zero_grad()
     expected = {name: p.detach() for name, p in model.named_parameters()}
-    found = at_all_stages(world, adamw, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": has_bf16_state}
+    found = at_all_stages(world, adamw, bf16=bf16)
     for results in found:
         assert are_bit_equal(results[0].parameters, expected)
 
 
-def test_bf16_without_main_parameters_stores_none() -> None:
+NO_MAIN: dict[str, Any] = {"enabled": True, "bf16_master_weights_and_grads": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "has_main", "state"),
+    [
+        ({"bf16": NO_MAIN}, False, torch.float32),
+        ({"bf16": {**NO_MAIN, "bf16_optimizer_states": True}}, False, torch.bfloat16),
+        ({"bf16": {"enabled": True}, "precision": {"master_dtype": "bf16"}}, False, torch.float32),
+        ({"bf16": NO_MAIN, "precision": {"state_dtype": "bf16"}}, False, torch.bfloat16),
+        ({"bf16": {"enabled": True}, "precision": {"state_dtype": "bf16"}}, True, torch.bfloat16),
+        ({"bf16": {"enabled": True}, "precision": {"state_dtype": "fp32"}}, True, torch.float32),
+        ({"fp16": {"enabled": True, "loss_scale": 1, "fp16_master_weights_and_grads": True}}, False, torch.float32),
+        ({"precision": {"state_dtype": "bf16"}}, False, torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("is_offloaded", [False, True])
+def test_main_parameters_and_state_have_the_formats_that_the_keys_name(
+    sections: dict[str, Any], has_main: bool, state: torch.dtype, is_offloaded: bool
+) -> None:
+    zero = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if is_offloaded else {}
+
     def job() -> tuple[dict[str, int], set[torch.dtype]]:
-        settings = config(2, bf16={"enabled": True, "bf16_master_weights_and_grads": True})
+        settings = config(2, **sections, **zero)
         engine = start(Plain, settings, adamw)
         run_steps(engine, 1)
         kinds = engine.memory_report().by_kind()
         held = engine.optimizer.state
-        dtypes = {held[parameter]["exp_avg"].dtype for parameter in held}
+        dtypes = {held[parameter][key].dtype for parameter in held for key in ("exp_avg", "exp_avg_sq")}
         engine.destroy()
         return kinds, dtypes
 
     for kinds, dtypes in run_ranks(2, job):
-        assert kinds["master"] == 0
-        assert dtypes == {torch.bfloat16}
+        assert bool(kinds["master"]) == has_main
+        assert dtypes == {state}
+
+
+def test_bf16_state_beside_main_parameters_is_rounded_after_each_step_and_resumes_to_the_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"bf16": {"enabled": True}, "precision": {"state_dtype": "bf16"}}
+
+    def job() -> list[dict[str, torch.Tensor]]:
+        found = []
+        whole = start(Plain, config(2, **sections), adamw)
+        run_steps(whole, 3)
+        for stage in (2, 3):
+            part = start(Plain, config(stage, **sections), adamw)
+            run_steps(part, 2)
+            part.save_checkpoint(tmp_path, tag=str(stage))
+            later = start(Plain, config(stage, **sections), adamw)
+            later.load_checkpoint(tmp_path, tag=str(stage))
+            run_steps(later, 1, first=2)
+            found.append(later)
+        engines = [whole, *found, start(Plain, config(2, bf16={"enabled": True}), adamw)]
+        run_steps(engines[-1], 3)
+        return [{n: v.clone() for n, v in engine.module_state_dict().items()} for engine in engines]
+
+    for whole, *resumed, with_fp32_state in run_ranks(2, job):
+        assert all(are_bit_equal(each, whole) for each in resumed)
+        assert not are_bit_equal(with_fp32_state, whole)
+        for name, value in whole.items():
+            torch.testing.assert_close(value, with_fp32_state[name], rtol=0.02, atol=0.02)
+
+
+def test_a_state_format_is_refused_for_an_optimizer_of_whole_tensors() -> None:
+    settings = {
+        "train_batch_size": 1, "precision": {"state_dtype": "bf16"}, "optimizer": {"type": "Lamb"},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"precision\.state_dtype.*Lamb steps whole tensors"):
+        shoal.initialize(model=make(Plain), config=settings)
 
 
 def scaled_by_hand(world: int, factor: float) -> dict[str, torch.Tensor]:

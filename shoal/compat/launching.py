@@ -5,6 +5,7 @@
     --no_ssh, --node_rank           this machine's part alone: the command is given on each
     --master_port, --master_addr    where rank 0 listens; left out, a free port
     --module, --no_python           the script is a module's name; the script is a program
+    --bind_cores_to_rank            each rank keeps to cores of its own (--bind_core_list: of these)
     --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
     --elastic_training              start all ranks anew when one fails; with --no_ssh also when machines come or go
 
@@ -17,10 +18,13 @@ Slots are the devices that CUDA_VISIBLE_DEVICES shows, by the names that it has 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from shoal.compat import machines
@@ -37,11 +41,8 @@ HERE = ("localhost", "127.0.0.1")
 # Flags that ask for something that is not there, and what to do instead.
 NOT_THERE = {
     "autotuning": "leave it out.",
-    "bind_cores_to_rank": "set OMP_NUM_THREADS, or start the command under numactl.",
-    "bind_core_list": "set OMP_NUM_THREADS, or start the command under numactl.",
     "enable_each_rank_log": "leave it out: every line of the output starts with its rank.",
     "force_multi": "leave it out: one machine needs no ssh.",
-    "save_pid": "leave it out: the command ends with its ranks, and they with it.",
     "venv_script": "activate the environment first.",
 }
 
@@ -64,8 +65,8 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_port", type=int, default=None, help="of rank 0; on one machine a free one, else 29500")
     add("--master_addr", default="", help="of rank 0; the first machine")
     add("--node_rank", type=int, default=-1, help="with --no_ssh: this machine's number")
-    add("--launcher", default="pdsh", help="pdsh and ssh: by ssh; others start Shoal themselves")
-    add("--launcher_args", default="", help="options for ssh")
+    add("--launcher", default="pdsh", help="pdsh and ssh: by ssh; slurm: by srun")
+    add("--launcher_args", default="", help="options for ssh or srun")
     add("--module", action="store_true", help="the script is a module's name")
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
@@ -75,9 +76,11 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--world", default="", help=argparse.SUPPRESS)  # the launching machine passes it to the others
     add("--log_level", default="info", help="without effect")
     add("-q", "--quiet", action="store_true", help="without effect")
-    for flag in ("force_multi", "save_pid", "bind_cores_to_rank"):
-        add(f"--{flag}", action="store_true", help=argparse.SUPPRESS)
-    for flag in ("bind_core_list", "venv_script", "autotuning"):
+    add("--bind_cores_to_rank", action="store_true", help="each rank keeps to cores of its own")
+    add("--bind_core_list", default=None, help="those of these CPUs: 0-3,8-11")
+    add("--save_pid", action="store_true", help="while ranks run, PID.deepspeed in the folder for temporary files")
+    add("--force_multi", action="store_true", help=argparse.SUPPRESS)
+    for flag in ("venv_script", "autotuning"):
         add(f"--{flag}", default=None, help=argparse.SUPPRESS)
     add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
     add("user_script", help="a Python file, a module's name (--module) or a program (--no_python)")
@@ -95,10 +98,22 @@ def main(args: Sequence[str] | None = None) -> None:
     job = job_of(options)
     if not options.no_python:
         check_script(options.user_script, is_module=options.module)
-    outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
+    with _pid_file() if options.save_pid else nullcontext():
+        outcome = run_remote(job) if isinstance(job, RemoteJob) else run_local(job)
     if outcome.report:
         sys.stderr.write(f"\n{outcome.report}\n")
     sys.exit(outcome.exit_code)
+
+
+@contextmanager
+def _pid_file() -> Iterator[None]:
+    """Inside the block this process's number is in a file that is named after it."""
+    path = Path(tempfile.gettempdir(), f"{os.getpid()}.deepspeed")
+    path.write_text(str(os.getpid()), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def command() -> None:
@@ -125,6 +140,8 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
     wanted = _wanted(hosts, devices, options)
     if machines.is_several(options, wanted) or any(not _is_here(host) for host in wanted):
         pool = machines.pool_of(options, wanted)
+        if machines.is_slurm(options):
+            return machines.by_slurm(options, pool, _program(options, passes_rank=False))
         address = machines.address_of(options, pool)
         if options.no_ssh:
             return machines.here(options, pool, address, _program(options), devices)
@@ -149,7 +166,8 @@ def job_of(options: argparse.Namespace) -> LocalJob | RemoteJob:
             "MASTER_PORT": str(options.master_port or machines.DEFAULT_PORT),
             "TORCHELASTIC_USE_AGENT_STORE": "False",  # rank 0 listens there itself
         }
-    return LocalJob(_program(options), count, environment=environment, elastic=elastic)
+    cores = machines.cores_of(options, count)
+    return LocalJob(_program(options), count, environment=environment, elastic=elastic, cores=cores)
 
 
 def _wanted(
@@ -169,12 +187,13 @@ def _wanted(
     return parse_resource_filter(pool, options.include, options.exclude)
 
 
-def _program(options: argparse.Namespace) -> list[str]:
+def _program(options: argparse.Namespace, *, passes_rank: bool = True) -> list[str]:
+    """The command line of one rank. ``passes_rank``: the launcher sets LOCAL_RANK."""
     if options.no_python:
         return [options.user_script, *options.user_args]
     return [
         *(sys.executable, "-u", "-m", "shoal.compat.deepspeed"),
-        *([] if options.no_local_rank else ["--local-rank"]),
+        *([] if options.no_local_rank or not passes_rank else ["--local-rank"]),
         *(["-m"] if options.module else []),
         *(options.user_script, *options.user_args),
     ]

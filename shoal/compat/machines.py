@@ -16,6 +16,7 @@ import base64
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,13 +24,14 @@ from pathlib import Path
 from shoal.compat.absent import not_built
 from shoal.compat.environment import exported, for_children, showing
 from shoal.errors import ConfigError
-from shoal.launch import Elastic, LocalJob, Place, RemoteJob
+from shoal.launch import BoundCores, Elastic, LocalJob, Place, RemoteJob, cpu_list, divide_cores, physical_cores
 
 Slot = int | str
 Pool = dict[str, list[Slot]]  # the slots of each machine, machine 0 first
 
 DEFAULT_PORT = 29500
 BY_SSH = ("pdsh", "ssh")
+SLURM = "slurm"
 
 
 def is_several(options: argparse.Namespace, pool: Mapping[str, Sequence[Slot]]) -> bool:
@@ -46,10 +48,11 @@ def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -
         return {host: list(slots) for host, slots in json.loads(base64.urlsafe_b64decode(options.world)).items()}
     pool = {host: list(slots) for host, slots in wanted.items()}
     if len(pool) <= 1 and options.num_nodes > 1:
-        if not options.no_ssh or options.num_gpus < 1:
+        if not (options.no_ssh or is_slurm(options)) or options.num_gpus < 1:
             raise ConfigError(
                 f"--num_nodes {options.num_nodes}, and no hostfile says which machines they are.",
-                do="give --hostfile; or on every machine --no_ssh, --node_rank, --master_addr and --num_gpus.",
+                do="give --hostfile; or on every machine --no_ssh, --node_rank, --master_addr and --num_gpus; or"
+                " --launcher slurm and --num_gpus.",
                 code="launch-machines",
             )
         pool = {f"machine {number}": list(range(options.num_gpus)) for number in range(options.num_nodes)}
@@ -71,6 +74,50 @@ def pool_of(options: argparse.Namespace, wanted: Mapping[str, Sequence[Slot]]) -
                 )
         pool = {host: slots[: options.num_gpus] for host, slots in pool.items()}
     return pool
+
+
+def is_slurm(options: argparse.Namespace) -> bool:
+    """Does srun start the ranks?"""
+    return str(options.launcher).lower() == SLURM and not options.no_ssh
+
+
+def by_slurm(options: argparse.Namespace, pool: Pool, program: Sequence[str]) -> RemoteJob:
+    """One srun, which starts the ranks of all machines; they find each other by Slurm's variables.
+
+    Args:
+        pool: names that begin with "machine " are srun's to choose.
+
+    Raises: ConfigError: there is no srun, or slots that it cannot place: it counts ranks, and gives each machine as
+        many. NotBuiltError: an elastic job.
+    """
+    if elastic_of(options, len(pool)) is not None:
+        raise not_built("--elastic_training by srun", "leave it out, and let Slurm requeue the job.")
+    counts = {len(slots) for slots in pool.values()}
+    if len(counts) > 1 or any(list(slots) != list(range(len(slots))) for slots in pool.values()):
+        shown = "; ".join(f"{host}: {', '.join(map(str, slots))}" for host, slots in pool.items())
+        raise ConfigError(
+            f"srun cannot place ranks on these slots: {shown}.",
+            do="give every machine the same number of slots, the first ones of each.",
+            code="launch-slurm",
+        )
+    if shutil.which("srun") is None:
+        raise ConfigError(
+            "--launcher slurm, and there is no program srun here.",
+            do="give the command where Slurm's client is installed, or leave --launcher out.",
+            code="launch-slurm",
+        )
+    per_node = counts.pop()
+    named = [] if next(iter(pool)).startswith("machine ") else ["--nodelist", ",".join(pool)]
+    environment = for_children() | exported([Path.home(), Path.cwd()])
+    if options.master_addr:
+        environment["MASTER_ADDR"] = options.master_addr
+    if options.master_port is not None:
+        environment["MASTER_PORT"] = str(options.master_port)
+    command = [
+        *("srun", "--nodes", str(len(pool)), "--ntasks", str(len(pool) * per_node)),
+        *("--ntasks-per-node", str(per_node), *named, "--export=ALL", *shlex.split(options.launcher_args), *program),
+    ]
+    return RemoteJob({"srun": command}, here=frozenset({"srun"}), folder=os.getcwd(), environment=environment)
 
 
 def address_of(options: argparse.Namespace, pool: Pool) -> tuple[str, int]:
@@ -125,7 +172,19 @@ def here(
     elastic = elastic_of(options, len(pool))
     most = options.max_elastic_nodes if options.max_elastic_nodes > 0 else len(pool)
     place = Place(options.node_rank, most, *address)
-    return LocalJob(program, len(slots), environment=environment, place=place, elastic=elastic)
+    cores = cores_of(options, len(slots))
+    return LocalJob(program, len(slots), environment=environment, place=place, elastic=elastic, cores=cores)
+
+
+def cores_of(options: argparse.Namespace, num_ranks: int) -> BoundCores | None:
+    """The CPUs of each rank on this machine (``--bind_cores_to_rank``); None: ranks are not bound.
+
+    Raises: ConfigError: CPUs that are not there, or fewer cores than ranks.
+    """
+    if not options.bind_cores_to_rank and options.bind_core_list is None:
+        return None
+    wanted = None if options.bind_core_list is None else cpu_list(options.bind_core_list)
+    return divide_cores(physical_cores(wanted), num_ranks)
 
 
 def elastic_of(options: argparse.Namespace, num_nodes: int) -> Elastic | None:
@@ -166,10 +225,12 @@ def everywhere(
     if options.launcher.lower() not in BY_SSH:
         raise not_built(
             f"--launcher {options.launcher}",
-            "start `srun` or `mpirun python -m shoal.compat.deepspeed SCRIPT` yourself: Shoal reads their variables.",
+            "take slurm, or start `mpirun python -m shoal.compat.deepspeed SCRIPT` yourself.",
         )
     world = base64.urlsafe_b64encode(json.dumps(pool).encode()).decode()
-    flags = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(options, name)]
+    passed_on = ("module", "no_python", "no_local_rank", "bind_cores_to_rank")
+    flags = [f"--{name}" for name in passed_on if getattr(options, name)]
+    flags += [] if options.bind_core_list is None else ["--bind_core_list", options.bind_core_list]
     commands = {
         host: [
             *(sys.executable, "-u", "-m", "shoal", "deepspeed", "--no_ssh", "--node_rank", str(number)),

@@ -9,9 +9,10 @@ from typing import Any
 from shoal.comm.world import current_world
 from shoal.config.sections import Comet as CometConfig
 from shoal.config.sections import CsvMonitor as CSVConfig
+from shoal.config.sections import MlflowMonitor as MLflowConfig
 from shoal.config.sections import Tensorboard as TensorBoardConfig
 from shoal.config.sections import Wandb as WandbConfig
-from shoal.observe.monitor import CometWriter, Event, make_monitor
+from shoal.observe.monitor import CometWriter, Event, is_monitored, make_monitor
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,12 @@ class DeepSpeedMonitorConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
     csv_monitor: CSVConfig = field(default_factory=CSVConfig)
     comet: CometConfig = field(default_factory=CometConfig)
+    mlflow: MLflowConfig = field(default_factory=MLflowConfig)
 
     @property
     def enabled(self) -> bool:
         """Is any writer enabled?"""
-        return any(each.enabled for each in (self.tensorboard, self.wandb, self.csv_monitor, self.comet))
+        return is_monitored(self)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
@@ -36,6 +38,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
         WandbConfig(**param_dict.get("wandb", {})),
         CSVConfig(**param_dict.get("csv_monitor", {})),
         CometConfig(**param_dict.get("comet", {})),
+        MLflowConfig(**param_dict.get("mlflow", {})),
     )
 
 
@@ -49,8 +52,7 @@ class MonitorMaster:
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
         self._monitor = make_monitor(monitor_config, current_world().rank)
-        sections = monitor_config.tensorboard, monitor_config.csv_monitor, monitor_config.wandb, monitor_config.comet
-        self.enabled = any(section.enabled for section in sections)
+        self.enabled = is_monitored(monitor_config)
 
     @property
     def comet_experiment(self) -> Any:

@@ -17,12 +17,14 @@ from shoal.config.sections import (
     Checkpoint,
     Comet,
     CommsLogger,
+    Compile,
     CsvMonitor,
     CurriculumLearning,
     DataTypes,
     Elasticity,
     FlopsProfilerSection,
     Fp16,
+    MlflowMonitor,
     PrecisionSection,
     ProgressiveLayerDropSection,
     Tensorboard,
@@ -91,6 +93,7 @@ class Schema(Section):
     csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files")
     wandb: Wandb = section(Wandb, "Weights & Biases")
     comet: Comet = section(Comet, "Comet")
+    mlflow: MlflowMonitor = section(MlflowMonitor, "MLflow")
     comms_logger: CommsLogger = section(CommsLogger, "times of collectives")
     flops_profiler: FlopsProfilerSection = section(FlopsProfilerSection, "operations of one step, by module")
     checkpoint: Checkpoint = section(Checkpoint, "saving and loading")
@@ -106,6 +109,7 @@ class Schema(Section):
     expert_parallel: ExpertParallel = section(ExpertParallel, "experts divided among ranks")
     sequence_parallel_size: int | None = key(None, "sequence-parallel ranks; null: parallel.sp", ge=1)
     data_parallel_size: int | None = key(None, "data-parallel ranks, as a check; null: those that are left", ge=1)
+    compile: Compile = section(Compile, "compilation of the model")
     pipeline: Pipeline = section(Pipeline, "a model cut into pipeline stages")
     parallel: Parallel = section(Parallel, "the mesh: how many ranks along each axis")
     units: Units = section(Units, "modules that are gathered together")

@@ -29,7 +29,9 @@ class Bf16(Section):
     immediate_grad_update: bool = key(False, "apply each gradient as soon as it is computed")
     check_grad_overflow: bool = key(True, "check gradients for infinity and NaN before the step")
     bf16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates bfloat16")
-    bf16_optimizer_states: bool = key(False, "optimizer state in bfloat16 too, else fp32; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: bool = key(
+        False, "optimizer state in bfloat16 too, else fp32; needs bf16_master_weights_and_grads"
+    )
 
 
 class TorchAutocast(Section):
@@ -129,6 +131,21 @@ class ActivationCheckpointing(Section):
     policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
 
 
+@with_unsupported("compile")
+class Compile(Section):
+    """Compilation of the model by `torch.compile`."""
+
+    enabled: bool = key(False, "compile the model when it is first run (Shoal's own key)")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = key(
+        "default", "torch.compile's mode (Shoal's own key)"
+    )
+    regional: bool = key(
+        True,
+        "compile the blocks, which share their graphs, instead of the whole model; a model without a list of alike"
+        " blocks is compiled whole (Shoal's own key)",
+    )
+
+
 class Tensorboard(Section):
     """TensorBoard's event files."""
 
@@ -166,6 +183,15 @@ class Comet(Section):
     experiment_key: str | None = key(None, "a run to resume")
     online: bool | None = key(None, "send immediately, or store locally")
     mode: str | None = key(None, "get, create, or get_or_create")
+
+
+class MlflowMonitor(Section):
+    """MLflow."""
+
+    enabled: bool = key(False, "log to MLflow (Shoal's own section)")
+    tracking_uri: str | None = key(None, "server or folder; null: as MLflow's own configuration has it")
+    experiment_name: str | None = key(None, "experiment; null: MLflow's choice")
+    run_name: str | None = key(None, "name of the run; null: MLflow's choice")
 
 
 class CommsLogger(Section):

@@ -34,6 +34,7 @@ from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemor
 from shoal.observe.flops_profiler import FlopsProfiler
 from shoal.observe.ledger import Ledger
 from shoal.observe.timers import StepTimers
+from shoal.parallel.recompute_blocks import find_blocks
 from shoal.parallel.sequence.context import (
     SequenceContext,
     drop_sequence_context,
@@ -116,6 +117,7 @@ class Engine(nn.Module):
         self._was_step_applied = False
         self._is_destroyed = False
         self.stream_check: LastingCheck | None = None
+        self._compiled: list[nn.Module] = []  # by the config
         self._same_inputs = SameInputs(properties.axes.tp)
         self._expert_balance = ExpertBalance(sharding, properties)
         self.sequence_context: SequenceContext | None = None
@@ -405,10 +407,34 @@ class Engine(nn.Module):
             self.module._compiled_call_impl = None
             raise
 
+    def compile_as_configured(self) -> str:
+        """Compile what the section ``compile`` names. Returns: a line for start-up.
+
+        Raises: ModelError: CUDA graphs at stage 3.
+        """
+        section = self.properties.config.compile
+        blocks = find_blocks(self.module) if section.regional else []
+        for module in blocks or [self.module]:
+            if module._compiled_call_impl is None:
+                module.compile(mode=section.mode)
+                self._compiled.append(module)
+        try:
+            refuse_cuda_graphs(self.module, self.properties.stage, self.device)
+        except ModelError:
+            self._undo_compile()
+            raise
+        what = f"{len(blocks)} blocks" if blocks else f"the whole model ({type(self.module).__name__})"
+        return f'compile: {what} by torch.compile(mode="{section.mode}"), in the first steps, which take longer.'
+
+    def _undo_compile(self) -> None:
+        for module in self._compiled:
+            module._compiled_call_impl = None
+        self._compiled.clear()
+
     @property
     def is_compiled(self) -> bool:
-        """Was the model's forward compiled?"""
-        return self.module._compiled_call_impl is not None
+        """Was the model's forward compiled, as a whole or by blocks?"""
+        return bool(self._compiled) or self.module._compiled_call_impl is not None
 
     # properties
 
@@ -831,6 +857,7 @@ class Engine(nn.Module):
     def _tear_down(self) -> None:
         self.sharding.stop_host_updates()
         self._activations.remove()
+        self._undo_compile()
         self._is_destroyed = True
         CLIPPING.remove(self.access)
         drop_sequence_context(self._attention_context)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from shoal.launch.cores import BoundCores, cpu_list, divide_cores, physical_cores
 from shoal.launch.environment import Environment, read_environment
 from shoal.launch.local import Elastic, LocalJob, Outcome, Place, run_local
 from shoal.launch.remote import RemoteJob, run_remote
 
 __all__ = [
+    "BoundCores",
     "Elastic",
     "Environment",
     "LocalJob",
     "Outcome",
     "Place",
     "RemoteJob",
+    "cpu_list",
+    "divide_cores",
+    "physical_cores",
     "read_environment",
     "run_local",
     "run_remote",

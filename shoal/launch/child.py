@@ -1,6 +1,7 @@
 """The start of a rank: make it end with the launcher, set its environment, then execute its program.
 
-Run by path, ``python -I -S child.py LAUNCHER_PID NAME=VALUE... -- PROGRAM ARGS...``, so it imports next to nothing.
+Run by path, ``python -I -S child.py LAUNCHER_PID [--cores CPU,...;...] NAME=VALUE... -- PROGRAM ARGS...``, so it
+imports next to nothing. ``--cores`` lists the CPUs of each rank of this machine, which is then bound to its own.
 The kernel then ends the rank when the launcher ends, even by SIGKILL; this stays in effect after ``exec``.
 """
 
@@ -18,7 +19,12 @@ def main(arguments: list[str]) -> None:
     separator = arguments.index("--")
     launcher = int(arguments[0])
     environment = dict(os.environ)
-    for assignment in arguments[1:separator]:
+    assignments = arguments[1:separator]
+    if assignments[:1] == ["--cores"]:
+        own = assignments[1].split(";")[int(environment["LOCAL_RANK"])]
+        os.sched_setaffinity(0, [int(cpu) for cpu in own.split(",")])
+        assignments = assignments[2:]
+    for assignment in assignments:
         name, _, value = assignment.partition("=")
         environment[name] = value
     program = arguments[separator + 1 :]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import UsageError
+from shoal.launch.cores import BoundCores
 from shoal.launch.environment import read_environment
 from shoal.launch.failure import EndedRank, describe, stderr_of
 from shoal.launch.output import RankOutput
@@ -76,6 +77,7 @@ class LocalJob:
         environment: variables for the ranks, beside those that this process has.
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
+        cores: None: ranks run on any.
     """
 
     program: Sequence[str]
@@ -84,6 +86,7 @@ class LocalJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     place: Place | None = None
     elastic: Elastic | None = None
+    cores: BoundCores | None = None
 
 
 @dataclass(frozen=True)
@@ -123,9 +126,10 @@ def run_local(job: LocalJob) -> Outcome:
         **_shutdown(LaunchConfig),
         logs_specs=followed_files(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
     )
-    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job.num_ranks), **job.environment}
+    assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
+    bound = ["--cores", ";".join(",".join(map(str, cpus)) for cpus in job.cores.cpus)] if job.cores else []
     arguments = [
-        *("-I", "-S", str(CHILD), str(os.getpid())),
+        *("-I", "-S", str(CHILD), str(os.getpid()), *bound),
         *(f"{name}={value}" for name, value in assignments.items()),
         *("--", *job.program),
     ]
@@ -208,12 +212,14 @@ def _shutdown(config: type[Any]) -> dict[str, Any]:
     return {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
 
 
-def _threads(num_ranks: int) -> dict[str, str]:
+def _threads(job: LocalJob) -> dict[str, str]:
     """The cores divided among the ranks, unless the user has set the number of threads of a rank."""
     if read_environment().num_threads is not None:
         return {}
+    if job.cores is not None:
+        return {"OMP_NUM_THREADS": str(job.cores.num_threads)}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_ranks))}
+    return {"OMP_NUM_THREADS": str(max(1, cores // job.num_ranks))}
 
 
 def _check_devices(num_ranks: int) -> None:

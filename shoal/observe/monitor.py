@@ -206,6 +206,38 @@ class CometWriter:
         self.experiment.end()
 
 
+class MlflowWriter:
+    """MLflow.
+
+    Args:
+        tracking_uri: server or folder; ``experiment``, ``run``: names. None: MLflow's own choice. A run that the script
+            has started is used, and left open.
+
+    Raises: UsageError: the ``mlflow`` package is not installed.
+    """
+
+    def __init__(
+        self, *, tracking_uri: str | None = None, experiment: str | None = None, run: str | None = None
+    ) -> None:
+        self._mlflow = _needed("mlflow", "logging to MLflow", "mlflow", "'shoal[mlflow]'")
+        if tracking_uri is not None:
+            self._mlflow.set_tracking_uri(tracking_uri)
+        if experiment is not None:
+            self._mlflow.set_experiment(experiment)
+        active = self._mlflow.active_run()
+        self._is_own = active is None
+        self._run: Any = self._mlflow.start_run(run_name=run) if active is None else active
+
+    def write(self, events: Sequence[Event]) -> None:
+        for step in sorted({step for _, _, step in events}):
+            values = {name: value for name, value, at in events if at == step}
+            self._mlflow.log_metrics(values, step=step, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        if self._is_own:
+            self._mlflow.end_run()
+
+
 def _needed(module: str, what: str, package: str, install: str) -> Any:
     """Raises: UsageError: the package is not installed."""
     try:
@@ -241,9 +273,9 @@ def _name_of(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def is_monitored(config: Config) -> bool:
+def is_monitored(config: Any) -> bool:
     """Do the config's sections ask for a monitor? (Only rank 0 has it.)"""
-    return any(s.enabled for s in (config.tensorboard, config.csv_monitor, config.wandb, config.comet))
+    return any(s.enabled for s in (config.tensorboard, config.csv_monitor, config.wandb, config.comet, config.mlflow))
 
 
 def make_monitor(config: Config, rank: int) -> Monitor | None:
@@ -270,6 +302,11 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
                 mode=section.mode,
                 online=section.online,
             )
+        )
+    if config.mlflow.enabled:
+        mlflow = config.mlflow
+        writers.append(
+            MlflowWriter(tracking_uri=mlflow.tracking_uri, experiment=mlflow.experiment_name, run=mlflow.run_name)
         )
     return Monitor(writers) if writers else None
 

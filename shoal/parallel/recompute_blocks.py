@@ -95,7 +95,13 @@ def recompute_blocks(
         raise UsageError(f"every = {every}: one of each {every} modules means nothing.", do="use 1 or more.")
     modules = {name: module for name, module in model.named_modules() if name}
     if classes is None:
-        found = _blocks(model, modules)
+        found = _blocks(modules, model)
+        if not found:
+            raise ModelError(
+                f"{type(model).__name__} has no list of alike modules that could be recomputed one by one.",
+                do="name what is to be recomputed: a class, or modules as model.named_modules() does.",
+                code="recompute-no-match",
+            )
     else:
         wanted = [classes] if isinstance(classes, str | type) else list(classes)
         found = set(find_modules(model, wanted, where="activation_checkpointing.modules", purpose="recomputed"))
@@ -157,7 +163,17 @@ def _around(name: str) -> Iterator[str]:
         yield name
 
 
-def _blocks(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks that the model names (``_no_split_modules``), else the children of its largest list of alike modules.
+
+    Empty where there are none.
+    """
+    modules = {name: module for name, module in model.named_modules() if name}
+    found = _blocks(modules, model)
+    return [module for name, module in modules.items() if name in found]
+
+
+def _blocks(modules: dict[str, nn.Module], model: nn.Module) -> set[str]:
     hinted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = {name for name, module in modules.items() if type(module).__name__ in hinted}
     if not found:
@@ -168,10 +184,4 @@ def _blocks(model: nn.Module, modules: dict[str, nn.Module]) -> set[str]:
         }
         largest = max(lists, key=lists.__getitem__, default=None)
         found = {name for name in modules if largest and name.rpartition(".")[0] == largest}
-    if not found:
-        raise ModelError(
-            f"{type(model).__name__} has no list of alike modules that could be recomputed one by one.",
-            do="name what is to be recomputed: a class, or modules as model.named_modules() does.",
-            code="recompute-no-match",
-        )
     return found

@@ -46,7 +46,9 @@ def import_state(step: ShardedStep, given_dtypes: Mapping[int, torch.dtype]) -> 
         ]
         dtypes = [
             {
-                key: (step.state_dtype or group.main.dtype) if value.dtype == given_dtypes[id(parameter)] else value.dtype
+                key: (step.state_dtype or group.main.dtype)
+                if value.dtype == given_dtypes[id(parameter)]
+                else value.dtype
                 for key, value in wide.items()
             }
             for wide, parameter in zip(ranges, parameters, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from shoal.compat import launching
 from shoal.compat.environment import exported
 from shoal.compat.launching import parse_hostfile, parse_inclusion_exclusion, parse_resource_filter
 from shoal.errors import ConfigError, NotBuiltError
-from shoal.launch import Elastic, LocalJob, Place, RemoteJob
+from shoal.launch import BoundCores, Elastic, LocalJob, Place, RemoteJob, cpu_list, divide_cores, physical_cores
 
 PYTHON = (sys.executable, "-u", "-m", "shoal.compat.deepspeed")
 
@@ -111,8 +112,6 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
     "flags",
     [
         ["--autotuning", "run"],
-        ["--bind_cores_to_rank"],
-        ["--save_pid"],
         ["--force_multi"],
         ["--venv_script", "x"],
         ["--enable_each_rank_log", "logs"],
@@ -122,6 +121,53 @@ def test_a_hostfile_of_this_machine_alone_counts_its_slots(tmp_path: Path) -> No
 def test_flags_of_what_is_not_there_are_refused_by_name(flags: list[str]) -> None:
     with pytest.raises(NotBuiltError, match=flags[0]):
         job(*flags, "a.py")
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_slurms_srun_starts_the_ranks_of_all_machines(
+    tmp_path: Path, two_machines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = ["--launcher", "slurm"]
+    with pytest.raises(ConfigError, match="no program srun"):
+        jobs(*slurm, "--num_nodes", "2", "--num_gpus", "4", "a.py")
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = jobs(*slurm, "--num_nodes", "2", "--num_gpus", "4", "--launcher_args", "--mem 0", "a.py", "-x")
+    assert found.commands == {
+        "srun": [
+            *("srun", "--nodes", "2", "--ntasks", "8", "--ntasks-per-node", "4", "--export=ALL", "--mem", "0"),
+            *PYTHON,
+            *("a.py", "-x"),
+        ]
+    }
+    assert found.here == {"srun"}
+    assert found.environment["SHOAL_AS_DEEPSPEED"] == "1"
+    named = jobs(*slurm, *two_machines, "--num_gpus", "2", "--master_port", "29600", "a.py")
+    assert named.commands["srun"][1:9] == [
+        *("--nodes", "2", "--ntasks", "4", "--ntasks-per-node", "2", "--nodelist", "worker-0,worker-1"),
+    ]
+    assert named.environment["MASTER_PORT"] == "29600"
+    for odd in (two_machines, [*two_machines, "--include", "worker-0:1@worker-1:1"]):
+        with pytest.raises(ConfigError, match="srun cannot place ranks on these slots"):
+            jobs(*slurm, *odd, "a.py")
+
+
+def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    for cpu in range(8):
+        (tmp_path / str(cpu)).write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
+    topology = str(tmp_path / "{}")
+    assert physical_cores(topology=topology) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert physical_cores([0, 1, 5], topology) == [[0], [1, 5]]
+    assert physical_cores([2, 3], str(tmp_path / "none{}")) == [[2], [3]]
+    assert divide_cores(physical_cores(topology=topology), 3) == BoundCores([[0, 4], [1, 5], [2, 6]], 1)
+    with pytest.raises(ConfigError, match="5 ranks, each with cores of its own, and 4 cores"):
+        divide_cores(physical_cores(topology=topology), 5)
+    with pytest.raises(ConfigError, match="CPUs 8 are not there"):
+        physical_cores([7, 8])
+    with pytest.raises(ConfigError, match="'0-,x' is no list"):
+        cpu_list("0-,x")
 
 
 @pytest.mark.usefixtures("no_devices")

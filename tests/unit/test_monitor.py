@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,7 +140,37 @@ def test_comet_gets_an_experiment_and_values_at_the_given_interval(monkeypatch: 
     assert "secret" not in repr(config.effective())
 
 
-@pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml")])
+@pytest.mark.parametrize("is_started_by_the_script", [False, True])
+def test_mlflow_gets_a_run_and_each_steps_values_at_once(
+    is_started_by_the_script: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mlflow(Recorded):
+        info = SimpleNamespace(run_id="id")
+
+        def active_run(self) -> Any:
+            return self if is_started_by_the_script else None
+
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    section = {"enabled": True, "tracking_uri": "file:runs", "experiment_name": "e", "run_name": "r"}
+    config = load({"train_batch_size": 1, "mlflow": section})
+    assert make_monitor(config, rank=1) is None
+    monitor = make_monitor(config, rank=0)
+    assert monitor is not None
+    with monitor:
+        monitor.write_events(EVENTS)
+    assert mlflow.calls == [
+        ("set_tracking_uri", ("file:runs",), {}),
+        ("set_experiment", ("e",), {}),
+        *([] if is_started_by_the_script else [("start_run", (), {"run_name": "r"})]),
+        ("log_metrics", ({"Train/loss": 2.5, "Train/lr": 0.1},), {"step": 8, "run_id": "id"}),
+        ("log_metrics", ({"Train/loss": 2.0},), {"step": 16, "run_id": "id"}),
+        ("log_metrics", ({"Train/loss": 1.5},), {"step": 28, "run_id": "id"}),
+        *([] if is_started_by_the_script else [("end_run", (), {})]),
+    ]
+
+
+@pytest.mark.parametrize(("section", "package"), [("wandb", "wandb"), ("comet", "comet_ml"), ("mlflow", "mlflow")])
 def test_a_service_whose_package_is_missing_is_an_error_that_names_it(
     section: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

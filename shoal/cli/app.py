@@ -85,6 +85,12 @@ def run(
         ),
     ] = False,
     verbose: Annotated[bool, _VERBOSE] = False,
+    stop_seconds: Annotated[
+        int,
+        typer.Option(
+            min=0, help="From the signal that asks ranks to end, so that they may save, until the one that kills them."
+        ),
+    ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""
     from shoal.launch import LocalJob, run_local
@@ -103,7 +109,7 @@ def run(
     check_script(script, is_module=module)
     if verbose:
         job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
-    outcome = run_local(job)
+    outcome = run_local(replace(job, stop_seconds=stop_seconds))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)

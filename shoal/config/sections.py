@@ -98,6 +98,11 @@ class Checkpoint(Section):
     keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
     keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
     on_save_error: Literal["raise", "warn"] = key("raise", "what training does after a failed save (Shoal's own key)")
+    save_on_signal: bool = key(
+        False,
+        "after SIGTERM or SIGUSR1 on some rank: end the step, save it in the folder of the last save or load, and only"
+        " then let the signal take its course (Shoal's own key)",
+    )
     verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
     module_in_model_file: bool = key(
         True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -29,6 +30,7 @@ from shoal.engine.run_state import RunState
 from shoal.engine.same_inputs import SameInputs
 from shoal.engine.saved_activations import SavedActivations
 from shoal.engine.sharding import Sharding
+from shoal.engine.stop_signal import StopSignal
 from shoal.engine.weights import Weights
 from shoal.errors import ModelError, NoOptimizerError, NotBuiltError, OutOfMemoryError, ShoalError, UsageError
 from shoal.observe.flops_profiler import FlopsProfiler
@@ -120,6 +122,10 @@ class Engine(nn.Module):
         self._compiled: list[nn.Module] = []  # by the config
         self._same_inputs = SameInputs(properties.axes.tp)
         self._expert_balance = ExpertBalance(sharding, properties)
+        self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
+        self._stop_number = 0  # of the signal that ends the run after this step
+        self._checkpoint_folder: str | os.PathLike[str] | None = None  # of the last save or load
+        self.client_state_on_signal: Callable[[], Mapping[str, Any]] | None = None  # for ``checkpoint.save_on_signal``
         self.sequence_context: SequenceContext | None = None
         if properties.axes.sp is not None or properties.axes.cp is not None:
             self.sequence_context = SequenceContext(sp=properties.axes.sp, cp=properties.axes.cp)
@@ -275,6 +281,25 @@ class Engine(nn.Module):
         events = self._expert_balance.events(counters.global_steps, counters.global_samples)
         if self._progress.monitor is not None and events:
             self._progress.monitor.write_events(events)
+        if self._stop_number:
+            self._save_and_stop(self._stop_number)
+
+    def _save_and_stop(self, number: int) -> None:
+        """``checkpoint.save_on_signal``: save, then let the signal take its course."""
+        name, folder = signal.Signals(number).name, self._checkpoint_folder
+        self._stop_number = 0
+        if folder is None:
+            say_on_rank_0(
+                self.global_rank,
+                f"{name}: nothing is saved: no folder is known before the first save_checkpoint() or load_checkpoint().",
+            )
+        else:
+            state = self.client_state_on_signal() if self.client_state_on_signal is not None else None
+            self.save_checkpoint(folder, client_state=state)
+            self.checkpointing.finish()
+            say_on_rank_0(self.global_rank, f"{name}: step {self.global_steps} is saved in {os.fspath(folder)}.")
+        assert self._stop_signal is not None
+        self._stop_signal.deliver(number)
 
     def _step_now(self) -> None:
         """``optimizer.step()``: a step even between two boundaries."""
@@ -331,7 +356,12 @@ class Engine(nn.Module):
         accumulation, sharding = self.accumulation, self.sharding
         accumulation.refuse_mixed(self.sharded.num_plain_passes)
         sharding.reduce_all()
-        status = sharding.synchronize_status(accumulation.compute_mean_loss(), accumulation.count_tokens(self.device))
+        status = sharding.synchronize_status(
+            accumulation.compute_mean_loss(),
+            accumulation.count_tokens(self.device),
+            None if self._stop_signal is None else self._stop_signal.number,
+        )
+        self._stop_number = status.signal
         accumulation.set_step_tokens(status.num_tokens)
         return status
 
@@ -622,6 +652,7 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; with ``checkpoint.async_save`` this rank's share of the state.
         """
         self._be_ready()
+        self._checkpoint_folder = save_dir
         return self.checkpointing.save(
             save_dir, tag, client_state, save_latest=save_latest, exclude_frozen=exclude_frozen_parameters
         )
@@ -652,6 +683,7 @@ class Engine(nn.Module):
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
         """
         self._be_ready("loading")
+        self._checkpoint_folder = load_dir
         return self.checkpointing.load(
             load_dir,
             tag,
@@ -859,6 +891,8 @@ class Engine(nn.Module):
         self._activations.remove()
         self._undo_compile()
         self._is_destroyed = True
+        if self._stop_signal is not None:
+            self._stop_signal.restore()
         CLIPPING.remove(self.access)
         drop_sequence_context(self._attention_context)
         if self._progress.monitor is not None:

@@ -87,15 +87,16 @@ class Sharding:
         self.model.reducer.complete_step()
 
     def synchronize_status(
-        self, mean_loss: torch.Tensor | None, num_tokens: torch.Tensor | None = None
+        self, mean_loss: torch.Tensor | None, num_tokens: torch.Tensor | None = None, signal: int | None = None
     ) -> GlobalStatus:
         """Exchange norm, loss, overflow, missing gradients and the number of tokens.
 
-        Communicates: one exchange of 4 or 5 numbers per rank; two more of a few bytes where a gradient is missing or
+        Communicates: one exchange of 4 to 6 numbers per rank; two more of a few bytes where a gradient is missing or
             late.
         """
         device = self._device.torch_device
-        return synchronize_status(self.groups, self.model.reducer, self._axes, device, mean_loss, num_tokens)
+        reducer = self.model.reducer
+        return synchronize_status(self.groups, reducer, self._axes, device, mean_loss, num_tokens, signal)
 
     def refuse_unused(self, status: GlobalStatus, step: int) -> None:
         """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""

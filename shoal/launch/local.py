@@ -30,7 +30,6 @@ from shoal.launch.failure import EndedRank, describe, stderr_of
 from shoal.launch.output import RankOutput
 
 CHILD = Path(__file__).with_name("child.py")
-_SHUTDOWN_SECONDS = 5  # from SIGTERM to SIGKILL
 _MEETING_SECONDS = 900  # until all machines of a job are there
 _LAST_CALL_SECONDS = 10  # for more machines, once there are as many as an elastic job needs
 
@@ -78,6 +77,7 @@ class LocalJob:
         place: this machine's part of a job on several; None: there is this one.
         elastic: None: when a rank fails, the job has failed.
         cores: None: ranks run on any.
+        stop_seconds: from the signal that asks ranks to end until the one that they cannot refuse.
     """
 
     program: Sequence[str]
@@ -87,6 +87,7 @@ class LocalJob:
     place: Place | None = None
     elastic: Elastic | None = None
     cores: BoundCores | None = None
+    stop_seconds: int = 5
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def run_local(job: LocalJob) -> Outcome:
         **_rendezvous(job.place, job.elastic),
         max_restarts=job.elastic.max_restarts if job.elastic is not None else 0,
         monitor_interval=0.1,
-        **_shutdown(LaunchConfig),
+        **_shutdown(LaunchConfig, job.stop_seconds),
         logs_specs=followed_files(output, log_dir, job.num_ranks, rank_0_keeps_terminal=job.rank_0_keeps_terminal),
     )
     assignments = {"PYTHONUNBUFFERED": "1", **_threads(job), **job.environment}
@@ -206,10 +207,10 @@ def _own_address(place: Place) -> str | None:
         return None
 
 
-def _shutdown(config: type[Any]) -> dict[str, Any]:
+def _shutdown(config: type[Any], seconds: int) -> dict[str, Any]:
     """How long ranks may take to end. Older torch has no such setting and waits for 30 seconds."""
     has_timeout = "shutdown_timeout" in {field.name for field in dataclasses.fields(config)}
-    return {"shutdown_timeout": _SHUTDOWN_SECONDS} if has_timeout else {}
+    return {"shutdown_timeout": seconds} if has_timeout else {}
 
 
 def _threads(job: LocalJob) -> dict[str, str]:

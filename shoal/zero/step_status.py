@@ -31,6 +31,7 @@ class GlobalStatus:
         num_tokens: of all ranks' micro-batches; None: they are not counted.
         losses: of every rank; 0 where a rank saw none.
         tokens: of every rank; 1 where they are not counted.
+        signal: the number of a signal that some rank has got; 0: none.
     """
 
     norm: float
@@ -41,6 +42,7 @@ class GlobalStatus:
     num_tokens: float | None = None
     losses: tuple[float, ...] = ()
     tokens: tuple[float, ...] = ()
+    signal: int = 0
 
     @property
     def is_finite(self) -> bool:
@@ -55,14 +57,16 @@ def synchronize_status(
     device: torch.device,
     mean_loss: torch.Tensor | None,
     num_tokens: torch.Tensor | None = None,
+    signal: int | None = None,
 ) -> GlobalStatus:
     """Exchange the status of the step.
 
     Args:
         mean_loss: of this rank's micro-batches, where it was computed. Shape: []; None: the engine saw no loss.
         num_tokens: of this rank's micro-batches. Shape: []; None, on all ranks: they are not counted.
+        signal: the number of one that this rank has got; 0: none; None, on all ranks: it is not exchanged.
 
-    Communicates: one exchange of 4 numbers (5 with tokens) over all ranks; two more of a few bytes when some parameter
+    Communicates: one exchange of 4 numbers (one more with tokens, one with signals) over all ranks; two more of a few bytes when some parameter
     has no gradient, or when one arrived late.
     Order: blocks the host until the gradients are reduced, once; nothing before that does.
     """
@@ -70,6 +74,7 @@ def synchronize_status(
     is_missing = any(is_late) or not all(all(group.gradient.has_grad) for group in groups)
     flags = [float(is_missing), float(any(is_late)), 0.0 if mean_loss is None else mean_loss]
     flags += [] if num_tokens is None else [num_tokens]
+    flags += [] if signal is None else [float(signal)]
     rows = _exchange(axes.world, [_sum_of_squares(groups, device), *flags], device)
     own = rows[axes.world.rank][1:]
     if any(row[2] for row in rows):
@@ -97,6 +102,7 @@ def synchronize_status(
         else math.fsum(row[4] for row in rows) * axes.data.size / axes.pipeline_stage.size,
         losses=tuple(row[3] for row in rows),
         tokens=tuple(1.0 if num_tokens is None else row[4] for row in rows),
+        signal=0 if signal is None else int(max(row[-1] for row in rows)),
     )
 
 

@@ -33,6 +33,7 @@ ENGINE_ATTRIBUTES = {
     "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
     "sequence_context": "how sequences are spread over `sp` and `cp` ranks; None without them",
     "on_step": "callables that get the engine after each step",
+    "client_state_on_signal": "a function that returns the client state for `checkpoint.save_on_signal`; or None",
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
     "plan": "what the config means, in Shoal's words",
     "timers": "time by phase, with `wall_clock_breakdown`",

@@ -291,7 +291,7 @@ class Engine(nn.Module):
         if folder is None:
             say_on_rank_0(
                 self.global_rank,
-                f"{name}: nothing is saved: no folder is known before the first save_checkpoint() or load_checkpoint().",
+                f"{name}: nothing is saved: no folder is known before a save_checkpoint() or load_checkpoint().",
             )
         else:
             state = self.client_state_on_signal() if self.client_state_on_signal is not None else None

@@ -1,6 +1,6 @@
-"""``checkpoint.save_on_signal``: a signal that asks the process to end is kept until the step has ended and is saved.
+"""``checkpoint.save_on_signal``: a signal that asks the process to end is kept until the step is saved.
 
-    SIGTERM or SIGUSR1 on some rank -> noted -> the ranks agree in the step -> a checkpoint -> the signal takes its course
+    SIGTERM or SIGUSR1 on some rank -> noted -> ranks agree in the step -> checkpoint -> the signal takes its course
 
 A second signal takes its course at once.
 """

@@ -66,8 +66,8 @@ def synchronize_status(
         num_tokens: of this rank's micro-batches. Shape: []; None, on all ranks: they are not counted.
         signal: the number of one that this rank has got; 0: none; None, on all ranks: it is not exchanged.
 
-    Communicates: one exchange of 4 numbers (one more with tokens, one with signals) over all ranks; two more of a few bytes when some parameter
-    has no gradient, or when one arrived late.
+    Communicates: one exchange of 4 numbers over all ranks, one more with tokens and one with signals; two more of a few
+    bytes when some parameter has no gradient, or when one arrived late.
     Order: blocks the host until the gradients are reduced, once; nothing before that does.
     """
     is_late = [any(gradient.has_unreduced() for gradient in unit.gradients) for unit in reducer.units]

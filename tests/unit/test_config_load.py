@@ -291,7 +291,7 @@ def test_secrets_are_never_printed() -> None:
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "data_efficiency.enabled"),
         ({"optimizer": {"type": "onebitadam", "params": {"lr": 1, "freeze_step": 2}}}, "optimizer.type"),
-        ({"activation_checkpointing": {"memory_budget": 1}}, "activation_checkpointing.memory_budget"),
+        ({"debug": {"nan_trace": True}}, "debug.nan_trace"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 
 
@@ -43,6 +44,18 @@ def format_bytes(num_bytes: float) -> str:
             return f"{sign}{_short(size)} {unit}"
         size /= 1024
     return f"{sign}{_short(size)} PiB"
+
+
+def parse_bytes(text: str) -> int | None:
+    """A number of bytes as people write it; None: it is none.
+
+    >>> parse_bytes("1.5 GiB"), parse_bytes("40GB"), parse_bytes("512"), parse_bytes("much")
+    (1610612736, 40000000000, 512, None)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def format_count(count: float) -> str:

@@ -110,7 +110,7 @@ def run(
     job = replace(job, stop_seconds=stop_seconds)
     if verbose:
         job = replace(job, environment={**job.environment, LOG_LEVEL: "debug"})
-    outcome = run_local(job)
+    outcome = run_local(replace(job, stop_seconds=stop_seconds))
     if outcome.report:
         print(f"\n{outcome.report}", file=sys.stderr)
     raise typer.Exit(outcome.exit_code)

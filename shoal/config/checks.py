@@ -12,6 +12,7 @@ from shoal.config.normalise import Normalised
 from shoal.config.pipeline import pipeline_problems
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
+from shoal.text import parse_bytes
 
 MAX_SCALE_POWER = 127
 
@@ -56,6 +57,15 @@ def check_together(config: Schema, found: Normalised) -> list[Problem]:
         problem("precision.state_dtype", what, 'write "bf16" or "fp32".')
     if precision.state_dtype == "fp32" and bf16.bf16_optimizer_states:
         problem("precision.state_dtype", '"fp32", but bf16.bf16_optimizer_states is true.', "leave one out.")
+    budget = config.activation_checkpointing.memory_budget
+    where = "activation_checkpointing.memory_budget"
+    if isinstance(budget, str) and parse_bytes(budget) is None:
+        problem(where, f"{shown(budget)} is no number of bytes.", 'write it as "4GiB", or as a number.')
+    if budget is not None and config.compile.enabled:
+        problem(where, "beside compile.enabled: what compiled blocks save is not counted.", "leave one of them out.")
+    if budget is not None and config.parallel.pp not in ("auto", 1):
+        do = "name blocks in activation_checkpointing.modules."
+        problem(where, "beside pipeline stages, whose ranks hold several micro-batches.", do)
     if config.offload == "auto":
         if zero.stage == 0:
             problem(

@@ -122,7 +122,6 @@ class Aio(Section):
     )
 
 
-@with_unsupported("activation_checkpointing")
 class ActivationCheckpointing(Section):
     """Which activations are recomputed in the backward pass instead of being saved."""
 
@@ -133,6 +132,11 @@ class ActivationCheckpointing(Section):
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
     profile: bool = key(False, "log each recomputed function's times; each step, or as steps_per_print says")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
+    memory_budget: int | str | None = key(
+        None,
+        "bytes ('4GiB') that the activations of the blocks may take on a rank: as few blocks are recomputed as that"
+        " needs, by what the first step measures (Shoal's own key)",
+    )
     policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
 
 

@@ -116,7 +116,7 @@ class Engine(nn.Module):
         if timers.is_on:
             self.sharded.reducer.timed = partial(timers.phase, "reduce")
         self._norm: float | None = None
-        self._was_step_applied = False
+        self._was_step_applied = self._has_stepped = False
         self._is_destroyed = False
         self.stream_check: LastingCheck | None = None
         self._compiled: list[nn.Module] = []  # by the config
@@ -337,9 +337,11 @@ class Engine(nn.Module):
         self._end_step()
         self._expert_balance.after_step(self.global_steps, was_applied=self._was_step_applied)
         self.checkpointing.poll()
-        unused = self._activations.recompute.unused_note() if self.global_steps == 1 else None
-        if unused is not None:
-            say_on_rank_0(self.global_rank, unused)
+        if not self._has_stepped:
+            self._has_stepped = True
+            note = self._activations.after_first_step(self.axes.world)
+            if note is not None:
+                say_on_rank_0(self.global_rank, note)
         for callback in self.on_step:
             callback(self)
 

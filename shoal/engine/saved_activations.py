@@ -22,7 +22,9 @@ from shoal.parallel.recompute import (
     uninstall,
 )
 from shoal.parallel.recompute_blocks import matches_a_module
+from shoal.parallel.recompute_budget import BudgetedRecompute
 from shoal.sharding.placement import Tier
+from shoal.text import parse_bytes
 
 
 class SavedActivations:
@@ -54,7 +56,14 @@ class SavedActivations:
             self.notes = self.recompute.notes()
         self.blocks: RecomputedBlocks | None = None
         asked = [*(section.modules or ()), *more]
-        if asked:
+        self._budget: BudgetedRecompute | None = None
+        if section.memory_budget is not None:
+            given = section.memory_budget
+            self._budget = BudgetedRecompute(
+                self.recompute, parse_bytes(given) or 0 if isinstance(given, str) else given
+            )
+            self.blocks = self._budget.install(model, asked or None)
+        elif asked:
             wanted = asked if pp is None else _of_this_stage(model, asked, pp)
             if wanted or pp is None:
                 self.blocks = recompute_blocks(model, wanted, recompute=self.recompute)
@@ -66,6 +75,10 @@ class SavedActivations:
     def num_recomputed(self) -> int:
         """Modules that the config has recomputed."""
         return 0 if self.blocks is None else len(self.blocks)
+
+    def after_first_step(self, comm: Communicator) -> str | None:
+        """A line for rank 0, or None. Every rank calls. Communicates: with ``memory_budget``, what was measured."""
+        return self.recompute.unused_note() if self._budget is None else self._budget.decide(comm)
 
     def bytes_by_tier(self) -> Counter[Tier]:
         """Bytes that are kept for backward now."""

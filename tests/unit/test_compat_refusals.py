@@ -19,7 +19,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),
-    ({"compile": {"deepcompile": True}}, r": compile \(DeepCompile\)"),
+    ({"compile": {"deepcompile": True}}, ": DeepCompile"),
     ({"compression_training": QUANTIZED}, r": compression"),
     ({"graph_harvesting": True}, r": CUDA graphs"),
     ({"checkpoint": {"use_node_local_storage": True}}, r": checkpoints on disks that nodes do not share"),

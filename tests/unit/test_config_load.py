@@ -188,6 +188,16 @@ def test_keys_that_clients_leave_behind_are_a_warning(source: dict[str, Any]) ->
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states"),
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype"),
+        ({"precision": {"master_dtype": "bf16"}}, "precision.master_dtype"),
+        ({"fp16": {"enabled": True}, "precision": {"master_dtype": "bf16"}}, "precision.master_dtype"),
+        (
+            {
+                "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+                "precision": {"master_dtype": "fp32"},
+            },
+            "precision.master_dtype",
+        ),
+        ({"precision": {"state_dtype": "fp16"}}, "precision.state_dtype"),
         ({"prescale_gradients": True, "gradient_predivide_factor": 2}, "gradient_predivide_factor"),
         ({"compat": "newest"}, "compat"),
     ],
@@ -281,7 +291,7 @@ def test_secrets_are_never_printed() -> None:
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, "data_efficiency.enabled"),
         ({"optimizer": {"type": "onebitadam", "params": {"lr": 1, "freeze_step": 2}}}, "optimizer.type"),
-        ({"activation_checkpointing": {"memory_budget": 1}}, "activation_checkpointing.memory_budget"),
+        ({"debug": {"nan_trace": True}}, "debug.nan_trace"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.2}}}, "zero_optimization.zenflow"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (

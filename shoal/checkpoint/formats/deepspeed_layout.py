@@ -17,7 +17,7 @@ _ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """Elements of a parameter that follow one another on a rank; of no parameter (None): zeros."""
 
     rank: int
@@ -44,7 +44,7 @@ class FlatLayout:
     num_ranks: int
     gaps: list[int] = field(default_factory=list)
     paddings: list[int] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[FlatPiece] = field(default_factory=list)
 
     def numel(self, rank: int) -> int:
         """Elements on a rank, without its padding."""
@@ -96,7 +96,7 @@ def partitioned(
             while first < last:
                 rank = first // part
                 numel = min(last, (rank + 1) * part) - first
-                layout.pieces.append(Piece(rank, of, first - begin, numel))
+                layout.pieces.append(FlatPiece(rank, of, first - begin, numel))
                 first += numel
     layout.paddings = [min(part, max(0, (rank + 1) * part - at)) for rank in range(num_ranks)]
     return layout
@@ -138,16 +138,16 @@ def spread(group: int, shapes: Mapping[str, tuple[int, ...]], num_ranks: int, su
     return layouts
 
 
-def spread_one(name: str, numel: int, num_ranks: int) -> list[Piece]:
+def spread_one(name: str, numel: int, num_ranks: int) -> list[FlatPiece]:
     """Stage 3: one parameter's parts."""
     part = -(-numel // num_ranks)
     pieces = []
     for rank in range(num_ranks):
         held = max(0, min(part, numel - rank * part))
         if held:
-            pieces.append(Piece(rank, name, rank * part, held))
+            pieces.append(FlatPiece(rank, name, rank * part, held))
         if held < part:
-            pieces.append(Piece(rank, None, 0, part - held))
+            pieces.append(FlatPiece(rank, None, 0, part - held))
     return pieces
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,12 +14,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from shoal.cli.exit_code import exit_code_of
 from shoal.errors import CheckpointError, ShoalError
-from shoal.text import format_bytes
+from shoal.text import counted, format_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from shoal.checkpoint.portable import Source, TensorInfo
+
+
+_RESUMED = ("counters (step)", "learning-rate schedule")  # that most runs have
 
 
 class Target(StrEnum):
@@ -96,6 +99,12 @@ def _convert(
             do="leave --dtype out, or convert to huggingface or state_dict.",
             code="checkpoint-format",
         )
+    if dtype not in (None, Dtype.float32) and to is Target.fp32:
+        raise CheckpointError(
+            f"--to fp32 writes float32, and --dtype is {dtype.value}.",
+            do="leave --dtype out, or convert to state_dict, which takes it.",
+            code="checkpoint-format",
+        )
     check_free(target)
     found: Format = from_.value if from_ is not None else detect(source, tag)
     opened = open_source(source, tag, found)
@@ -104,9 +113,11 @@ def _convert(
     keeps_all = to in (Target.shoal, Target.dcp)
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
     number = sum(len(opened.tensors(kind)) for kind in kinds)
-    chosen = dtype_of(dtype.value) if dtype is not None else None
+    name = dtype.value if dtype is not None else "float32" if to is Target.fp32 else None
+    chosen = dtype_of(name) if name is not None else None
     total = _nbytes(opened, kinds)
-    console.print(f"{found} to {to.value}: {number:,} tensors, {format_bytes(total)} as they are")
+    how = "with their dtypes" if name is None else f"written as {name}"
+    console.print(f"{found} to {to.value}: {counted(number, 'tensor')}, {format_bytes(total)}, {how}")
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -134,8 +145,8 @@ def _convert(
         else:
             from shoal.checkpoint.formats.plain import write_plain
 
-            write_plain(watched, target, dtype_of("float32") if to is Target.fp32 and chosen is None else chosen)
-    return [*opened.about.notes, *([] if to is Target.shoal else _left_out(opened, to))]
+            write_plain(watched, target, chosen)
+    return [*opened.about.notes, *(_not_there(opened) if to is Target.shoal else _left_out(opened, to))]
 
 
 def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) -> list[str]:
@@ -146,7 +157,7 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
     about, states = opened.about, _states(opened)
     said = [f"reads {found}: {about.path}"]
     said += [f"step {about.counters['global_steps']}"] if "global_steps" in about.counters else []
-    said += [f"saved by {about.num_ranks} ranks"] if about.num_ranks is not None else []
+    said += [f"saved by {counted(about.num_ranks, 'rank')}"] if about.num_ranks is not None else []
     said += [f"with optimizer state ({', '.join(states)})" if states else "without optimizer state"]
     lines = [", ".join(said)]
     if unread:
@@ -165,19 +176,29 @@ def _states(source: Source) -> list[str]:
 
 def _left_out(source: Source, to: Target) -> list[str]:
     """The parts of the source that the target's format cannot store."""
-    about = source.about
     notes = []
     if to is not Target.dcp and (states := _states(source)):
         notes.append(f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out.")
-    others = {
-        "counters": about.counters,
-        "the learning-rate schedule": about.schedule,
-        "the loss scale": about.loss_scale,
-        "client state": about.client_state,
-    }
-    if lost := [name for name, value in others.items() if value]:
+    if lost := [name for name, value in _beside_tensors(source).items() if value]:
         notes.append(f"{to.value} has no place for {', '.join(lost)}; left out.")
     return notes
+
+
+def _not_there(source: Source) -> list[str]:
+    """What a run that resumes begins anew, because the source does not have it."""
+    missing = [] if _states(source) else ["optimizer state"]
+    missing += [name for name, value in _beside_tensors(source).items() if not value and name in _RESUMED]
+    return [f"the source has no {', no '.join(missing)}: a run that resumes begins with new ones."] if missing else []
+
+
+def _beside_tensors(source: Source) -> dict[str, Any]:
+    about = source.about
+    return {
+        "counters (step)": about.counters,
+        "learning-rate schedule": about.schedule,
+        "loss scale": about.loss_scale,
+        "client state": about.client_state,
+    }
 
 
 def _nbytes(source: Source, kinds: list[str]) -> int:

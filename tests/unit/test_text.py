@@ -13,7 +13,7 @@ from shoal.text import did_you_mean, format_bytes, format_count, nearest, table
 def test_the_examples_in_the_docstrings_hold() -> None:
     outcome = doctest.testmod(shoal.text)
     assert outcome.failed == 0
-    assert outcome.attempted == 5
+    assert outcome.attempted == 7
 
 
 def test_nearest_ignores_case_and_space_around() -> None:

@@ -75,7 +75,7 @@ from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
 
-# By name: an import of torch.distributed.fsdp takes half a second.
+# By name: importing FSDP takes half a second.
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,9 +55,7 @@ def test_a_value_set_on_a_sharded_parameter_is_an_error_that_names_it_and_gather
         engine.backward(engine(torch.ones(2, 8)).sum())
         engine.step()
         nn.init.zeros_(engine.module[2].weight)  # torch allows it on the placeholder
-        with pytest.raises(
-            ModelError, match=r"1 parameter that stage 3.*: 2\.weight(?s:.*)GatheredParameters"
-        ) as caught:
+        with pytest.raises(ModelError, match=r"(?s)1 parameter .*: 2\.weight.*GatheredParameters") as caught:
             engine(torch.ones(2, 8))
         assert caught.value.code == "model-changed"
         engine.destroy()
@@ -88,23 +83,3 @@ def test_the_hosts_of_all_ranks_are_exchanged_once_at_start_up() -> None:
         return [entry.label for entry in entries if "hosts" in entry.label]
 
     assert run_ranks(2, job) == [["hosts"]] * 2
-
-
-SCRIPT = """
-import os, torch, shoal
-
-config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-engine, *_ = shoal.initialize(model=torch.nn.Linear(8, 8), config=config)
-for _ in range(3 - int(os.environ["RANK"])):
-    engine.backward(engine(torch.ones(2, 8)).sum())
-    engine.step()
-"""
-
-
-def test_a_rank_with_fewer_batches_is_asked_about_them(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "shoal", "run", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "Had it fewer batches?" in done.stdout + done.stderr

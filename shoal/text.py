@@ -76,6 +76,25 @@ def _short(size: float) -> str:
     return f"{size:.1f}".removesuffix(".0")
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun.
+
+    >>> counted(1, "rank"), counted(1200, "rank"), counted(2, "batch", "batches")
+    ('1 rank', '1,200 ranks', '2 batches')
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def listed(names: Iterable[object], most: int = 10) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c"], 2)
+    'a, b and 1 more'
+    """
+    texts = list(map(str, names))
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most:,} more" if len(texts) > most else "")
+
+
 def table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
     """Rows under headers, in columns; columns that hold only numbers stand to the right.
 

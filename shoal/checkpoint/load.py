@@ -19,13 +19,14 @@ from shoal.checkpoint.expert_groups import with_groups
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
 from shoal.checkpoint.local_shards import LocalShard, LocalShards, names_of, owned_range
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
-from shoal.checkpoint.problems import agree, damaged, listed
+from shoal.checkpoint.problems import agree, damaged
 from shoal.checkpoint.reader import CheckpointReader, StateReader
 from shoal.checkpoint.source_reader import SourceReader
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError, NotBuiltError
 from shoal.sharding.layout import ParameterSpec
+from shoal.text import listed
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,8 @@ class Load:
         if shapes:
             problems.append(f"{len(shapes)} of another shape: {listed(shapes)}")
         if self._wanted.has_optimizer and self._shards.step is not None:
-            problems += self._compare_optimizer(manifest, groups, optimizer, notes)
+            named = {*missing, *unexpected} if strict else set()
+            problems += self._compare_optimizer(manifest, groups, optimizer, notes, named)
         if problems:
             lines = "".join(f"\n    {problem}" for problem in problems)
             raise CheckpointError(
@@ -166,8 +168,14 @@ class Load:
         return notes
 
     def _compare_optimizer(
-        self, manifest: Manifest, groups: Sequence[Sequence[str]], optimizer: str | None, notes: list[str]
+        self,
+        manifest: Manifest,
+        groups: Sequence[Sequence[str]],
+        optimizer: str | None,
+        notes: list[str],
+        named: set[str],
     ) -> list[str]:
+        """The differences between the optimizers, without those of parameters in ``named``."""
         if manifest.optimizer is None:
             notes.append("the checkpoint has no optimizer state; the optimizer starts afresh.")
             return []
@@ -182,7 +190,8 @@ class Load:
             problems.append(f"its optimizer has {len(saved_groups)} parameter groups, this one {len(groups)}")
         else:
             for index, names in enumerate(groups):
-                only_here, only_there = set(names) - saved_groups[index], saved_groups[index] - set(names)
+                here, there = set(names) - named, saved_groups[index] - named
+                only_here, only_there = here - there, there - here
                 if only_here or only_there:
                     problems.append(
                         f"group {index}: {listed(sorted(only_there)) or 'none'} only in the checkpoint's,"

@@ -6,11 +6,12 @@ from typing import Any
 
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
+from shoal.text import listed
 
 
 def damaged(what: str, where: str) -> CheckpointError:
     """A checkpoint of Shoal's is not what was written."""
-    do = "load another checkpoint; `shoal checkpoint list` shows which are whole."
+    do = "load another checkpoint; `shoal checkpoint verify` shows which are whole."
     return CheckpointError(what, where=where, do=do, code="checkpoint-damaged")
 
 
@@ -24,16 +25,6 @@ def unsafe(what: str, where: str) -> CheckpointError:
     """A file holds what its program never writes."""
     do = "do not trust this checkpoint; it was not written by the program that it names, or was changed since."
     return CheckpointError(what, where=where, do=do, code="checkpoint-unsafe")
-
-
-def listed(names: Any, most: int = 8) -> str:
-    """The first names, and how many more there are.
-
-    >>> listed(["a", "b", "c"], 2)
-    'a, b and 1 more'
-    """
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def share(

@@ -18,12 +18,13 @@ import torch
 from shoal.checkpoint.blocks import BlockReader
 from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import Manifest, TensorRecord
-from shoal.checkpoint.problems import damaged, listed
+from shoal.checkpoint.problems import damaged
 from shoal.checkpoint.rectangles import Rectangle
 from shoal.checkpoint.storage import Storage
 from shoal.checkpoint.tree import dtype_of
 from shoal.errors import CheckpointError
 from shoal.sharding.layout import ParameterSpec
+from shoal.text import listed
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from shoal.checkpoint.blocks import FilePlan, Snapshot, TensorEntry, plan_file, 
 from shoal.checkpoint.commit import Commit, Phase, Retention
 from shoal.checkpoint.local_shards import LocalShard
 from shoal.checkpoint.manifest import EXTRA, FileRecord, Manifest, ParameterRecord, TensorRecord
-from shoal.checkpoint.problems import listed, share
+from shoal.checkpoint.problems import share
 from shoal.checkpoint.storage import Storage
 from shoal.comm.protocol import Communicator
 from shoal.errors import CheckpointError
 from shoal.streams import carried
+from shoal.text import listed
 
 logger = logging.getLogger("shoal")
 

@@ -27,7 +27,10 @@ _FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
 
 @app.command("list", cls=UsageCommand)
 def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
-    """Show the checkpoints of a folder, the newest first."""
+    """Show the checkpoints of a folder, the newest first.
+
+    Reads manifests and the sizes of files, not the tensors: `shoal checkpoint verify` reads every byte.
+    """
     from shoal.checkpoint import directory
     from shoal.checkpoint.storage import open_storage
     from shoal.text import format_bytes, table
@@ -57,6 +60,7 @@ def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
             ]
         )
     print(table(rows, ["checkpoint", "step", "saved (UTC)", "ranks", "size", ""]))
+    print(f"Sizes were checked, not every byte: shoal checkpoint verify {folder}", file=sys.stderr)
 
 
 @app.command("verify", cls=UsageCommand)

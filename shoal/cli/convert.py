@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,12 +15,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 
 from shoal.cli.exit_code import exit_code_of
 from shoal.errors import CheckpointError, ShoalError, UsageError
-from shoal.text import format_bytes
+from shoal.text import counted, format_bytes
 
 if TYPE_CHECKING:
     import torch
 
     from shoal.checkpoint.portable import Source, TensorInfo
+
+
+_RESUMED = ("counters (step)", "learning-rate schedule")  # that most runs have
 
 
 class Target(StrEnum):
@@ -124,6 +127,12 @@ def _convert(
             do="leave --dtype out, or convert to huggingface or state_dict.",
             code="checkpoint-format",
         )
+    if dtype not in (None, Dtype.float32) and to is Target.fp32:
+        raise CheckpointError(
+            f"--to fp32 writes float32, and --dtype is {dtype.value}.",
+            do="leave --dtype out, or convert to state_dict, which takes it.",
+            code="checkpoint-format",
+        )
     check_free(target)
     found: Format = from_.value if from_ is not None else detect(source, tag)
     opened = open_source(source, tag, found)
@@ -131,9 +140,11 @@ def _convert(
         console.print(escape(line))
     kinds = [kind for kind in opened.kinds() if keeps_all or kind == MODEL]
     number = sum(len(opened.tensors(kind)) for kind in kinds)
-    chosen = dtype_of(dtype.value) if dtype is not None else None
+    name = dtype.value if dtype is not None else "float32" if to is Target.fp32 else None
+    chosen = dtype_of(name) if name is not None else None
     total = _nbytes(opened, kinds)
-    console.print(f"{found} to {to.value}: {number:,} tensors, {format_bytes(total)} as they are")
+    how = "with their dtypes" if name is None else f"written as {name}"
+    console.print(f"{found} to {to.value}: {counted(number, 'tensor')}, {format_bytes(total)}, {how}")
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -170,8 +181,11 @@ def _convert(
         else:
             from shoal.checkpoint.formats.plain import write_plain
 
-            write_plain(watched, target, dtype_of("float32") if to is Target.fp32 and chosen is None else chosen)
-    left_out = [] if to in (Target.shoal, Target.deepspeed) else _left_out(opened, to)
+            write_plain(watched, target, chosen)
+    if to is Target.shoal:
+        left_out = _not_there(opened)
+    else:
+        left_out = [] if to is Target.deepspeed else _left_out(opened, to)
     return [*opened.about.notes, *notes, *left_out]
 
 
@@ -183,7 +197,7 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
     about, states = opened.about, _states(opened)
     said = [f"reads {found}: {about.path}"]
     said += [f"step {about.counters['global_steps']}"] if "global_steps" in about.counters else []
-    said += [f"saved by {about.num_ranks} ranks"] if about.num_ranks is not None else []
+    said += [f"saved by {counted(about.num_ranks, 'rank')}"] if about.num_ranks is not None else []
     said += [f"with optimizer state ({', '.join(states)})" if states else "without optimizer state"]
     lines = [", ".join(said)]
     if unread:
@@ -202,19 +216,29 @@ def _states(source: Source) -> list[str]:
 
 def _left_out(source: Source, to: Target) -> list[str]:
     """The parts of the source that the target's format cannot store."""
-    about = source.about
     notes = []
     if to is not Target.dcp and (states := _states(source)):
         notes.append(f"optimizer state ({', '.join(states)}) has no place in {to.value}; left out.")
-    others = {
-        "counters": about.counters,
-        "the learning-rate schedule": about.schedule,
-        "the loss scale": about.loss_scale,
-        "client state": about.client_state,
-    }
-    if lost := [name for name, value in others.items() if value]:
+    if lost := [name for name, value in _beside_tensors(source).items() if value]:
         notes.append(f"{to.value} has no place for {', '.join(lost)}; left out.")
     return notes
+
+
+def _not_there(source: Source) -> list[str]:
+    """What a run that resumes begins anew, because the source does not have it."""
+    missing = [] if _states(source) else ["optimizer state"]
+    missing += [name for name, value in _beside_tensors(source).items() if not value and name in _RESUMED]
+    return [f"the source has no {', no '.join(missing)}: a run that resumes begins with new ones."] if missing else []
+
+
+def _beside_tensors(source: Source) -> dict[str, Any]:
+    about = source.about
+    return {
+        "counters (step)": about.counters,
+        "learning-rate schedule": about.schedule,
+        "loss scale": about.loss_scale,
+        "client state": about.client_state,
+    }
 
 
 def _nbytes(source: Source, kinds: list[str]) -> int:

@@ -29,6 +29,11 @@ from shoal.errors import CommError, RankFailedError
 LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
 MAX_TRACEBACK_CHARACTERS = 16_000
 
+_SHARDED_WRITE = (
+    "shoal: between two uses a parameter that is sharded at stage 3 has no memory to write to. Change it inside"
+    " `with shoal.zero.GatheredParameters([p], modifier_rank=0):`; for a state_dict,"
+    " engine.load_module_state_dict(state_dict)."
+)
 _LINGER_SECONDS = 2.0
 _KEY = "failure"
 _SEEN = "seen"
@@ -199,6 +204,8 @@ class ExceptHook:
         sys.excepthook = self._hook
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if "refers to a single memory location" in str(error):  # torch's error for a write to an expanded tensor
+            error.add_note(_SHARDED_WRITE)
         if self._pid == os.getpid():  # not in a forked child, whose parent handles its failure
             self._report(error)
         self._previous(kind, error, trace)

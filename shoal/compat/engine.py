@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from shoal.comm.world import process_group
 from shoal.compat.engine_gradients import DeepSpeedGradients
-from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, value_at
+from shoal.compat.engine_names import DERIVED, PATHS, model_dtype, refuse, refuse_pipeline_call, value_at
 from shoal.compat.optimizer import DeepSpeedShardedOptimizer
 from shoal.config import Config
 from shoal.data import Loader
@@ -45,7 +45,11 @@ class DeepSpeedEngine(DeepSpeedGradients):
 
     def __getattr__(self, name: str) -> Any:
         refuse(name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            refuse_pipeline_call(name)
+            raise
 
     @property
     def optimizer(self) -> Any:

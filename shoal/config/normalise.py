@@ -118,7 +118,7 @@ def normalise(raw: Mapping[str, Any], lines: Mapping[tuple[str | int, ...], int]
     """Read a whole file."""
     strict = coerce(raw.get("strict", True), bool | Literal["warn"])
     found = Normalised(lines, is_strict=strict not in ("warn", False))
-    top = dict(raw)
+    top = {name: value for name, value in raw.items() if name != "$schema"}  # which editors read
     _old_zero(top, found)
     found.values = _section(top, Schema, At(), found)
     return found

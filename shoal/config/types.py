@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.problems import Problem, shown
+from shoal.config.support import TYPES_NOT_BUILT
 from shoal.text import nearest
 
 Section = Literal["optimizer", "scheduler"]
@@ -77,7 +78,8 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
     found = next((each for each in classes if each.casefold() == name.casefold().replace("_", "")), None)
     path, code = f"{section}.type", "optimizer-name" if section == "optimizer" else "schedule-name"
     if found is None:
-        names = list(dict.fromkeys([*own, *(each for each in classes if each not in BY_WIDTH)]))
+        names = [*own, *(each for each in classes if each not in BY_WIDTH)]
+        names = [each for each in dict.fromkeys(names) if _is_offered(section, each)]
         near = nearest(name, names)
         do = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {', '.join(names)}."
         kind = "optimizer" if section == "optimizer" else "schedule"
@@ -93,6 +95,15 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
         code = "optimizer-params" if section == "optimizer" else "schedule-params"
         for where, what, do in _argument_problems(section, classes[found], params):
             yield Problem(where, what, do, code=code)
+
+
+def _is_offered(section: Section, name: str) -> bool:
+    """May an error propose the type?"""
+    if section == "scheduler":
+        return name not in NOT_FROM_JSON
+    if name in OPTIMIZERS:
+        return name.casefold() not in TYPES_NOT_BUILT
+    return name not in NOT_ELEMENTWISE
 
 
 def _argument_problems(section: Section, factory: type, params: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

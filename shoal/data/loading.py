@@ -6,12 +6,14 @@ and so on. The position is the number of samples that all ranks have taken from 
     position P, batch size B, world size N:   rank r takes  stream[P + r B : P + (r + 1) B],   then P += N B
 
 so a run that stops at P goes on at P with any N and B, repeats nothing and skips nothing. Only the position is saved.
+Of the L < N B samples that an epoch ends with, each rank takes ceil(L / N), as with torch's DistributedSampler and
+DataLoader: where N does not divide L, up to N - 1 samples of the epoch are taken twice, so that ranks stay alike.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -41,18 +43,12 @@ class SamplePosition:
     def advance(self, num: int) -> SamplePosition:
         return replace(self, taken=self.taken + num)
 
-    def walk(self) -> Iterator[int]:
-        """The stream's indices from here on, without end."""
-        epoch, offset = divmod(self.taken, self.num_samples)
-        while True:
-            yield from self._order(epoch)[offset:]
-            epoch, offset = epoch + 1, 0
-
-    def _order(self, epoch: int) -> list[int]:
+    def order(self) -> list[int]:
+        """The indices of the whole epoch."""
         if not self.shuffle:
             return list(range(self.num_samples))
         # Another generator for each (seed, epoch), so that an epoch's order needs no history.
-        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + epoch) % 2**63)
+        generator = torch.Generator().manual_seed((self.seed * 0x9E3779B1 + self.epoch) % 2**63)
         order: list[int] = torch.randperm(self.num_samples, generator=generator).tolist()
         return order
 
@@ -60,8 +56,8 @@ class SamplePosition:
 class Loader:
     """One rank's batches, an epoch per ``for`` loop, from a position that can be saved and loaded.
 
-    All ranks get the same number of batches, all of the same size. The epoch's last batch is filled from the next
-    epoch's order (which then starts after what was taken), or left out with ``drop_last``.
+    All ranks get the same number of batches, of the same sizes. The epoch's last batch is shorter where the samples do
+    not fill it, or left out with ``drop_last``. A ``for`` loop that was left goes on in the next one.
 
     Args:
         dataset: with a length and indices, or an ``IterableDataset``, whose stream every rank reads and shares out.
@@ -125,13 +121,13 @@ class Loader:
         return 0 if self._is_stream else self._position.epoch
 
     def __len__(self) -> int:
-        """Batches until the epoch's end.
+        """Batches of an epoch, wherever the position is.
 
         Raises: TypeError: the data set is a stream without a length.
         """
         if self._is_stream:
             raise TypeError("a loader over an IterableDataset has no length")
-        return self._batches_left()
+        return self._count(self._position.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -170,34 +166,39 @@ class Loader:
             int(state["num_samples"]), int(state["seed"]), bool(state["shuffle"]), int(state["taken"])
         )
 
-    def _batches_left(self) -> int:
-        left = self._position.left_in_epoch
-        return left // self.global_batch if self._drop_last else -(-left // self.global_batch)
+    def _count(self, num_samples: int) -> int:
+        return num_samples // self.global_batch if self._drop_last else -(-num_samples // self.global_batch)
 
     def _iterate_indices(self) -> Iterator[Any]:
-        num_batches = self._batches_left()
         epoch_end = self._position.taken + self._position.left_in_epoch
         loader = DataLoader(
             self.dataset,
-            batch_sampler=list(self._own_indices(num_batches)),
+            batch_sampler=list(self._own_indices()),
             collate_fn=self._collate,
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
         )
         for batch in loader:
-            self._position = self._position.advance(self.global_batch)
+            self._position = replace(self._position, taken=min(self._position.taken + self.global_batch, epoch_end))
             yield batch
         if self._drop_last:
             self._position = replace(self._position, taken=epoch_end)
 
-    def _own_indices(self, num_batches: int) -> Iterator[list[int]]:
-        stream = self._position.walk()
-        for _ in range(num_batches):
-            together = list(itertools.islice(stream, self.global_batch))
-            yield together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size]
+    def _own_indices(self) -> Iterator[list[int]]:
+        order = self._position.order()
+        left = order[self._position.num_samples - self._position.left_in_epoch :]
+        for batch in range(self._count(len(left))):
+            yield self._own(left[batch * self.global_batch : (batch + 1) * self.global_batch], order)
+
+    def _own(self, together: list[Any], repeated: Sequence[Any]) -> list[Any]:
+        """This rank's part of a global batch; a short one is filled up to equal parts from ``repeated``, in a cycle."""
+        size = -(-len(together) // self._world_size)
+        missing = size * self._world_size - len(together)
+        together = [*together, *itertools.islice(itertools.cycle(repeated), missing)]
+        return together[self._rank * size : (self._rank + 1) * size]
 
     def _iterate_stream(self) -> Iterator[Any]:
-        """Every rank reads the whole stream and yields its part; an incomplete last batch is left out on all ranks."""
+        """Every rank reads the whole stream and yields its part."""
         stream = iter(cast(Iterable[Any], self.dataset))
         skipped = sum(1 for _ in itertools.islice(stream, self._position.taken))
         if skipped < self._position.taken:
@@ -205,11 +206,11 @@ class Loader:
             stream = iter(cast(Iterable[Any], self.dataset))
         while True:
             together = list(itertools.islice(stream, self.global_batch))
-            if len(together) < self.global_batch:
+            if not together or (self._drop_last and len(together) < self.global_batch):
                 self._position = replace(self._position, taken=0)
                 return
-            self._position = self._position.advance(self.global_batch)
-            yield self._collate(together[self._rank * self.batch_size : (self._rank + 1) * self.batch_size])
+            self._position = self._position.advance(len(together))
+            yield self._collate(self._own(together, together))
 
 
 class RepeatingLoader:

@@ -281,7 +281,7 @@ class Accumulation:
         return ((losses * counts).sum() / counts.sum().clamp(min=1)).float()
 
     def refuse_mixed(self, num_plain_passes: int) -> None:
-        """Raises: UsageError: ``engine.backward(loss)`` and ``loss.backward()`` were both used in one step.
+        """Raises: UsageError: ``loss.backward()`` was used beside ``engine.backward(loss)``, or where it cannot be.
 
         Args:
             num_plain_passes: passes of ``loss.backward()`` since the last step.
@@ -291,6 +291,13 @@ class Accumulation:
                 'loss_reduction is "token", and loss.backward() says of no number of tokens.',
                 do="call engine.backward(loss, num_tokens=n), or engine.scale(loss, num_tokens=n).backward().",
                 code="loss-tokens",
+            )
+        if num_plain_passes and self.loss_scale is not None and self.loss_scale.scale != 1.0 and not self.scaled_by:
+            raise UsageError(
+                "loss.backward() alone does not multiply the loss by fp16's loss scale"
+                f" ({self.loss_scale.scale:g}), so small gradients become 0.",
+                do="call engine.backward(loss), or engine.scale(loss).backward().",
+                code="loss-scale",
             )
         if num_plain_passes and self.scaled_by == {"engine"}:
             raise UsageError(

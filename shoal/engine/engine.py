@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from shoal.compiler import refuse_cuda_graphs
+from shoal.config.batch import MICRO
 from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
 from shoal.engine.expert_balance import ExpertBalance
-from shoal.engine.inputs import cast, explain_mismatch, explain_mixed_formats
-from shoal.engine.log import say_on_rank_0
+from shoal.engine.inputs import batch_size_note, cast, explain_mismatch, explain_mixed_formats
+from shoal.engine.log import logger, say_on_rank_0
 from shoal.engine.nonfinite import NonFinite
 from shoal.engine.offload_states import Offloaded, OffloadStates
 from shoal.engine.profiling import ProfilingTimers
@@ -120,6 +121,7 @@ class Engine(nn.Module):
         self._is_destroyed = False
         self.stream_check: LastingCheck | None = None
         self._compiled: list[nn.Module] = []  # by the config
+        self._is_batch_checked = False
         self._same_inputs = SameInputs(properties.axes.tp)
         self._expert_balance = ExpertBalance(sharding, properties)
         self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
@@ -160,7 +162,9 @@ class Engine(nn.Module):
         self._check_model()
         if self.module.training:
             kwargs = self.run_state.curriculum.into(kwargs, self.global_steps)
-            self._same_inputs.check(self._inputs_of_all(args, kwargs), where=self.properties.where(self.global_steps))
+            inputs = self._inputs_of_all(args, kwargs)
+            self._same_inputs.check(inputs, where=self.properties.where(self.global_steps))
+            self._check_batch_size(inputs)
         if self.plan.input_dtype is not None:
             args, kwargs = cast(args, self.plan.input_dtype), cast(kwargs, self.plan.input_dtype)
         autocast = (
@@ -168,7 +172,7 @@ class Engine(nn.Module):
             if self.plan.autocast_dtype is not None
             else nullcontext()
         )
-        with self._failing("forward"), self.timers.phase("forward"), autocast, self.sharded.searching():
+        with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast, self.sharded.searching():
             output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
@@ -176,6 +180,16 @@ class Engine(nn.Module):
     def _check_model(self) -> None:
         """Raises: ModelError: the model was changed."""
         self.sharding.check.check()
+
+    def _check_batch_size(self, inputs: Any) -> None:
+        """Warn where the first batch is not of the size that the config gives."""
+        if self._is_batch_checked:
+            return
+        self._is_batch_checked = True
+        is_given = self.properties.config.origin(MICRO) in ("user", "deprecated alias", "derived")
+        note = batch_size_note(inputs, self.accumulation.micro_batch) if is_given else None
+        if note is not None and self.global_rank == 0:
+            logger.warning(note)
 
     def _inputs_of_all(self, args: Any, kwargs: Any) -> Any:
         """Of the arguments of ``forward``, what all ranks of a tensor-parallel group have alike."""
@@ -833,8 +847,11 @@ class Engine(nn.Module):
             self.offloaded.require(call)
 
     @contextmanager
-    def _failing(self, phase: str) -> Iterator[None]:
+    def _failing(self, phase: str, inputs: Any = None) -> Iterator[None]:
         """When something raises: release the units, discard the gradients, and explain the error.
+
+        Args:
+            inputs: of a forward.
 
         An error that nothing catches is reported to the other ranks by ``comm``.
         """
@@ -850,7 +867,7 @@ class Engine(nn.Module):
             self._explain_out_of_memory(error, phase)
             explain_mismatch(error, self.sharded.sharded)
             if phase == "forward":
-                explain_mixed_formats(error, self.module, self.plan.precision.parameter)
+                explain_mixed_formats(error, self.module, self.plan.precision.parameter, inputs)
                 self.run_state.curriculum.explain(error)
             raise
 

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import pathlib
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -63,6 +65,7 @@ from shoal.processor import emulation_notes
 from shoal.sharding.placement import Tier
 from shoal.simulation.check import LastingCheck
 from shoal.streams import simulation
+from shoal.text import counted, listed
 from shoal.zero.build import build
 from shoal.zero.direct import DirectStep
 from shoal.zero.engine_parameters import EngineParameters
@@ -71,6 +74,9 @@ from shoal.zero.parameter_owner import OWNERS
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.settings import Axes
 from shoal.zero.step import ShardedStep
+
+# By name: importing FSDP takes half a second.
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -145,7 +151,8 @@ def _start(
         model, parts = stages_of(model, parts, settings, world, axes)
         optimizer, model_parameters = of_stages(model, optimizer, model_parameters)
         plan = of_own_units(plan, model, axes.pp)
-    parts, axes = with_experts(model, parts, axes, settings)
+    hosts = list(axes.world.gather_objects(socket.gethostname(), label="hosts"))
+    parts, axes = with_experts(model, parts, axes, settings, hosts)
     is_part = axes.pp is not None
     made = make_optimizer(model, optimizer, model_parameters, settings, world.size, is_part=is_part)
     if is_part and made.optimizer is not None:
@@ -170,7 +177,7 @@ def _start(
         gradient_divisor=1.0 / (plan.precision.gradient.pre_scale * plan.precision.gradient.post_scale),
     )
     offloaded = Offloaded(properties, accumulation.counters)
-    offload = Offload(model, properties)
+    offload = Offload(model, properties, hosts.count(hosts[world.rank]))
     with device.use():
         sharded = build(
             model,
@@ -233,6 +240,14 @@ def check_model(model: Any) -> None:
         raise ModelError(
             f"model must be a torch.nn.Module, got {type(model).__name__}.", do="pass model=...", code="model-type"
         )
+    for name, module in model.named_modules():
+        bases = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
+        if found := sorted(bases & _WRAPPERS):
+            raise ModelError(
+                f"{repr(name) if name else 'the model'} is wrapped in torch's {found[0]}, which reduces gradients too.",
+                do="pass the module as it was before it was wrapped (that of DistributedDataParallel is .module).",
+                code="model-wrapped",
+            )
     if next(model.parameters(), None) is None and not isinstance(model, StageModule):
         raise ModelError(
             f"{type(model).__name__} has no parameters, so there is nothing to train.",
@@ -242,15 +257,14 @@ def check_model(model: Any) -> None:
     lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]
     if lazy:
         raise ModelError(
-            f"{len(lazy)} parameters have no shape yet: {', '.join(lazy[:5])}{' ...' if len(lazy) > 5 else ''}.",
+            f"{counted(len(lazy), 'parameter')} without a shape yet: {listed(lazy)}.",
             do="run the model on one batch first, so that its lazy modules know their sizes.",
             code="model-lazy",
         )
     held = [name for name, parameter in model.named_parameters() if isinstance(OWNERS.get(parameter), EngineParameters)]
     if held:
         raise ModelError(
-            f"{len(held)} parameters of {type(model).__name__} belong to a live engine already: {', '.join(held[:4])}"
-            f"{' ...' if len(held) > 4 else ''}.",
+            f"a live engine has {counted(len(held), 'parameter')} of {type(model).__name__} already: {listed(held)}.",
             do="destroy() that engine first; or hand over a copy.deepcopy() of the model that was made before it was"
             " initialized.",
             code="model-held",
@@ -280,31 +294,50 @@ def _timed(axes: Axes, world: World, settings: Config) -> Axes:
 
 
 def _check_same_everywhere(axes: Axes, settings: Config, model: nn.Module) -> None:
-    """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters."""
+    """Raises: ConfigError, ModelError: ranks disagree on the config or on the model's parameters.
+
+    Communicates: digests; where those differ, what they are of.
+    """
     comm = axes.world
     if comm.size == 1:
         return
     mine = {
-        "config": repr(sorted((key, repr(value)) for key, value in flat(settings.effective()).items())),
-        "model": repr([(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]),
+        "config": {key: repr(value) for key, value in sorted(flat(settings.effective()).items())},
+        "model": {
+            name: f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ' frozen'}"
+            for name, p in model.named_parameters()
+        },
     }
     digests = comm.gather_objects(
-        {key: hashlib.sha256(text.encode()).hexdigest() for key, text in mine.items()}, label="start-up check"
+        {key: hashlib.sha256(repr(list(items.items())).encode()).hexdigest() for key, items in mine.items()},
+        label="start-up check",
     )
     # Tensor-parallel ranks may have been given other parts of a model.
     same_part = axes.mesh.ranks_along("loss", comm.rank)
     for key, error, ranks in (("config", ConfigError, range(comm.size)), ("model", ModelError, same_part)):
+        if len({digest[key] for digest in digests}) == 1:
+            continue
+        items = comm.gather_objects(mine[key], label="start-up check: what differs")
         values = {rank: digests[rank][key] for rank in ranks}
-        if len(set(values.values())) > 1:
-            common = max(set(values.values()), key=list(values.values()).count)
-            odd = [rank for rank, value in values.items() if value != common]
+        common = Counter(values.values()).most_common(1)[0][0]
+        odd = [rank for rank, value in values.items() if value != common]
+        if odd:
+            usual = next(items[rank] for rank, value in values.items() if value == common)
             raise error(
-                f"rank {', '.join(map(str, odd))} has another {key} than the others.",
+                f"rank {', '.join(map(str, odd))} has another {key} than the others:"
+                f" {_differing(items[odd[0]], usual)}.",
                 where=f"{comm.size} data-parallel ranks",
                 do=f"give every rank the same {key}"
                 + ("; the same names, shapes, dtypes and requires_grad." if key == "model" else "."),
                 code=f"ranks-differ-{key}",
             )
+
+
+def _differing(odd: Mapping[str, str], usual: Mapping[str, str]) -> str:
+    """The first names whose values differ, and how many more there are."""
+    names = [name for name in {**usual, **odd} if odd.get(name) != usual.get(name)]
+    each = [f"{name} is {odd.get(name, 'missing')}, not {usual.get(name, 'missing')}" for name in names]
+    return listed(each, 3) or "the same names in another order"
 
 
 def _begin_backward(offloaded: Offloaded, accumulation: Accumulation) -> bool:
@@ -418,8 +451,7 @@ def _report(engine: Engine, notes: list[str]) -> None:
     ]
     if untrained and rank == 0:
         logger.warning(
-            "%d parameters require a gradient but are in no optimizer group and will not be trained: %s%s",
-            len(untrained),
-            ", ".join(untrained[:5]),
-            " ..." if len(untrained) > 5 else "",
+            "%s with requires_grad in no optimizer group, so not trained: %s",
+            counted(len(untrained), "parameter"),
+            listed(untrained),
         )

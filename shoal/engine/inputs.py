@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import CommError
 from shoal.sharding.unit import Unit
@@ -25,15 +26,36 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.dtype | None) -> None:
-    """Add a note to an error about dtypes where buffers have another dtype than the parameters.
+def batch_size_note(inputs: Any, micro_batch: int) -> str | None:
+    """A warning where no tensor has ``micro_batch`` samples along dim 0, or along dim 1 as in [sequence, batch]."""
+    shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if not shapes or any(micro_batch in shape[:2] for shape in shapes):
+        return None
+    found = sorted({shape[0] for shape in shapes})
+    return (
+        f"the first batch has {' or '.join(map(str, found))} samples, and train_micro_batch_size_per_gpu is"
+        f" {micro_batch}: engine.global_samples, train_batch_size and rates by samples count {micro_batch}. Give the"
+        " DataLoader batch_size=engine.train_micro_batch_size_per_gpu(), or change the config."
+    )
+
+
+def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.dtype | None, inputs: Any) -> None:
+    """Add a note to an error about dtypes where inputs or buffers have another dtype than the parameters.
 
     Args:
         parameter: the dtype that the config gives parameters; None: their own.
+        inputs: of the forward that raised it, as the model got them.
     """
-    if parameter is None or not isinstance(error, RuntimeError):
+    if not isinstance(error, RuntimeError) or not any(word in str(error) for word in ("dtype", "scalar type")):
         return
-    if not any(word in str(error) for word in ("dtype", "scalar type")):
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    given = {leaf.dtype for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)} - own
+    if given:
+        error.add_note(
+            f"shoal: inputs are {_short(given)}, and parameters {_short(own)}: cast the inputs to the parameters' dtype"
+            ' (with fp16, "auto_cast": true does so).'
+        )
+    if parameter is None:
         return
     names = [name for name, buffer in model.named_buffers() if buffer.is_floating_point() and buffer.dtype != parameter]
     if names:
@@ -43,6 +65,10 @@ def explain_mixed_formats(error: Exception, model: nn.Module, parameter: torch.d
             f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. If the model mixes them with activations, cast"
             ' them there (buffer.to(x.dtype)), or set "data_types": {"buffer_dtype": "..."} in the config.'
         )
+
+
+def _short(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def explain_mismatch(error: Exception, units: Iterable[Unit]) -> None:

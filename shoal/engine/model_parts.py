@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -54,8 +54,13 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     return declared if declared.local else split(model, comm, axes.mesh, config)
 
 
-def with_experts(model: nn.Module, parts: ModelParts, axes: Axes, config: Config) -> tuple[ModelParts, Axes]:
+def with_experts(
+    model: nn.Module, parts: ModelParts, axes: Axes, config: Config, hosts: Sequence[str]
+) -> tuple[ModelParts, Axes]:
     """Divide the experts of a model among the expert-parallel ranks.
+
+    Args:
+        hosts: of each rank.
 
     Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
@@ -64,22 +69,26 @@ def with_experts(model: nn.Module, parts: ModelParts, axes: Axes, config: Config
     experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp, axes.pp)
     has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
     named = replace(axes, names=axes.world) if has_lists else axes
-    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node) if experts else None
+    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts) if experts else None
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
     return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named
 
 
-def _two_steps(axes: Axes, ranks_per_node: int | str) -> tuple[Communicator, Communicator] | None:
+def _two_steps(
+    axes: Axes, ranks_per_node: int | str, of_all: Sequence[str]
+) -> tuple[Communicator, Communicator] | None:
     """The expert-parallel ranks of this node, and those at this rank's place on the nodes; None: there is one node.
 
+    Args:
+        of_all: the host of each rank.
+
     Raises: ConfigError: the ranks of a node do not divide the expert-parallel ranks.
-    Communicates: along ``ep``: host names.
     """
     assert axes.ep is not None
     size = axes.ep.size
     if isinstance(ranks_per_node, str):
-        hosts = axes.ep.gather_objects(socket.gethostname(), label="hosts")
+        hosts = [of_all[rank] for rank in axes.mesh.ranks_along("ep", axes.world.rank)]
         ranks_per_node = hosts.count(hosts[0])
         runs = [set(hosts[at : at + ranks_per_node]) for at in range(0, size, ranks_per_node)]
         if size % ranks_per_node or any(len(run) > 1 for run in runs) or len(set(hosts)) < len(runs):

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,20 +44,21 @@ def measure(device: Device, *, is_host_separate: bool, num_ranks_here: int, path
 class Offload:
     """Chooses the tiers of one engine's units, and opens its disks.
 
-    Communicates: the names of the ranks' hosts.
+    Args:
+        num_ranks_here: ranks on this rank's host.
     """
 
-    def __init__(self, model: nn.Module, properties: Properties) -> None:
+    def __init__(self, model: nn.Module, properties: Properties, num_ranks_here: int) -> None:
         self._model = model
         self._config = properties.config
         self._zero = properties.plan.zero
         self._itemsize = (properties.plan.precision.parameter or torch.float32).itemsize
-        self._comm = comm = properties.axes.world
+        self._comm = properties.axes.world
         self._device = properties.device
         self._rank = properties.rank
         self._is_host_separate = self._zero.has_separate_host(self._device.torch_device)
-        host = socket.gethostname()
-        self.num_ranks_here = list(comm.gather_objects(host, label="offload: hosts")).count(host)
+        self.num_ranks_here = num_ranks_here
+        self._moves_no_parameter = False
         self.fitted: FittedTiers | None = None
 
     def decide(self, sizes: Sequence[UnitMemory]) -> Sequence[Tiers]:
@@ -69,6 +69,7 @@ class Offload:
         """
         if self._config.offload != "auto":
             tiers = self._zero.tiers(sizes)
+            self._moves_no_parameter = not any(size.can_move_parameters for size in sizes)
             self._check_host(sizes, tiers)
             return tiers
         free = self._free()
@@ -116,6 +117,12 @@ class Offload:
         if self.fitted is not None:
             return [f"{self.fitted}."]
         zero = self._config.zero_optimization
+        if self._zero.parameter_tier is not Tier.DEVICE and self._moves_no_parameter:
+            return [
+                "zero_optimization.offload_param moves nothing: every parameter has fewer than"
+                f" {zero.stage3_param_persistence_threshold:,} elements (stage3_param_persistence_threshold), so each"
+                " rank keeps it whole on the device; a lower threshold offloads it."
+            ]
         if self._zero.parameter_tier is Tier.DISK and self._zero.max_host_numel:
             return [
                 f"zero_optimization.offload_param.max_in_cpu: the first {zero.offload_param.max_in_cpu:,} elements of "

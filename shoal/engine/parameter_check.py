@@ -9,7 +9,9 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from shoal.device import is_fake
 from shoal.errors import ModelError
+from shoal.text import counted, listed
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
 
@@ -28,7 +30,8 @@ class ParameterCheck:
 
     Each forward counts modules and parameters, checks that some parameters are still there and in their bucket's
     memory, and compares the version counters of parameters that have a main parameter of their own. Every 64th forward
-    checks all parameters. Changes through ``parameter.data`` do not change a version counter.
+    checks all parameters, and that nothing was written to the placeholders of sharded ones. Changes through
+    ``parameter.data`` do not change a version counter.
     """
 
     def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
@@ -76,6 +79,8 @@ class ParameterCheck:
         if is_due or self._counted() != self._count:
             check_unchanged(self._model, self._sharded)
             self._record_model()
+        if is_due:
+            self._check_placeholders()
         begin = 0 if is_due else self._next
         end = len(self._members) if is_due else begin + _SLICE
         self._next = end if end < len(self._members) else 0
@@ -94,6 +99,25 @@ class ParameterCheck:
             return
         self._refuse_moved()
 
+    def _check_placeholders(self) -> None:
+        """Raises: ModelError: a script has set a sharded parameter (``zero_()``, which torch accepts): it is lost."""
+        by_dtype: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+        for buffer, slot in self._home.values():
+            if buffer.placeholders and buffer.dtype.is_floating_point and not is_fake(buffer.placeholders[slot]):
+                value = buffer.placeholders[slot].as_strided((), ())
+                by_dtype.setdefault(buffer.dtype, []).append((buffer.layout.specs[slot].name, value))
+        for placed in by_dtype.values():
+            is_kept = torch.stack([value for _, value in placed]).isnan()
+            if is_kept.all():
+                continue
+            names = [name for (name, _), kept in zip(placed, is_kept.tolist(), strict=True) if not kept]
+            raise ModelError(
+                f"{counted(len(names), 'parameter')} that stage 3 keeps sharded {'was' if len(names) == 1 else 'were'}"
+                f" written to, and the values are lost: {listed(names)}.",
+                do="write inside `with shoal.zero.GatheredParameters([p], modifier_rank=0):`.",
+                code="model-changed",
+            )
+
     def _refuse_moved(self) -> None:
         moved = []
         for bucket, slot in self._home.values():
@@ -104,8 +128,8 @@ class ParameterCheck:
         dtypes = {bucket.parameters[slot].dtype for bucket, slot in moved} - {bucket.dtype for bucket, _ in moved}
         cast = f" as {', '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}" if dtypes else ""
         raise ModelError(
-            f"the model was changed after initialize(): {len(names)} parameters were given other memory{cast} and would"
-            f" no longer be trained: {', '.join(names[:4])}{' ...' if len(names) > 4 else ''}.",
+            f"the model was changed after initialize(): {counted(len(names), 'parameter')} given other memory{cast}, so"
+            f" no longer trained: {listed(names)}.",
             do="leave out .to(), .half(), .float() and parameter.data = ... after initialize() (fp16 and bf16 in the"
             " config choose the dtype); set values in place under torch.no_grad(), at stage 3 inside"
             " shoal.zero.GatheredParameters.",

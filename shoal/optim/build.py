@@ -168,7 +168,7 @@ def _find(name: str) -> tuple[str, Recipe]:
             if canonical in NOT_ELEMENTWISE:
                 raise refusal(canonical, NOT_ELEMENTWISE[canonical])
             return canonical, Recipe(factory)
-    names = list(dict.fromkeys([*RECIPES, *classes]))
+    names = [each for each in dict.fromkeys([*RECIPES, *classes]) if each in RECIPES or each not in NOT_ELEMENTWISE]
     raise OptimizerError(
         f"unknown optimizer {name!r}{hint(name, names)}.",
         where="optimizer.type",

@@ -347,10 +347,11 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
     factories: dict[str, Any] = {**theirs, **_OWN}
     canonical = next((key for key in factories if key.lower() == name.lower()), None)
     if canonical is None:
+        names = [each for each in [*VALID_LR_SCHEDULES, *theirs] if each not in NOT_FROM_JSON]
         raise OptimizerError(
-            f"unknown schedule {name!r}{hint(name, list(factories))}.",
+            f"unknown schedule {name!r}{hint(name, names)}.",
             where="scheduler.type",
-            do=f"use one of: {', '.join([*VALID_LR_SCHEDULES, *theirs])}.",
+            do=f"use one of: {', '.join(names)}.",
             code="schedule-name",
         )
     if canonical in NOT_FROM_JSON:

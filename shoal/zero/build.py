@@ -28,6 +28,7 @@ from shoal.sharding.sparse_sum import SparseSum
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
+from shoal.text import counted, listed
 from shoal.zero.buffer_formats import buffer_formats
 from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts
 from shoal.zero.disk_state import Disks
@@ -62,7 +63,7 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
                 found[id(parameter)] = index
     if problems:
         raise OptimizerError(
-            "; ".join(problems) + ".",
+            f"{listed(problems)}.",
             do="hand each parameter of the model to exactly one group.",
             code="optimizer-groups",
         )
@@ -76,8 +77,7 @@ def _check_real(model: nn.Module, group_of: Mapping[int, int]) -> None:
     ]
     if numbers:
         raise ModelError(
-            f"{len(numbers)} parameters that are to be trained are complex: {', '.join(numbers[:4])}"
-            f"{' ...' if len(numbers) > 4 else ''}.",
+            f"{counted(len(numbers), 'complex parameter')} to be trained: {listed(numbers)}.",
             do="keep them real, with one more dimension of 2, and take torch.view_as_complex() in the forward.",
             code="model-complex",
         )

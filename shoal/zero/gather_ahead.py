@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from shoal.memory.stream_copies import CopyDone, copies_of, mark
+from shoal.memory.stream_copies import CopyDone, StreamCopies, mark
 from shoal.sharding.unit import Unit
+from shoal.streams import is_accelerator
 
 
 class GatherAhead:
@@ -19,25 +20,27 @@ class GatherAhead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = copies_of(device)
+        self._copies: StreamCopies | None = None  # made when it is first needed
         self._reserved: Unit | None = None
         self._mark = CopyDone()
 
     def reserve(self, unit: Unit | None) -> None:
         """``unit`` will be gathered next, when a forward has been queued; None: no unit."""
-        if unit is self._reserved or self._copies is None:
+        if unit is self._reserved:
             return
         self.cancel()
-        if unit is not None:
+        if unit is not None and is_accelerator(self._device):
             unit.allocate()
             self._reserved, self._mark = unit, mark(self._device)
 
     def start(self, unit: Unit) -> None:
         """Gather ``unit``, after its update. Order: blocks the host until the update is done."""
-        if unit is not self._reserved or self._copies is None:
+        if unit is not self._reserved:
             unit.start_gather()
             return
         self._reserved = None
+        if self._copies is None:
+            self._copies = StreamCopies(self._device)
         with self._copies.after(self._mark) as done:
             unit.start_gather()
         unit.wait_also(done)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shoal.errors import OutOfMemoryError
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.placement import Tier
-from shoal.text import format_bytes
+from shoal.text import counted, format_bytes
 
 ACTIVATION_SHARE = 0.3  # of the device's free memory, kept for activations and what the allocator cannot use
 HOST_SHARE = 0.1  # of the host's, kept for everything else that runs there
@@ -105,8 +105,8 @@ class FittedTiers:
             if nbytes
         ]
         return (
-            f"offload auto, {len(self.tiers)} units: {'; '.join(words)}. Taken on each rank of what the fullest one "
-            f"has free: {', '.join(rooms)}. Kept on the device: {format_bytes(self.activation_nbytes)} for "
+            f"offload auto, {counted(len(self.tiers), 'unit')}: {'; '.join(words)}. Taken on each rank of what the "
+            f"fullest one has free: {', '.join(rooms)}. Kept on the device: {format_bytes(self.activation_nbytes)} for "
             f"activations, {format_bytes(self.gathered_nbytes)} for two gathered units, "
             f"{format_bytes(self.gradient_nbytes)} for gradients"
         )

@@ -13,6 +13,7 @@ from shoal.device import read_vector
 from shoal.errors import ModelError
 from shoal.sharding.gradient_norm import sums_of_squares
 from shoal.sharding.param_group import ParameterGroup
+from shoal.text import counted, listed
 from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes
 from shoal.zero.step import HasGrad
@@ -170,8 +171,7 @@ def refuse_unused(status: GlobalStatus, step: int) -> None:
     ]
     if unused:
         raise UnusedParametersError(
-            f"{len(unused)} parameters got no gradient on any rank: {', '.join(unused[:8])}"
-            f"{' ...' if len(unused) > 8 else ''}.",
+            f"{counted(len(unused), 'parameter')} got no gradient on any rank: {listed(unused)}.",
             where=f"step {step}, zero_optimization.ignore_unused_parameters = false",
             do="use them in the forward pass, freeze them, or set ignore_unused_parameters to true.",
         )

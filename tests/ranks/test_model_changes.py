@@ -30,9 +30,9 @@ def _set_data(model: nn.Module) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "data": (_set_data, r"1 parameters were given other memory and would no longer be trained: blocks\.1\.up\.weight"),
-    "half": (nn.Module.half, r"\d+ parameters were given other memory as float16 .*: \S+, \S+, \S+, \S+ \.\.\."),
-    "double": (nn.Module.double, r"\d+ parameters were given other memory as float64 "),
+    "data": (_set_data, r"1 parameter given other memory, so no longer trained: blocks\.1\.up\.weight"),
+    "half": (nn.Module.half, r"\d+ parameters given other memory as float16, so no longer trained: (\S+, ){9}\S+ and"),
+    "double": (nn.Module.double, r"\d+ parameters given other memory as float64, "),
 }
 
 

@@ -36,7 +36,7 @@ def test_an_empty_model_is_an_error(settings: dict[str, Any]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_parameters_are_an_error_that_names_them() -> None:
-    with pytest.raises(ModelError, match=r"2 parameters have no shape yet: 0\.weight, 0\.bias"):
+    with pytest.raises(ModelError, match=r"2 parameters without a shape yet: 0\.weight, 0\.bias"):
         alone(lambda: initialize(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))))
 
 
@@ -53,7 +53,7 @@ class Rotated(nn.Module):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_complex_parameter_that_is_to_be_trained_is_an_error_and_a_frozen_one_is_none(stage: int) -> None:
     settings = {**config(stage), "optimizer": ADAM["optimizer"], "units": {}}
-    with pytest.raises(ModelError, match=r"1 parameters that are to be trained are complex: turn\."):
+    with pytest.raises(ModelError, match=r"1 complex parameter to be trained: turn\."):
         alone(lambda: initialize(Rotated(trains=True), settings))
 
     def job() -> torch.Tensor:

@@ -28,9 +28,9 @@ from shoal.checkpoint.formats.target import new_folder
 from shoal.checkpoint.formats.torch_writing import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
 from shoal.checkpoint.portable import Source, TensorInfo
-from shoal.checkpoint.problems import listed
 from shoal.checkpoint.storage import Storage
 from shoal.errors import CheckpointError, NotBuiltError
+from shoal.text import listed
 
 VERSION = "0.19.8"  # whose files these are
 _CHUNK = 1 << 20

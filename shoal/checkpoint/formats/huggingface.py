@@ -20,9 +20,10 @@ from shoal.checkpoint.formats.target import new_folder, split
 from shoal.checkpoint.formats.untrusted_files import UntrustedFolder, check_name
 from shoal.checkpoint.manifest import MODEL
 from shoal.checkpoint.portable import Source, TensorInfo, WeightsSource
-from shoal.checkpoint.problems import damaged_copy, listed, unsafe
+from shoal.checkpoint.problems import damaged_copy, unsafe
 from shoal.checkpoint.storage import Reader
 from shoal.errors import CheckpointError
+from shoal.text import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

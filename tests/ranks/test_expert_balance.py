@@ -324,7 +324,7 @@ def test_loads_are_written_at_the_print_interval(tmp_path: Path) -> None:
 
     run_ranks(2, rank)
     rows = (tmp_path / "run" / "experts_blocks.1.experts_load_0.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows] == ["step", "4", "12"]  # samples, as of the other values
+    assert [row.split(",")[0] for row in rows] == ["step", "8", "16"]  # samples, as of the other values
     assert len(list((tmp_path / "run").glob("experts_*"))) == 2 * (1 + NUM_EXPERTS)
 
 

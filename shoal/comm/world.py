@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -370,7 +371,7 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
 
     if not 0 <= rank < size:
         raise UsageError(f"a fake world of {size} ranks has no rank {rank}", do=f"use a rank from 0 to {size - 1}.")
-    owns_group = not _is_initialized()
+    owns_group, hook = not _is_initialized(), sys.excepthook
     if owns_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
@@ -381,6 +382,7 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
         world.close()
         if owns_group:
             dist.destroy_process_group()
+            sys.excepthook = hook  # torch's own, which each new group puts another prefix before
 
 
 def _is_initialized() -> bool:

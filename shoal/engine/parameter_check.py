@@ -11,6 +11,7 @@ from torch import nn
 
 from shoal.device import is_fake
 from shoal.errors import ModelError
+from shoal.streams import is_accelerator
 from shoal.text import counted, listed
 from shoal.zero.build import check_unchanged
 from shoal.zero.runtime import ShardedModel
@@ -30,13 +31,16 @@ class ParameterCheck:
 
     Each forward counts modules and parameters, checks that some parameters are still there and in their bucket's
     memory, and compares the version counters of parameters that have a main parameter of their own. Every 64th forward
-    checks all parameters, and that nothing was written to the placeholders of sharded ones. Changes through
-    ``parameter.data`` do not change a version counter.
+    checks all parameters. Changes through ``parameter.data`` do not change a version counter.
+
+    Placeholders of sharded parameters are read too, to see that nothing was written to them: on an accelerator in the
+    first two forwards only, since the host waits for their values.
     """
 
     def __init__(self, model: nn.Module, sharded: ShardedModel) -> None:
         self._model = model
         self._sharded = sharded
+        self._device = sharded.groups[0].buffer.full.device if sharded.groups else torch.device("cpu")
         self._home = {
             id(parameter): (group.buffer, slot)
             for group in sharded.groups
@@ -79,7 +83,7 @@ class ParameterCheck:
         if is_due or self._counted() != self._count:
             check_unchanged(self._model, self._sharded)
             self._record_model()
-        if is_due:
+        if is_due and (self._forwards <= 2 or not is_accelerator(self._device)):  # blocks the host
             self._check_placeholders()
         begin = 0 if is_due else self._next
         end = len(self._members) if is_due else begin + _SLICE

@@ -71,6 +71,7 @@ def _log_as_it_was() -> Iterator[None]:
     yield
     logger.setLevel(level)
     logger.handlers[:] = handlers
+    logging.disable(logging.NOTSET)  # the mains of benchmarks turn messages off
 
 
 @pytest.fixture(autouse=True)

@@ -286,6 +286,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
             world_size=self.axes.batch.size,
             seed=self._config.data.seed or 0,
             shuffle=route == "train",
+            fills_last=self._config.elasticity.enabled,
             **common,
         )
 

@@ -57,7 +57,9 @@ class Loader:
     """One rank's batches, an epoch per ``for`` loop, from a position that can be saved and loaded.
 
     All ranks get the same number of batches, of the same sizes. The epoch's last batch is shorter where the samples do
-    not fill it, or left out with ``drop_last``. A ``for`` loop that was left goes on in the next one.
+    not fill it, or left out with ``drop_last``. With ``fills_last`` it is filled from the next epoch's order, which
+    then starts after what was taken: so the samples of a step do not depend on the number of ranks. A ``for`` loop that
+    was left goes on in the next one.
 
     Args:
         dataset: with a length and indices, or an ``IterableDataset``, whose stream every rank reads and shares out.
@@ -81,6 +83,7 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = False,
+        fills_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
@@ -92,6 +95,7 @@ class Loader:
         self._rank = rank
         self._world_size = world_size
         self._drop_last = drop_last
+        self._fills_last = fills_last and not drop_last
         self._collate = default_collate if collate_fn is None else collate_fn
         self._num_workers = num_workers
         self._pin_memory = pin_memory
@@ -179,7 +183,8 @@ class Loader:
             pin_memory=self._pin_memory,
         )
         for batch in loader:
-            self._position = replace(self._position, taken=min(self._position.taken + self.global_batch, epoch_end))
+            taken = self._position.taken + self.global_batch
+            self._position = replace(self._position, taken=taken if self._fills_last else min(taken, epoch_end))
             yield batch
         if self._drop_last:
             self._position = replace(self._position, taken=epoch_end)
@@ -187,6 +192,9 @@ class Loader:
     def _own_indices(self) -> Iterator[list[int]]:
         order = self._position.order()
         left = order[self._position.num_samples - self._position.left_in_epoch :]
+        if self._fills_last:
+            following = self._position.advance(len(left)).order()
+            left = [*left, *itertools.islice(itertools.cycle(following), -len(left) % self.global_batch)]
         for batch in range(self._count(len(left))):
             yield self._own(left[batch * self.global_batch : (batch + 1) * self.global_batch], order)
 

@@ -90,11 +90,13 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
     if num_ranks > 1 or zero.parameter_tier is not Tier.DEVICE:
         largest = sorted((size.gathered_nbytes for size in sizes), reverse=True)
         found["gathered", Tier.DEVICE] += sum(largest[:2])
-        found["buffers", Tier.DEVICE] += _staging_nbytes(build_plan, planned, tiers)
+        found["buffers", Tier.DEVICE] += _staging_nbytes(build_plan, planned, tiers, num_ranks)
     return Estimate(zero.stage, zero.state_tier, zero.parameter_tier, found)
 
 
-def _staging_nbytes(plan: BuildPlan, planned: Sequence[Sequence[GroupPlan]], tiers: Sequence[Tiers]) -> int:
+def _staging_nbytes(
+    plan: BuildPlan, planned: Sequence[Sequence[GroupPlan]], tiers: Sequence[Tiers], num_ranks: int
+) -> int:
     """The buffers that gradients are reduced in, and from which they are copied to the host, on an accelerator."""
     alike: dict[object, list[int]] = {}
     shards: dict[object, int] = {}
@@ -105,7 +107,7 @@ def _staging_nbytes(plan: BuildPlan, planned: Sequence[Sequence[GroupPlan]], tie
             if on.state is not Tier.DEVICE:
                 shards[memory.gradient, memory.gradient_dtype] = memory.gradient
     staged = sum(sum(sizes[:MAX_BUFFERS_ON_ACCELERATOR]) for sizes in alike.values())
-    return staged + MAX_SHARDS * sum(shards.values())
+    return staged + (MAX_SHARDS + (num_ranks > 1)) * sum(shards.values())
 
 
 def _num_states(section: Mapping[str, Any]) -> int:

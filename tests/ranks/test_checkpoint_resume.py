@@ -347,10 +347,11 @@ def test_a_change_of_the_world_in_the_middle_of_an_epoch_neither_repeats_nor_ski
     """Each is (ranks, micro-batch)."""
     flat = [number for samples in read_data(tmp_path, *before, 4, saves=4) for number in samples]
     assert len(flat) == 4 * before[0] * before[1]
-    per_batch = after[0] * after[1]
-    num_batches = -(-(2 * NUM_SAMPLES - len(flat)) // per_batch)
+    per_batch, left = after[0] * after[1], NUM_SAMPLES - len(flat)
+    num_batches = -(-left // per_batch) - (-NUM_SAMPLES // per_batch)
     flat += [number for samples in read_data(tmp_path, *after, num_batches, loads=True) for number in samples]
-    first, second = flat[:NUM_SAMPLES], flat[NUM_SAMPLES : 2 * NUM_SAMPLES]
+    repeated = -(left % per_batch) % after[0]  # in a short last batch, so that all ranks have as many samples
+    first, second = flat[:NUM_SAMPLES], flat[NUM_SAMPLES + repeated :][:NUM_SAMPLES]
     assert sorted(first) == list(range(NUM_SAMPLES))
     assert sorted(second) == list(range(NUM_SAMPLES))
     assert first != second

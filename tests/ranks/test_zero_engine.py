@@ -310,7 +310,7 @@ def test_the_table_and_the_ledger_are_printed_at_start_up(caplog: pytest.LogCapt
     def job() -> None:
         start(Plain, config(3)).destroy()
 
-    with caplog.at_level("INFO", logger="shoal"):
+    with caplog.at_level("DEBUG", logger="shoal"):
         run_ranks(2, job)
     text = "\n".join(record.message for record in caplog.records)
     assert text.count("parameter, stored") == 1  # rank 0 only

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shoal.comm.protocol import Communicator
-from shoal.device import Device
+from shoal.device import Device, is_fake
 from shoal.engine.properties import Properties
-from shoal.errors import OutOfMemoryError, ShoalError, TierError
+from shoal.errors import NotBuiltError, OutOfMemoryError, ShoalError, TierError
 from shoal.memory.aligned import host_too_small
 from shoal.memory.available import host_available_nbytes
 from shoal.memory.disk import DiskTier
@@ -143,8 +143,15 @@ class Offload:
         """Make this rank's folders and reserve room.
 
         Raises: TierError, OutOfMemoryError: on every rank, if one rank's folder has no room. The folders are removed.
+            NotBuiltError: in a dry run, whose tensors have nothing to write.
         Communicates: each rank's error, or none.
         """
+        if (parameter_nbytes or state_nbytes) and any(map(is_fake, self._model.parameters())):
+            raise NotBuiltError(
+                "a dry run cannot offload to a disk: its tensors have no values to write.",
+                do='set device to "cpu" in offload_param and offload_optimizer for the dry run.',
+                code="dry-run-disk",
+            )
         tiers: dict[str, DiskTier] = {}
         problem: ShoalError | None = None
         found = Disks()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.errors import OutOfMemoryError, UsageError
+from shoal.errors import NotBuiltError, OutOfMemoryError, UsageError
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import MACHINES
@@ -152,6 +152,15 @@ def test_host_memory_is_that_of_the_machine() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(OutOfMemoryError, match="host memory is too small"):
             shoal.initialize(model=model, optimizer=optimizer, config=made)
+
+
+def test_a_disk_is_refused(tmp_path: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with shoal.dry_run(2):
+        model = Tower()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(NotBuiltError, match="dry run cannot offload to a disk"):
+            shoal.initialize(model=model, optimizer=optimizer, config=config(2, zero_optimization=zero))
 
 
 def test_bad_arguments_are_errors() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import sys
 import textwrap
 from pathlib import Path
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 _USABLE = 0.9  # of the device's memory; the rest is the CUDA context, fragments and NCCL's buffers
 _TIER_NAMES = {"device": "none", "host": "cpu", "disk": "nvme"}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def estimate(
@@ -63,7 +61,7 @@ def estimate(
     from shoal.text import format_count
 
     settings = _config(config, precision, micro_batch)
-    limit = None if memory is None else _parse_bytes(memory)
+    limit = None if memory is None else _memory_nbytes(memory)
     with FakeTensorMode():
         made = _build(model, sequence)
         found = [estimate_one(made, one, ranks) for one in variants(settings, stage or range(4), with_disk=disk)]
@@ -102,14 +100,14 @@ def _config(path: Path | None, precision: str | None, micro_batch: int | None) -
     return settings
 
 
-def _parse_bytes(text: str) -> int:
+def _memory_nbytes(text: str) -> int:
     """Bytes of "80GB" (10 ** 9) or "24GiB" (2 ** 30). Raises: UsageError: it is no such number."""
-    match = re.fullmatch(r"([\d.]+)\s*([kmgt]i?|)b?", text.strip().lower())
-    try:
-        assert match is not None
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (AssertionError, ValueError):
-        raise UsageError(f"--memory {text!r} is not a size.", do="write it as 80GB or 24GiB.") from None
+    from shoal.text import parse_bytes
+
+    found = parse_bytes(text)
+    if found is None:
+        raise UsageError(f"--memory {text!r} is not a size.", do="write it as 80GB or 24GiB.")
+    return found
 
 
 def _build(model: str, sequence: int | None) -> nn.Module:

@@ -47,7 +47,7 @@ from shoal.streams import simulation
 
 TIMEOUT = timedelta(minutes=30)
 DEFAULT_PORT = 29500
-_SILENT_SECONDS = 10.0  # for which a rank waits for the others without a word
+_SILENT_SECONDS = 10.0  # after which a rank that waits for the others logs which ones
 
 logger = logging.getLogger("shoal")
 

@@ -59,7 +59,7 @@ class Stage(Enum):
 class DirectWork:
     """One call: see the module."""
 
-    __slots__ = ("_comm", "call", "first", "number", "result", "second", "seen", "stage")
+    __slots__ = ("_comm", "call", "first", "is_private", "number", "result", "second", "seen", "stage")
 
     def __init__(
         self,
@@ -76,6 +76,7 @@ class DirectWork:
         self.result = result
         self.first = first
         self.second = second
+        self.is_private = False  # peers read a copy, which the communicator keeps: the caller may overwrite its tensor
         self.seen = 0  # peers 0 .. seen - 1 have reached the step that this work waits for
         self.stage = Stage.POSTED
 
@@ -86,7 +87,8 @@ class DirectWork:
 
     def drain(self) -> None:
         self.wait()
-        self._comm.await_readers(self)
+        if not self.is_private:
+            self._comm.await_readers(self)
 
     @property
     def comm(self) -> DirectCommunicator:
@@ -255,7 +257,7 @@ class DirectCommunicator:
 
     def drain(self) -> None:
         for work, _ in list(self._read):
-            if work.stage is Stage.FINISHED:
+            if work.stage is Stage.FINISHED and not work.is_private:
                 self.await_readers(work)
         for channel in self._channels.values():
             channel.drain()
@@ -311,8 +313,10 @@ class DirectCommunicator:
         number = self._next
         self._next += 1
         call = GroupCall(op, label, what.numel(), what.dtype, root)
-        source = self._group.readable(source.detach())
+        own = source.detach()
+        source = self._group.readable(own)
         work = DirectWork(self, number, call, result, first, second)
+        work.is_private = source is not own or op == "exchange"
         self._forget_read()
         if len(self._read) >= self._group.capacity:
             self._free_slot()

@@ -35,6 +35,8 @@ class HookSet:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
+        self._on_gradients: list[tuple[nn.Parameter, Callable[[torch.Tensor], None]]] = []
+        self._gradient_handles: list[RemovableHandle] = []
         self.switch = Switch()
 
     def on_model(self, model: nn.Module, runtime: Runtime) -> None:
@@ -84,7 +86,17 @@ class HookSet:
         def ready(_parameter: torch.Tensor) -> None:
             runtime.gradient_ready(unit, index)
 
-        self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+        self._on_gradients.append((parameter, ready))
+        self._gradient_handles.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def listen_to_gradients(self, is_on: bool) -> None:
+        """Remove the hooks of ``on_gradient`` for a while, or put them back. A hook costs more than a small addition."""
+        if is_on and not self._gradient_handles:
+            self._gradient_handles = [p.register_post_accumulate_grad_hook(ready) for p, ready in self._on_gradients]
+        elif not is_on and self._gradient_handles:
+            for handle in self._gradient_handles:
+                handle.remove()
+            self._gradient_handles.clear()
 
     def on_state_dict(self, model: nn.Module, sharded_of: Mapping[int, Unit]) -> None:
         """``sharded_of``: the sharded unit by ``id`` of a parameter."""
@@ -96,6 +108,8 @@ class HookSet:
                 self._handles.append(module.register_state_dict_pre_hook(hook))
 
     def detach(self) -> None:
+        self.listen_to_gradients(False)
+        self._on_gradients.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

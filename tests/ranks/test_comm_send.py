@@ -221,3 +221,22 @@ def test_a_send_waits_for_nobody_and_its_drain_for_the_receiver() -> None:
 
     run_ranks(2, run)
     assert drained == [True]
+
+
+def test_the_drain_of_a_small_exchange_waits_for_nobody_who_reads() -> None:
+    may_wait = threading.Event()
+
+    def run() -> None:
+        comm = current_dp()
+        if comm.rank == 0:
+            exchange = comm.exchange(torch.ones(4), label="early")
+            assert exchange.wait().shape == (2, 4)
+            exchange.drain()
+            comm.drain()
+            may_wait.set()
+        else:
+            exchange = comm.exchange(torch.ones(4), label="early")
+            assert may_wait.wait(10)
+            exchange.wait()
+
+    run_ranks(2, run)

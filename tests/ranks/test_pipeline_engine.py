@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shoal.comm.threads import run_ranks
+from shoal.zero.runtime import ShardedModel
 from tests.ranks.pipeline_layers import NUM_LAYERS, STEPS, alone, batches, engine_of
 
 
@@ -104,3 +105,23 @@ def test_training_goes_on_as_if_it_had_not_stopped(loaded: Layout, tmp_path: Any
     whole = run(first, range(4), tmp_path / "b", loads=False)
     for name, value in whole.items():
         torch.testing.assert_close(went_on[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_only_the_first_micro_batch_of_a_step_calls_hooks_of_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    ready = ShardedModel.gradient_ready
+
+    def counted(self: ShardedModel, unit: Any, index: int) -> None:
+        calls.append(index)
+        ready(self, unit, index)
+
+    monkeypatch.setattr(ShardedModel, "gradient_ready", counted)
+
+    def job() -> tuple[int, int]:
+        engine = engine_of(1, 2, 4, "1f1b", 1, tied=False)
+        for step in range(3):
+            engine.train_batch(batches(0, step, 4))
+        return len(list(engine.module.parameters())), 3
+
+    expected = sum(parameters * steps for parameters, steps in run_ranks(2, job))
+    assert len(calls) == expected

@@ -90,7 +90,7 @@ class HookSet:
         self._gradient_handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
     def listen_to_gradients(self, is_on: bool) -> None:
-        """Remove the hooks of ``on_gradient`` for a while, or put them back. A hook costs more than a small addition."""
+        """Remove the hooks of ``on_gradient`` for a while, or put them back: a hook costs more than a small sum."""
         if is_on and not self._gradient_handles:
             self._gradient_handles = [p.register_post_accumulate_grad_hook(ready) for p, ready in self._on_gradients]
         elif not is_on and self._gradient_handles:

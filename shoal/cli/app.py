@@ -87,9 +87,7 @@ def run(
     verbose: Annotated[bool, _VERBOSE] = False,
     stop_seconds: Annotated[
         int,
-        typer.Option(
-            min=0, help="From the signal that asks ranks to end, so that they may save, until the one that kills them."
-        ),
+        typer.Option(min=0, help="Seconds from SIGTERM to SIGKILL when ranks are terminated, so that they can save."),
     ] = 5,
 ) -> None:
     """Start a script on several local ranks, one process each."""

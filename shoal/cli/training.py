@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -150,7 +151,8 @@ class _Run:
         self.first_validation = self.last_validation = math.nan
         self.validated_step, self.validated_fraction = 0, 0.0
         self.seconds = 0.0
-        self.tokens = 0
+        self.tokens = 0  # of all ranks, up to the last step that was logged
+        self.num_tokens = 0  # of this rank, since then
         self.saved_step = -1
         if job.resume is not None:
             self._resume(run_folder(job.resume))
@@ -226,7 +228,6 @@ class _Run:
     def _train(self) -> None:
         """Steps until the budget is used up. Every rank takes the same number: rank 0's clock decides."""
         log_every = 1 if self.engine.device.type == "cpu" else 10
-        per_step = self.engine.train_batch_size() * self.shape.sequence_length
         last = time.perf_counter()
         began = last - self.budget.elapsed
         losses = torch.zeros((), dtype=torch.float64, device=self.engine.device)
@@ -241,19 +242,19 @@ class _Run:
             if step % log_every and step != self.budget.steps:
                 continue
             now = time.perf_counter()
-            loss, self.budget.elapsed = self._agree(losses / num_steps, now - began)
+            loss, self.budget.elapsed, num_tokens = self._agree(losses / num_steps, now - began, self.num_tokens)
             if not math.isfinite(loss) and not self.engine.skipped_steps:
                 raise NonFiniteError(
                     f"the loss of step {step} is {loss}.",
                     where="shoal train",
                     do="lower --learning-rate, or set --clip.",
                 )
-            reading = self._read(step, loss, num_steps * per_step / (now - last))
-            self.tokens += num_steps * per_step
+            reading = self._read(step, loss, num_tokens / (now - last))
+            self.tokens += num_tokens
             self.monitor.write_events([*reading.events(), *load_events(self.engine.expert_load(), step)])
             self.progress.show(reading, self.budget.fraction(step))
             losses.zero_()
-            num_steps, last = 0, now
+            num_steps, self.num_tokens, last = 0, 0, now
             if self._is_validation_due(step):
                 self._validate(step)
                 last = time.perf_counter()
@@ -289,16 +290,22 @@ class _Run:
     def _step(self) -> torch.Tensor:
         """One optimizer step; the mean loss of its micro-batches on this rank, [], still on the device."""
         if isinstance(self.engine, PipelineEngine):
-            return self.engine.train_batch(self._inputs(*batch) for batch in self.batches).double()
+            return self.engine.train_batch(self._inputs(*self._next_batch()) for _ in count()).double()
         self.engine.train()
         total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
-        count = self.engine.gradient_accumulation_steps()
-        for _ in range(count):
-            loss, num_tokens, share = self._loss(*next(self.batches))
+        num_batches = self.engine.gradient_accumulation_steps()
+        for _ in range(num_batches):
+            loss, num_tokens, share = self._loss(*self._next_batch())
             self.engine.backward(loss, num_tokens=num_tokens if self.counts_tokens else None)
             self.engine.step()
             total += loss.detach() * share
-        return total / count
+        return total / num_batches
+
+    def _next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next micro-batch: whole sequences, [B, L]. The last one of an epoch may have fewer sequences."""
+        tokens, targets = next(self.batches)
+        self.num_tokens += tokens.numel()
+        return tokens, targets
 
     def _loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int, float]:
         """The mean loss, [], of this rank's positions; their number; and it over the mean of all ranks' numbers.
@@ -320,11 +327,19 @@ class _Run:
             return tokens, targets
         return context.shard(tokens), context.shard(targets), context.positions(tokens.shape[1], device)
 
-    def _agree(self, loss: torch.Tensor, elapsed: float) -> tuple[float, float]:
-        """The mean loss over all ranks, and rank 0's clock in seconds. Communicates: one exchange of two numbers."""
-        mine = torch.stack([loss, torch.full_like(loss, elapsed)])
+    def _agree(self, loss: torch.Tensor, elapsed: float, num_tokens: int = 0) -> tuple[float, float, int]:
+        """The mean loss, rank 0's clock in seconds, and the tokens of all data-parallel ranks.
+
+        Communicates: one exchange of three numbers.
+        """
+        mine = torch.stack([loss, torch.full_like(loss, elapsed), torch.full_like(loss, num_tokens)])
         of_all = self.comm.exchange(mine, label="log").wait().tolist()
-        return sum(row[0] for row in of_all) / len(of_all), of_all[0][1]
+        num_copies = len(of_all) // self.engine.axes.batch.size  # ranks with the same samples
+        return (
+            sum(row[0] for row in of_all) / len(of_all),
+            of_all[0][1],
+            int(sum(row[2] for row in of_all)) // num_copies,
+        )
 
     def _read(self, step: int, loss: float, tokens_per_second: float) -> Reading:
         memory = self.device.memory()
@@ -354,7 +369,7 @@ class _Run:
                 total += loss.double() * len(samples) * share
         self.engine.train()
         self.validated_step, self.validated_fraction = step, self.budget.fraction(step)
-        self.last_validation, _ = self._agree(total / len(own), 0.0)
+        self.last_validation, *_ = self._agree(total / len(own), 0.0)
         self.monitor.write_events([("validation/loss", self.last_validation, step)])
         self.progress.show_validation(step, self.last_validation)
         return self.last_validation

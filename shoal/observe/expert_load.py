@@ -120,8 +120,9 @@ def load_section(series: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     )
     return (
         '<section class="card wide"><div class="head"><h2>Load of the experts <small>tokens over the mean of the layer;'
-        f' a row is a layer, a column an expert</small></h2><ul class="legend">{legend}</ul></div>{draw_load(found)}'
-        f'<table class="ledger"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>'
+        f' a row is a layer, a column an expert</small></h2><ul class="legend">{legend}</ul></div><div class="scroll">'
+        f'{draw_load(found)}<table class="ledger"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        "</section>"
     )
 
 

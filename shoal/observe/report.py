@@ -119,7 +119,8 @@ def render(record: RunRecord, series: Series) -> str:
 def _drawing(title: str, svg: str) -> str:
     if not svg:
         return ""
-    return f'<section class="card wide"><div class="head"><h2>{html.escape(title)}</h2></div>{svg}</section>'
+    head = f'<div class="head"><h2>{html.escape(title)}</h2></div>'
+    return f'<section class="card wide">{head}<div class="scroll">{svg}</div></section>'
 
 
 def _charts(series: Series) -> list[Chart]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from shoal.cli.job import TrainJob
 from shoal.cli.training import train
 from shoal.comm.threads import run_ranks
+from shoal.data import load_tokenizer, split, tokenize
 from shoal.models.gpt import GPT, GPTConfig
 
 
@@ -47,3 +49,21 @@ def test_unequal_parts_train_as_one_process(
     alone, spread = losses(tmp_path, 1), losses(tmp_path, 2, **degrees)
     for name in ("train/loss", "validation/loss", "train/gradient_norm"):
         assert spread[name] == pytest.approx(alone[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize("degrees", [{}, {"cp": 2}, {"pp": 2}], ids=str)
+def test_a_short_last_batch_counts_the_tokens_that_it_has(degrees: dict[str, int], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{number} is followed by {number + 1}. " for number in range(14)), encoding="utf-8")
+    job = TrainJob(
+        text=(str(text),), sequence=12, hidden=16, heads=2, layers=2, steps=6, ranks=2, micro_batch=4, accumulation=1,
+        stage=1, precision="fp32", sample_tokens=0, save_every=0, out=str(tmp_path / "run"), **degrees,
+    )  # fmt: skip
+    run_ranks(2, train, job)
+    tokenizer = load_tokenizer(None)
+    training, _ = split(tokenize([text.read_text(encoding="utf-8")], tokenizer), 0.05, 12)
+    global_batch = 4 if degrees else 8
+    batches = [min(global_batch, len(training) - begin) for begin in range(0, len(training), global_batch)]
+    assert batches[-1] % 2 == 0 and 0 < batches[-1] < global_batch  # equal parts: no sequence is repeated
+    expected = 12 * sum(islice(cycle(batches), 6))
+    assert dict(json.loads((tmp_path / "run" / "run.json").read_text())["facts"])["tokens seen"] == str(expected)

@@ -74,7 +74,8 @@ def plan_file(entries: Sequence[TensorEntry], metadata: Mapping[str, str] | None
     offsets = []
     for entry in ordered:
         if entry.dtype not in _SAFETENSORS_NAMES:
-            raise CheckpointError(f"{entry.key!r} has dtype {name_of(entry.dtype)}, which safetensors does not know.")
+            dtype = name_of(entry.dtype)
+            raise CheckpointError(f"{entry.key!r} has dtype {dtype}, which safetensors does not support.")
         table[entry.key] = {
             "dtype": _SAFETENSORS_NAMES[entry.dtype],
             "shape": list(entry.shape),

@@ -114,7 +114,7 @@ class Commit:
                 if self._is_leftover(name):
                     self.storage.remove(name)
             except OSError as error:
-                logger.warning("%s was left by a save that died and cannot be removed: %s", name, error)
+                logger.warning("%s is left over from a failed save and cannot be removed: %s", name, error)
 
     def _is_leftover(self, name: str) -> bool:
         storage = self.storage
@@ -139,7 +139,7 @@ class Commit:
         if storage.can_rename and is_only_deepspeeds(storage, tag):  # it is kept until the new one is complete
             return
         raise CheckpointError(
-            f"{tag!r} is there already and is no checkpoint, so it is not replaced.",
+            f"{tag!r} already exists and is not a checkpoint, so it is not replaced.",
             where=storage.url,
             do="save under another tag, or to another folder.",
             code="checkpoint-tag",
@@ -172,7 +172,7 @@ class Commit:
         def collect() -> None:
             self._on_phase("gc")
             if replaced is not None and is_only_deepspeeds(storage, replaced):
-                logger.warning("%s was a checkpoint of DeepSpeed's; it is replaced.", tag)
+                logger.warning("%s is a checkpoint that DeepSpeed saved; it is replaced.", tag)
                 storage.remove(replaced)
             elif replaced is not None and is_ours(storage, replaced):
                 storage.remove(replaced)
@@ -233,7 +233,7 @@ class Commit:
                     if self.suffix in name:
                         self.storage.remove(f"{self.folder}/{name}")
         except OSError as error:
-            logger.warning("%s of a save that failed stays for now: %s", self.folder, error)
+            logger.warning("%s of a failed save could not be removed yet: %s", self.folder, error)
         finally:
             if self._lock is not None:
                 self._lock.release()

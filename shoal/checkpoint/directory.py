@@ -88,7 +88,7 @@ def _reading(storage: Storage) -> Iterator[None]:
         raise CheckpointError(
             f"the folder cannot be read: {error}.",
             where=storage.url,
-            do="see who may read it, and whether the disk is there and works.",
+            do="check its permissions and the disk.",
             code="checkpoint-storage",
         ) from error
 
@@ -108,7 +108,7 @@ def inspect(storage: Storage, folder: str) -> Manifest:
         raise CheckpointError(
             f"the checkpoint cannot be read: {error}.",
             where=where,
-            do="see who may read the folder, and whether the disk works; or load another checkpoint.",
+            do="check the folder's permissions and the disk, or load another checkpoint.",
             code="checkpoint-damaged",
         ) from error
     manifest = manifests.parse(data, f"{where}, {manifests.NAME}", present)
@@ -185,7 +185,7 @@ def find_tag(storage: Storage, tag: str) -> str:
         f"there is no checkpoint {tag!r} in {storage.url}.",
         do=f"load one of: {', '.join(whole[:8])}."
         if whole
-        else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+        else "check that this is the folder that was saved to; `shoal convert` reads other formats.",
         code="checkpoint-missing",
     )
 
@@ -215,7 +215,7 @@ def _universal(storage: Storage) -> str | None:
     named, latest = read_latest(storage, LATEST_UNIVERSAL), read_latest(storage)
     if named is None:
         logger.info(
-            "checkpoint.load_universal: there is no %s, and none is needed: every checkpoint of Shoal's loads in every"
+            "checkpoint.load_universal: there is no %s; none is needed, because every Shoal checkpoint loads in every"
             " layout.",
             LATEST_UNIVERSAL,
         )
@@ -224,8 +224,8 @@ def _universal(storage: Storage) -> str | None:
         raise unsafe(f"{LATEST_UNIVERSAL} holds {named[:200]!r}, which is not the name of a folder in it.", storage.url)
     if latest is not None and latest != named and f"{latest}_universal" != named:
         logger.warning(
-            "checkpoint.load_universal: %s names %r, so that is loaded, and not %r, which was saved last. Take the key"
-            " out of the config to load what was saved last.",
+            "checkpoint.load_universal: %s names %r, which is loaded instead of %r, the newest checkpoint. Remove the"
+            " key from the config to load the newest.",
             LATEST_UNIVERSAL,
             named,
             latest,
@@ -237,7 +237,7 @@ def _resumable(storage: Storage) -> list[str]:
     found = list_checkpoints(storage)
     for entry in found:
         if entry.problem is not None:
-            logger.warning("%s is passed over: %s", entry.folder, entry.problem.what)
+            logger.warning("%s is skipped: %s", entry.folder, entry.problem.what)
     whole = [entry for entry in found if entry.manifest is not None]
     meant = [entry for entry in whole if entry.manifest is not None and entry.manifest.is_for_resuming] or whole
     deepspeeds = deepspeeds_tag(storage)
@@ -253,11 +253,11 @@ def _resumable(storage: Storage) -> list[str]:
     if not meant:
         damaged = [entry.folder for entry in found]
         raise CheckpointError(
-            f"no whole checkpoint in {storage.url}"
+            f"no complete checkpoint in {storage.url}"
             + (f" (damaged or unfinished: {', '.join(damaged[:5])})." if damaged else "."),
-            do="load from the folder around it, with its name as the tag."
+            do="load from its parent folder, with its name as the tag."
             if storage.exists(manifests.NAME)
-            else "see whether the folder is the one that was saved to; `shoal convert` reads other formats.",
+            else "check that this is the folder that was saved to; `shoal convert` reads other formats.",
             code="checkpoint-missing",
         )
     hinted = read_latest(storage)

@@ -137,7 +137,7 @@ class Load:
         missing = [name for name in held if name not in saved]
         left_out = [name for name in missing if name in frozen]
         if left_out and manifest.engine.get("excludes_frozen"):
-            notes.append(f"{len(left_out)} frozen parameters were left out of the checkpoint and stay as they are.")
+            notes.append(f"{len(left_out)} frozen parameters are not in the checkpoint and keep their values.")
             missing = [name for name in missing if name not in frozen]
         # A format without aliases holds a tied weight under each of its names.
         aliases = {alias for names in names_of(self._shards.sharded.model)[1].values() for alias in names}
@@ -159,9 +159,9 @@ class Load:
         if problems:
             lines = "".join(f"\n    {problem}" for problem in problems)
             raise CheckpointError(
-                f"the checkpoint is not one of this model and optimizer:{lines}",
+                f"the checkpoint does not fit this model and optimizer:{lines}",
                 where=chosen.where,
-                do="build the model and optimizer that were saved; load_module_strict=False takes what fits,"
+                do="build the model and optimizer that were saved; load_module_strict=False loads what fits,"
                 " load_optimizer_states=False leaves the optimizer out.",
                 code="checkpoint-mismatch",
             )
@@ -177,7 +177,7 @@ class Load:
     ) -> list[str]:
         """The differences between the optimizers, without those of parameters in ``named``."""
         if manifest.optimizer is None:
-            notes.append("the checkpoint has no optimizer state; the optimizer starts afresh.")
+            notes.append("the checkpoint has no optimizer state; the optimizer state starts from zero.")
             return []
         problems = []
         if optimizer is not None and manifest.optimizer != optimizer:
@@ -207,7 +207,7 @@ class Load:
         ]
         if narrowed:
             problems.append(
-                f"its master weights are wider than this run's, which would lose digits: {listed(narrowed)}"
+                f"its main parameters have more precision than this run's, which would lose it: {listed(narrowed)}"
             )
         return problems
 

@@ -135,7 +135,7 @@ def _refuse(parameters: Sequence[_Home], dtype: torch.dtype | None) -> None:
     if owned and dtype is not None:
         raise UsageError(
             f"load_hf(dtype={dtype}): an engine holds {owned[0]!r}, and its dtypes come from the config.",
-            do="leave dtype out; values are cast to what the engine has.",
+            do="leave dtype out; values are cast to the engine's dtypes.",
             code="load-hf-dtype",
         )
     if any(_is_gathered(home.tensor) for home in parameters):
@@ -192,7 +192,7 @@ def _matched(
         raise CheckpointError(
             f"the weights are of another model than {type(model).__name__}:{''.join(lines)}",
             where=weights.url,
-            do="load a folder of this model; strict=False passes over names that are missing or not in the model.",
+            do="load a folder of this model; strict=False skips names that are missing or not in the model.",
             code="checkpoint-mismatch",
         )
     return found

@@ -36,7 +36,7 @@ class ShoalSource:
             whole = [found for found in directory.list_checkpoints(storage) if found.manifest is not None]
             if not whole:
                 raise CheckpointError(
-                    f"no whole checkpoint of Shoal's in {storage.url}.",
+                    f"no complete Shoal checkpoint in {storage.url}.",
                     do="name the folder that was saved to, or one checkpoint in it; --from names another format.",
                     code="checkpoint-missing",
                 )

@@ -238,7 +238,7 @@ class Save:
             raise CheckpointError(
                 f"checkpoint {self.tag!r} was not saved: {first.what}{more}",
                 where=f"rank {listed(str(rank) for rank, _ in failed)}, {first.where or self._storage.url}",
-                do="older checkpoints are as they were; fix the cause and save again.",
+                do="older checkpoints are unchanged; fix the cause and save again.",
                 code=first.code,
             ) from problem
         return values
@@ -281,7 +281,7 @@ class Save:
         self._joined()
         try:
             if self._outcome is None and (self._progress is _SaveState.WRITING or self._comm.rank == 0):
-                self._outcome = CheckpointError("the thread that wrote the checkpoint is gone.")
+                self._outcome = CheckpointError("the thread that writes the checkpoint has ended.")
             if self._progress is _SaveState.WRITING:
                 self._exchange()
             else:

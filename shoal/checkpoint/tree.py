@@ -90,7 +90,7 @@ def _put(tensor: torch.Tensor, tensors: dict[str, torch.Tensor], path: str) -> s
 
 def _refused(value: Any, more: str, path: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint does not keep.",
+        f"{what} holds a {type(value).__module__}.{type(value).__qualname__}{more}, which a checkpoint cannot store.",
         where=path,
         do="keep numbers, text, lists, dicts and tensors; of an object, its state_dict().",
         code="checkpoint-state",

@@ -56,7 +56,7 @@ def make_universal(source: str | os.PathLike[str], target: str | os.PathLike[str
     root, name = split(target)
     storage = open_storage(root)
     if not name or not directory.is_name(name):
-        raise CheckpointError(f"{os.fspath(target)!r} names no folder to make.", code="checkpoint-target")
+        raise CheckpointError(f"{os.fspath(target)!r} does not name a folder.", code="checkpoint-target")
     found = detect(source)
     if found == "shoal":
         made = _twin(ShoalSource(source), storage, name)

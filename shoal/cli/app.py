@@ -22,7 +22,7 @@ from shoal.cli.usage import OrderedGroup, UsageCommand
 app = typer.Typer(
     name="shoal",
     cls=OrderedGroup,
-    help="Train PyTorch models that do not fit, or do not go fast enough, on one device.",
+    help="Train PyTorch models that are too large or too slow for one device.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -60,28 +60,29 @@ def _show_version(value: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
-_VERBOSE = typer.Option("--verbose", "-v", help="Print the placement and memory tables too (SHOAL_LOG_LEVEL=debug).")
+_VERBOSE = typer.Option("--verbose", "-v", help="Also print the placement and memory tables (SHOAL_LOG_LEVEL=debug).")
 
 
 @app.command("run", cls=UsageCommand, context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="A Python file, or with --module a module's name.")],
-    args: Annotated[list[str] | None, typer.Argument(help="For the script.")] = None,
+    script: Annotated[str, typer.Argument(help="A Python file, or with --module the name of a module.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Processes to start. [one per visible GPU, else 1]")
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="Number of ranks to start. Default: one per visible GPU, else 1."),
     ] = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")] = False,
+    module: Annotated[bool, typer.Option("--module", "-m", help="Run SCRIPT as a module, like python -m.")] = False,
     as_deepspeed: Annotated[
         bool,
         typer.Option(
             "--as-deepspeed",
-            help="`import deepspeed` is Shoal, in child processes too. SCRIPT may be a launcher, as accelerate.",
+            help="`import deepspeed` imports Shoal, also in child processes. SCRIPT may be a launcher (accelerate).",
         ),
     ] = False,
     verbose: Annotated[bool, _VERBOSE] = False,
@@ -146,58 +147,68 @@ def train(
     hidden: Annotated[int | None, typer.Option(min=1, help="Width of the model.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Attention heads per block.")] = None,
     vocab: Annotated[
-        int | None, typer.Option(min=1, help="Vocabulary size, at least the tokenizer's. [the tokenizer's]")
+        int | None, typer.Option(min=1, help="Vocabulary size, at least the tokenizer's. Default: the tokenizer's.")
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence.")] = None,
     experts: Annotated[
-        int | None, typer.Option(min=1, help="Feed-forward layers of each block, of which each token uses some. [none]")
+        int | None, typer.Option(min=1, help="Experts (feed-forward networks) in each block. Default: none.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Experts that each token uses. [2]")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts that each token uses. Default: 2.")] = None,
     text: Annotated[
         list[str] | None,
-        typer.Option(help="A file, folder or pattern to train on; may be given several times. [Python's docs]"),
+        typer.Option(help="A file, folder or pattern to train on; may be given several times. Default: Python's docs."),
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizers JSON file. [text is read as bytes]")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizers JSON file. Default: text is read as bytes.")
+    ] = None,
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks. [one per visible GPU, else 1]")
+        int | None, typer.Option("--ranks", "-n", min=1, help="Local ranks. Default: one per visible GPU, else 1.")
     ] = None,
-    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. [3]")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline-parallel ranks: each holds other layers. [1]")] = None,
+    stage: Annotated[int | None, typer.Option(min=0, max=3, help="ZeRO stage. Default: 3.")] = None,
+    pp: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline-parallel ranks: each holds different layers. Default: 1.")
+    ] = None,
     pipeline_schedule: Annotated[
-        str | None, typer.Option(help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. [1f1b]")
+        str | None, typer.Option(help="gpipe, 1f1b, interleaved_1f1b, zb_h1, zbv, ..., or a file. Default: 1f1b.")
     ] = None,
-    virtual_stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of one rank. [1]")] = None,
+    virtual_stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages of one rank. Default: 1.")] = None,
     tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel ranks: each holds a part of each layer. [1]")
+        int | None, typer.Option(min=1, help="Tensor-parallel ranks: each holds a part of each layer. Default: 1.")
     ] = None,
-    sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). [1]")] = None,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). [1]")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert-parallel ranks: each holds other experts. [1]")] = None,
-    precision: Annotated[PrecisionOption | None, typer.Option(help="[bf16 on a GPU, fp32 on CPU]")] = None,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [8]")] = None,
-    accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. [1]")] = None,
+    sp: Annotated[int | None, typer.Option(min=1, help="Sequence-parallel ranks (Ulysses). Default: 1.")] = None,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context-parallel ranks (ring attention). Default: 1.")] = None,
+    ep: Annotated[
+        int | None, typer.Option(min=1, help="Expert-parallel ranks: each holds different experts. Default: 1.")
+    ] = None,
+    precision: Annotated[PrecisionOption | None, typer.Option(help="Default: bf16 on a GPU, fp32 on CPU.")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences per rank and forward pass. Default: 8.")
+    ] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="Forward passes per step. Default: 1.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps.")] = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop after this many minutes. [3, without --steps]")
+        float | None, typer.Option(min=0.01, help="Stop after this many minutes. Default: 3, without --steps.")
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0, help="Peak learning rate. [by the model's size]")
+        float | None, typer.Option(min=0, help="Peak learning rate. Default: by the model's size.")
     ] = None,
     schedule: Annotated[
-        ScheduleOption | None, typer.Option(help="Learning-rate schedule after a warm-up. [cosine]")
+        ScheduleOption | None, typer.Option(help="Learning-rate schedule after a warm-up. Default: cosine.")
     ] = None,
-    clip: Annotated[float | None, typer.Option(min=0, help="Largest gradient norm; 0: no clipping. [1.0]")] = None,
+    clip: Annotated[
+        float | None, typer.Option(min=0, help="Largest gradient norm; 0: no clipping. Default: 1.0.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A DeepSpeed-style JSON file; options given here override it.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run. [runs/DATE-TIME]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run. Default: runs/DATE-TIME.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the weights, the order of data, and sampling.")] = 0,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text that the sample at the end continues.")] = None,
-    sample_tokens: Annotated[int, typer.Option(min=0, help="Tokens of the sample at the end; 0: no sample.")] = 400,
-    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the sample.")] = 0.8,
+    prompt: Annotated[str | None, typer.Option(help="Prompt of the sample that is generated at the end.")] = None,
+    sample_tokens: Annotated[int, typer.Option(min=0, help="Number of tokens to generate at the end; 0: none.")] = 400,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.8,
     save_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: no checkpoints. [one at the end]")
+        int | None, typer.Option(min=0, help="Steps between checkpoints; 0: no checkpoints. Default: one at the end.")
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="Resume the run in this folder, on any number of ranks, at any stage.")
@@ -253,7 +264,7 @@ def train(
 
 
 @app.command("report", cls=UsageCommand)
-def report(folder: Annotated[Path, typer.Argument(help="The folder of a run, finished or not.")]) -> None:
+def report(folder: Annotated[Path, typer.Argument(help="Folder of a run, which need not be finished.")]) -> None:
     """Write a run's report.html again from its logs."""
     from shoal.observe.report import write_report
 

@@ -66,7 +66,7 @@ def become_command(command: str, arguments: Sequence[str], ranks: int | None) ->
 
 def as_deepspeed(
     enable: Annotated[bool, typer.Option("--enable", help=f"Write {PTH_NAME} to this environment.")] = False,
-    disable: Annotated[bool, typer.Option("--disable", help="Remove it.")] = False,
+    disable: Annotated[bool, typer.Option("--disable", help="Remove that file.")] = False,
 ) -> None:
     """Make `import deepspeed` Shoal wherever SHOAL_AS_DEEPSPEED=1 is set: notebooks, Ray workers, any launcher.
 

@@ -22,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_FOLDER = typer.Argument(help="The folder that was saved to, or an fsspec URL.")
+_FOLDER = typer.Argument(help="Folder with checkpoints, or an fsspec URL.")
 
 
 @app.command("list", cls=UsageCommand)
@@ -66,7 +66,7 @@ def list_checkpoints(folder: Annotated[str, _FOLDER]) -> None:
 @app.command("verify", cls=UsageCommand)
 def verify_checkpoints(
     folder: Annotated[str, _FOLDER],
-    tag: Annotated[str | None, typer.Option(help="One checkpoint; all where left out.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Verify this checkpoint only; default: all.")] = None,
 ) -> None:
     """Read every byte and compare the checksums. Exits with 1 if anything is damaged."""
     from rich.console import Console
@@ -110,8 +110,8 @@ def _advance(progress: Progress, task: TaskID, _: str, nbytes: int) -> None:
 @app.command("prune", cls=UsageCommand)
 def prune(
     folder: Annotated[str, _FOLDER],
-    keep: Annotated[int, typer.Option(min=1, help="Number of the newest to keep.")],
-    keep_every: Annotated[int, typer.Option(min=0, help="Also keep those whose step is a multiple of this.")] = 0,
+    keep: Annotated[int, typer.Option(min=1, help="Number of newest checkpoints to keep.")],
+    keep_every: Annotated[int, typer.Option(min=0, help="Also keep checkpoints whose step is a multiple of this.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
 ) -> None:
     """Remove old checkpoints. Those to keep are verified first; a damaged one does not count."""

@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.processor import emulation_notes
 
 WIDTH = 140  # of a page that is not a terminal
-COLOURS = {"obeyed": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
+COLOURS = {"supported": "green", "no effect": "yellow", "not built": "red", "refused": "red"}
 
 
 def check_file(file: Path, world_size: int | None, *, shows_all: bool = False, as_json: bool = False) -> bool:
@@ -94,9 +94,9 @@ def _rows(seen: Examined, notes: list[str]) -> Iterator[tuple[str, str, str, str
     for each in seen.keys:
         support, value = each.support, shown(each.value)
         note = noted(each.path, value)
-        if support.kind == "obeyed" and each.path in numbers:
+        if support.kind == "supported" and each.path in numbers:
             yield each.path, value, f"wrong: see problem {numbers[each.path]}", "red"
-        elif support.kind == "obeyed" and note:
+        elif support.kind == "supported" and note:
             yield each.path, value, note, "yellow"
         elif support.kind != "not built" or each.asks:
             yield each.path, value, str(support), COLOURS[support.kind]
@@ -148,7 +148,7 @@ def _as_json(seen: Examined) -> dict[str, Any]:
     keys = []
     for each in seen.keys:
         verdict, reason = str(each.support.kind), each.support.reason
-        if verdict == "obeyed" and each.path in wrong:
+        if verdict == "supported" and each.path in wrong:
             verdict, reason = "wrong", wrong[each.path]
         value = _plain(each.value)
         keys.append({"path": each.path, "value": value, "verdict": verdict, "reason": reason, "asks": each.asks})

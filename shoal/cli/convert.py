@@ -58,26 +58,30 @@ class Loading(NamedTuple):
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A checkpoint's folder or file.")],
-    target: Annotated[str, typer.Argument(help="The folder or file to make; it must not exist.")],
-    to: Annotated[Target, typer.Option(help="What to make; fp32 is what DeepSpeed's zero_to_fp32 writes.")],
-    from_: Annotated[Origin | None, typer.Option("--from", help="The format of SOURCE; default: detected.")] = None,
-    tag: Annotated[str | None, typer.Option(help="Which checkpoint of the folder; default: the newest.")] = None,
+    source: Annotated[str, typer.Argument(help="Folder or file of a checkpoint.")],
+    target: Annotated[str, typer.Argument(help="Folder or file to write; it must not exist.")],
+    to: Annotated[Target, typer.Option(help="Format to write; fp32 is the format of DeepSpeed's zero_to_fp32.")],
+    from_: Annotated[Origin | None, typer.Option("--from", help="Format of SOURCE; default: detected.")] = None,
+    tag: Annotated[str | None, typer.Option(help="Name of the checkpoint in the folder; default: the newest.")] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights that are written. [the model's own; fp32: float32]")
+        Dtype | None, typer.Option(help="Dtype of the written weights. Default: the model's own; fp32: float32.")
     ] = None,
     max_file_gb: Annotated[
-        float, typer.Option("--max-file-gb", min=0.001, help="Size of one safetensors file, in 10^9 bytes.")
+        float, typer.Option("--max-file-gb", min=0.001, help="Largest size of one safetensors file, in 10^9 bytes.")
     ] = 5.0,
     ranks: Annotated[
-        int | None, typer.Option(help="--to deepspeed: data-parallel ranks that will load it. [as many as saved it]")
+        int | None,
+        typer.Option(help="--to deepspeed: data-parallel ranks that will load it. Default: as many as saved it."),
     ] = None,
     stage: Annotated[
-        int | None, typer.Option(help="--to deepspeed: ZeRO stage of the run that will load it. [the configuration's]")
+        int | None,
+        typer.Option(help="--to deepspeed: ZeRO stage of the run that will load it. Default: the configuration's."),
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="--to deepspeed: JSON configuration of the run that will load it. [that of the source]"),
+        typer.Option(
+            help="--to deepspeed: JSON configuration of the run that will load it. Default: that of the source."
+        ),
     ] = None,
 ) -> None:
     """Convert a checkpoint: Shoal's or DeepSpeed's, safetensors, a state_dict, or torch.distributed.checkpoint's.
@@ -206,7 +210,7 @@ def _what_is_read(opened: Source, found: str, source: str, unread: list[str]) ->
         lines.append(f"not read: {shown}, beside it (--from {other} reads the weights alone)")
     storage = open_storage(source)
     if found in ("huggingface", "state_dict") and (tag := read_latest(storage)) and tag not in storage.names():
-        lines.append(f"latest names {tag!r}, which is not there; the weights beside it are read instead")
+        lines.append(f"latest names {tag!r}, which does not exist; the weights beside it are read instead")
     return lines
 
 

@@ -11,14 +11,14 @@ import typer
 
 def doctor(
     file: Annotated[
-        Path | None, typer.Argument(help="The configuration, a JSON file; without it the machine is checked.")
+        Path | None, typer.Argument(help="Configuration file (JSON). Without it, this machine is checked.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Ranks in all, to compute the mesh and batch sizes.")
+        int | None, typer.Option(min=1, help="Total number of ranks, to compute the mesh and batch sizes.")
     ] = None,
-    all_: Annotated[bool, typer.Option("--all", help="Print every key's value, the defaults included.")] = False,
-    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and stop.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print for programs.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Print the value of every key, including defaults.")] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema for editors, and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check a configuration: what each key does, and all problems. Without a file, check this machine.
 

@@ -34,24 +34,27 @@ def estimate(
     ],
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Data-parallel ranks.")] = 8,
     stage: Annotated[
-        list[int] | None, typer.Option(min=0, max=3, help="ZeRO stage; may be given several times. [all]")
+        list[int] | None, typer.Option(min=0, max=3, help="ZeRO stage; may be given several times. Default: all.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of one device, as 80GB or 24GiB: marks the rows that fit.")
+        str | None,
+        typer.Option(help="Memory of one device, such as 80GB or 24GiB; the table then marks the rows that fit."),
     ] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. [the file's, else bf16]")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32. Default: the file's, else bf16.")] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences per rank and forward pass. [the file's, else 1]")
+        int | None, typer.Option(min=1, help="Sequences per rank and forward pass. Default: the file's, else 1.")
     ] = None,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per sequence. [the model's, at most 4096]")
+        int | None, typer.Option(min=1, help="Tokens per sequence. Default: the model's, at most 4096.")
     ] = None,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Hugging Face models: recompute the activations of each block.")
     ] = False,
-    config: Annotated[Path | None, typer.Option(help="A DeepSpeed-style JSON file; stage and offload vary.")] = None,
-    disk: Annotated[bool, typer.Option("--disk", help="Also offload to a local disk.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="A DeepSpeed-style JSON file; its stage and offload are replaced.")
+    ] = None,
+    disk: Annotated[bool, typer.Option("--disk", help="Also estimate offload to a local disk.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with sizes in bytes.")] = False,
 ) -> None:
     """Estimate the memory of one rank, by kind, for each ZeRO stage and offload."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -166,7 +169,7 @@ def _activations(
     size: int
     length, size = sequence or min(longest, 4096), settings["train_micro_batch_size_per_gpu"]
     if vocabulary is None:
-        return None, "Activations are not counted: the model is no language model that this command knows how to run."
+        return None, "Activations are not counted: this command can run language models only."
     dtype = next((d for name, d in _DTYPES.items() if settings.get(name, {}).get("enabled")), "float32")
     tokens = torch.zeros(size, length, dtype=torch.long)
 
@@ -187,7 +190,7 @@ def _activations(
         return None, f"Activations are not counted: the model does not run without values ({type(error).__name__})."
     how = "without recomputation"
     if recompute and not isinstance(model, GPT):
-        how = "where each block is recomputed; that block's own, while it is, are not counted"
+        how = "with each block recomputed; activations inside the block that is being recomputed are not counted"
     return nbytes, f"Activations are those of a micro-batch of {size} x {length} tokens, {how}."
 
 
@@ -247,14 +250,14 @@ def _table(found: list[Estimate], activations: int | None, limit: int | None) ->
 
 def _advice(found: list[Estimate], activations: int | None, limit: int | None, memory: str | None) -> tuple[str, str]:
     """What the columns are, and what follows from them."""
-    text = "optimizer: main parameters (fp32) and optimizer state. host, disk: of one rank; a machine needs it for each"
-    text += " of its ranks."
+    text = "optimizer: main parameters (fp32) and optimizer state. host, disk: memory of one rank; a machine"
+    text += " needs it for each of its ranks."
     if limit is None:
-        return text, "With --memory 80GB (of one device) each row says whether it fits."
+        return text, "Add --memory 80GB (the memory of one device) to see which rows fit."
     first = next((one for one in found if _fits(one, activations, limit)), None)
     if first is None:
         return text, (
-            f"Nothing fits in {memory}: take more ranks, --recompute, a smaller micro-batch or shorter sequences, or"
+            f"Nothing fits in {memory}: use more ranks, --recompute, a smaller micro-batch or shorter sequences, or"
             ' divide the layers ("parallel": {"tp": ...}).'
         )
     zero: dict[str, Any] = {"stage": first.stage}
@@ -262,6 +265,6 @@ def _advice(found: list[Estimate], activations: int | None, limit: int | None, m
         if _TIER_NAMES[tier.value] != "none":
             zero[key] = {"device": _TIER_NAMES[tier.value]}
     return text, (
-        f"A row fits where the device's sum is at most {_USABLE:.0%} of {memory}. The first that fits communicates"
+        f"A row fits if its device memory is at most {_USABLE:.0%} of {memory}. The first row that fits communicates"
         f' least: "zero_optimization": {json.dumps(zero)}'
     )

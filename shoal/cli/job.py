@@ -117,7 +117,7 @@ class TrainJob:
         if self.experts is None:
             for option, value in (("--top-k", self.top_k), ("--ep", self.ep)):
                 if value is not None and (value, option) != (1, "--ep"):
-                    raise UsageError(f"{option} {value} is of experts, and the model has none.", do="give --experts.")
+                    raise UsageError(f"{option} {value} is for experts, but the model has none.", do="give --experts.")
             return shape
         if self.ep is not None and self.experts % self.ep:
             raise UsageError(

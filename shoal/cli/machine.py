@@ -92,9 +92,9 @@ def _devices() -> Iterator[Finding]:
 def _loopback() -> Finding:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 2):
-            return Finding("127.0.0.1", "can be listened on and connected to")
+            return Finding("127.0.0.1", "accepts connections")
     except OSError as error:
-        return Finding("127.0.0.1", "no connection", f"ranks of this machine meet there: {error}.")
+        return Finding("127.0.0.1", "no connection", f"ranks of this machine connect to rank 0 there: {error}.")
 
 
 def _folder() -> Finding:

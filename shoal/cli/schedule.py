@@ -20,10 +20,10 @@ def schedule(
     micro: Annotated[int, typer.Option(min=1, help="Micro-batches of one step.")] = 8,
     virtual_stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of one rank.")] = 1,
     forward: Annotated[float, typer.Option(min=0, help="Time of a forward.")] = 1.0,
-    backward: Annotated[float, typer.Option(min=0, help="Time of a backward; half of it each for I and W.")] = 2.0,
+    backward: Annotated[float, typer.Option(min=0, help="Time of a backward; I and W take half of it each.")] = 2.0,
     send: Annotated[float, typer.Option(min=0, help="Time of a transfer to another rank.")] = 0.0,
-    actions: Annotated[bool, typer.Option(help="Print sends, receives and reductions, too.")] = False,
-    svg: Annotated[Path | None, typer.Option(help="Write a drawing (SVG) to this file.")] = None,
+    actions: Annotated[bool, typer.Option(help="Also print sends, receives and reductions.")] = False,
+    svg: Annotated[Path | None, typer.Option(help="Draw the schedule to this SVG file.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a trace for chrome://tracing and Perfetto.")] = None,
 ) -> None:
     """Print a pipeline schedule: what each rank computes when, the bubble, and the activations that each rank holds."""

@@ -179,7 +179,7 @@ class _Run:
             self.messages.append(f"{self.engine.skipped_steps} steps were skipped: their gradients were not finite.")
         is_whole = not isinstance(self.engine, PipelineEngine)
         if job.sample_tokens and not is_whole:
-            self.messages.append("No sample: a model in pipeline stages has no rank that could write one.")
+            self.messages.append("No sample: with pipeline stages no rank has the whole model.")
         prompt, sample = self._sample(job.sample_tokens) if job.sample_tokens and is_whole else ("", "")
         self.ledger = self.engine.memory_report()
         self.monitor.close()
@@ -276,7 +276,7 @@ class _Run:
         self.first_validation = float(state.get("first_validation", math.nan))
         self.tokens = int(state.get("tokens", 0))
         self.saved_step = self.engine.global_steps
-        self.progress.say(f"going on from {path}, step {self.engine.global_steps}")
+        self.progress.say(f"resuming from {path}, step {self.engine.global_steps}")
 
     def _is_validation_due(self, step: int) -> bool:
         """By steps if the user has said so, else by tenths of the run; its end is validated in any case."""
@@ -389,7 +389,7 @@ class _Run:
             given = torch.tensor(list(self.tokenizer.encode(prompt)), dtype=torch.int64)
         else:
             given = self.validation[0][0][:_PROMPT_TOKENS]
-        self.progress.say(f"writing a sample of {num_tokens} tokens ...")
+        self.progress.say(f"generating a sample of {num_tokens} tokens ...")
         generator = torch.Generator(self.engine.device).manual_seed(self.job.seed)
         model = cast(GPT, self.engine.module)
         with shoal.sequence_parallel(None):  # every rank has the whole text

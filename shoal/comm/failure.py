@@ -164,7 +164,7 @@ class FailureWatch:
             was_store_ended = self._failures.is_store_ended
             found = self._failures.find()
             if found is None and was_store_ended and self._failures.is_store_ended:
-                found = RankFailedError(0, "The process that has the store (rank 0's, or the launcher's) has ended.")
+                found = RankFailedError(0, "The process that hosts the store (rank 0's, or the launcher's) has ended.")
             if found is None and self._next_rank is not None and self._next_rank.has_ended():
                 # One that raised has reported before its process ended.
                 found = self._failures.find() or RankFailedError(

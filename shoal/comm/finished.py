@@ -58,7 +58,7 @@ def split_parts(
         raise UsageError(
             f"all_to_all {label!r}: split sizes {list(split_sizes)} for a tensor of {tensor.numel()} elements and "
             f"{size} ranks",
-            do="give one split size a rank; they add up to the tensor's elements.",
+            do="give one split size for each rank; their sum is the number of elements.",
         )
     return tuple(tensor.detach().split(list(split_sizes)))
 

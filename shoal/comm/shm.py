@@ -113,7 +113,7 @@ class LocalPeers:
             if time.monotonic() - start > timeout:
                 raise CommError(
                     f"rank {self.rank} waited {timeout:g} s at start-up for {key!r}",
-                    do="see whether every rank was started and creates the same axes in the same order.",
+                    do="check that every rank was started and creates the same axes in the same order.",
                     code="comm-timeout",
                 )
         return self._store.get(key).decode()

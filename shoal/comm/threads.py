@@ -298,7 +298,7 @@ def run_ranks(
         lines = "".join(f"\n    rank {rank}: {shared.last_calls(rank)}" for rank in range(size))
         error = CommError(
             f"ranks {late} of {size} were not done after {timeout:g} s. Last issued:{lines}",
-            do="look at what the rank that is behind was doing.",
+            do="check what the late ranks were doing.",
             code="comm-timeout",
         )
         shared.fail(late[0], str(error), error)

@@ -294,7 +294,7 @@ def init_distributed(
         return _adopt(timeout)
     if dist_init_required is False:
         raise UsageError(
-            "torch.distributed is not initialised, and dist_init_required=False forbids to do it",
+            "torch.distributed is not initialised, and dist_init_required=False forbids initialising it",
             do="call torch.distributed.init_process_group first, or leave dist_init_required out.",
         )
     launch = read_launch(mpi_and_slurm=auto_mpi_discovery)

@@ -110,7 +110,7 @@ class AsyncIoHandle(PinHandle):
         if os.path.exists(filename) and os.path.getsize(filename) < file_offset + buffer.nbytes:
             raise AsyncIoError(
                 f"{filename!r} has {os.path.getsize(filename)} bytes, and bytes {file_offset} to"
-                f" {file_offset + buffer.nbytes} are asked for.",
+                f" {file_offset + buffer.nbytes} were requested.",
                 do="pass a tensor that is not larger than the rest of the file.",
             )
         return self._submit(buffer, filename, file_offset, is_write=False, is_async=is_async)

@@ -228,7 +228,7 @@ def refuse_pipeline_call(name: str) -> None:
     """Raises: AbsentError: the name is that of a method of the engine of a model in pipeline stages."""
     if name in _PIPELINE_CALLS:
         raise AbsentError(
-            f"engine.{name}() is for a model in pipeline stages, and this one is not.",
+            f"engine.{name}() needs a model in pipeline stages.",
             do="call loss = engine(batch); engine.backward(loss); engine.step(), or make pipeline stages: a"
             ' shoal.PipelineModule, or "pipeline": {"stages": n} in the config.',
             code="engine-absent",

@@ -4,8 +4,8 @@
     --hostfile, --include, --exclude  machines and their slots; others than this one are reached by ssh
     --no_ssh, --node_rank           this machine's part alone: the command is given on each
     --master_port, --master_addr    where rank 0 listens; left out, a free port
-    --module, --no_python           the script is a module's name; the script is a program
-    --bind_cores_to_rank            each rank keeps to cores of its own (--bind_core_list: of these)
+    --module, --no_python           the script is the name of a module; the script is a program
+    --bind_cores_to_rank            bind each rank to its own cores (--bind_core_list: of these)
     --no_local_rank                 do not pass --local_rank=N to the script (LOCAL_RANK is set in any case)
     --elastic_training              start all ranks anew when one fails; with --no_ssh also when machines come or go
 
@@ -51,40 +51,48 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, with DeepSpeed's flags and defaults."""
     parser = argparse.ArgumentParser(
         prog="shoal deepspeed",
-        description="Start a script written for DeepSpeed on ranks, here or by ssh; `import deepspeed` is Shoal.",
+        description="Start a script written for DeepSpeed on local or remote ranks; `import deepspeed` imports Shoal.",
     )
     add = parser.add_argument
-    add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="a machine a line: NAME slots=N")
-    add("-i", "--include", default="", help="only these: NAME[:SLOT,...][@NAME...]")
-    add("-e", "--exclude", default="", help="all but these, likewise")
-    add("--num_nodes", type=int, default=-1, help="the first so many machines; all")
-    add("--elastic_training", action="store_true", help="start all ranks anew when one fails, or machines come or go")
-    add("--min_elastic_nodes", type=int, default=-1, help="with fewer machines wait for more; 1")
-    add("--max_elastic_nodes", type=int, default=-1, help="take no more machines; all")
-    add("--num_gpus", "--num_accelerators", type=int, default=-1, help="ranks on each machine; all devices")
-    add("--master_port", type=int, default=None, help="of rank 0; on one machine a free one, else 29500")
-    add("--master_addr", default="", help="of rank 0; the first machine")
-    add("--node_rank", type=int, default=-1, help="with --no_ssh: this machine's number")
-    add("--launcher", default="pdsh", help="pdsh and ssh: by ssh; slurm: by srun")
+    add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="file with one machine on each line: NAME slots=N")
+    add("-i", "--include", default="", help="use only these devices: NAME[:SLOT,...][@NAME...]")
+    add("-e", "--exclude", default="", help="use all devices except these: NAME[:SLOT,...][@NAME...]")
+    add("--num_nodes", type=int, default=-1, help="use the first N machines; default: all")
+    add(
+        "--elastic_training", action="store_true", help="restart all ranks when one fails, or a machine joins or leaves"
+    )
+    add("--min_elastic_nodes", type=int, default=-1, help="wait for at least this many machines; default: 1")
+    add("--max_elastic_nodes", type=int, default=-1, help="use at most this many machines; default: all")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="ranks on each machine; default: one for each device",
+    )
+    add("--master_port", type=int, default=None, help="port of rank 0; default: a free port on one machine, else 29500")
+    add("--master_addr", default="", help="address of rank 0; default: the first machine")
+    add("--node_rank", type=int, default=-1, help="number of this machine, with --no_ssh")
+    add("--launcher", default="pdsh", help="pdsh or ssh: start ranks by ssh; slurm: by srun")
     add("--launcher_args", default="", help="options for ssh or srun")
-    add("--module", action="store_true", help="the script is a module's name")
+    add("--module", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program")
     add("--no_local_rank", action="store_true", help="do not pass --local_rank to the script")
-    add("--no_ssh", action="store_true", help="the command is given on every machine, with --node_rank")
-    add("--no_ssh_check", action="store_true", help="without effect: nothing is tried beforehand")
-    add("--ssh_port", type=int, default=None, help="of the other machines")
+    add("--no_ssh", action="store_true", help="do not use ssh: run this command on every machine, with --node_rank")
+    add("--no_ssh_check", action="store_true", help="no effect: ssh is not tested before the start")
+    add("--ssh_port", type=int, default=None, help="port of ssh on the other machines")
     add("--world", default="", help=argparse.SUPPRESS)  # the launching machine passes it to the others
-    add("--log_level", default="info", help="without effect")
-    add("-q", "--quiet", action="store_true", help="without effect")
-    add("--bind_cores_to_rank", action="store_true", help="each rank keeps to cores of its own")
-    add("--bind_core_list", default=None, help="those of these CPUs: 0-3,8-11")
-    add("--save_pid", action="store_true", help="while ranks run, PID.deepspeed in the folder for temporary files")
+    add("--log_level", default="info", help="no effect")
+    add("-q", "--quiet", action="store_true", help="no effect")
+    add("--bind_cores_to_rank", action="store_true", help="bind each rank to its own cores")
+    add("--bind_core_list", default=None, help="CPUs to use for --bind_cores_to_rank, such as 0-3,8-11")
+    add("--save_pid", action="store_true", help="write PID.deepspeed to the folder for temporary files while ranks run")
     add("--force_multi", action="store_true", help=argparse.SUPPRESS)
     for flag in ("venv_script", "autotuning"):
         add(f"--{flag}", default=None, help=argparse.SUPPRESS)
     add("--enable_each_rank_log", default="None", help=argparse.SUPPRESS)
-    add("user_script", help="a Python file, a module's name (--module) or a program (--no_python)")
-    add("user_args", nargs=argparse.REMAINDER, help="for the script")
+    add("user_script", help="a Python file, a module (--module) or a program (--no_python)")
+    add("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
     return parser.parse_args(args)
 
 

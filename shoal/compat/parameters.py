@@ -162,7 +162,7 @@ def _convert(parameter: torch.Tensor, owner: ParameterOwner) -> Callable[[Iterab
         """
         if not isinstance(owner, ShardedAtInit):
             raise UsageError(
-                "convert_to_zero_parameters(): the model's engine is made already.",
+                "convert_to_zero_parameters(): the model already has an engine.",
                 do="add the parameters to the model before initialize().",
                 code="zero-init-late",
             )

@@ -214,7 +214,7 @@ class UlyssesSPAttentionHF:
         config = AutoConfig.from_pretrained(model_name_or_path) if config is None else config
         if core_attn_implementation not in ALL_ATTENTION_FUNCTIONS:
             raise UsageError(
-                f"transformers has no exchangeable attention function {core_attn_implementation!r}",
+                f"Transformers has no attention function called {core_attn_implementation!r}",
                 do=f"use one of {', '.join(sorted(ALL_ATTENTION_FUNCTIONS))}.",
                 code="sequence-core",
             )

@@ -1,4 +1,4 @@
-"""The configuration: DeepSpeed's JSON file, read strictly, with every key obeyed, explained or refused."""
+"""The configuration: DeepSpeed's JSON file, read strictly, with every key supported, explained or refused."""
 
 from __future__ import annotations
 

@@ -107,8 +107,8 @@ class Config(Schema):
             return None
 
     def _why_unused(self, key: KeySupport, reasons: Mapping[str, str]) -> str:
-        """Why a key that is obeyed in general has no effect beside the others; empty where it has one."""
-        if key.support.kind != "obeyed" or not key.schema_path:
+        """Why a key that is supported in general has no effect beside the others; empty where it has one."""
+        if key.support.kind != "supported" or not key.schema_path:
             return ""
         is_on = not key.is_off or (self.offload == "auto" and key.schema_path.startswith("zero_optimization.offload_"))
         if is_on or key.support.stands_alone:

@@ -38,17 +38,17 @@ class ExpertParallel(Section):
     )
     num_experts_attr: str | None = key(None, "attribute of the model's config: number of experts")
     top_k_attr: str | None = key(None, "attribute of the model's config: experts for each token")
-    has_shared_experts: bool | None = key(None, "some experts see every token; null: by preset")
-    shared_experts_pattern: str | None = key(None, "attribute that holds them")
-    shared_experts_gate_pattern: str | None = key(None, "attribute that holds their gate")
-    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "what turns the router's output into scores")
+    has_shared_experts: bool | None = key(None, "some experts compute every token; null: by preset")
+    shared_experts_pattern: str | None = key(None, "attribute that holds the shared experts")
+    shared_experts_gate_pattern: str | None = key(None, "attribute that holds the gate of the shared experts")
+    score_func: Literal["auto", "softmax", "sigmoid"] = key("auto", "function from the router's output to scores")
     score_apply: Literal["auto", "pre", "post"] = key("auto", "weight tokens before or after the experts")
     route_norm: bool | None = key(None, "scale the chosen scores to a sum of 1; null: by preset")
     route_scale: float = key(1.0, "factor on the scores", allow_inf_nan=False)
     routed_scaling_factor: float | Auto = key("auto", "factor on the experts' output; auto: the model's own")
     top_k: int | Auto = key("auto", "experts for each token; auto: the model's own")
     num_expert_groups: int | None = key(None, "groups of experts that the router chooses among", ge=1)
-    num_limited_groups: int | None = key(None, "groups that one token may use", ge=1)
+    num_limited_groups: int | None = key(None, "groups of experts that one token may use", ge=1)
     load_balance_coeff: float | None = key(
         None, "step of the bias that balances the load without a loss; null: none", ge=0, allow_inf_nan=False
     )
@@ -57,11 +57,11 @@ class ExpertParallel(Section):
     )
     ranks_per_node: Degree = key(
         "auto",
-        "expert-parallel ranks of one node: where they are on several, rows move within a node first, then once between"
+        "expert-parallel ranks of one node: on several nodes, rows are sent within a node first, then once between"
         " nodes; auto: by host name (Shoal's own key)",
     )
     rebalance_every: int = key(
-        0, "steps after which experts move between ranks, by measured load; 0: never (Shoal's own key)", ge=0
+        0, "steps between two moves of experts among ranks, by measured load; 0: never (Shoal's own key)", ge=0
     )
     hot_experts: int = key(
         0,
@@ -75,7 +75,7 @@ def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
     """What the keys of the section allow one by one, and not together."""
     if experts.preset_model is not None and experts.preset_model not in PRESETS:
         hint = did_you_mean(experts.preset_model, PRESETS)
-        what = f'"{experts.preset_model}" is no preset{hint}'
+        what = f'"{experts.preset_model}" is not a preset{hint}'
         do = f"write one of {', '.join(PRESETS)}, or leave it out and name the layers by patterns."
         yield Problem("expert_parallel.preset_model", what if what.endswith("?") else f"{what}.", do)
     for name in ("moe_layer_pattern", "router_pattern", "expert_pattern", "shared_experts_pattern"):
@@ -83,7 +83,7 @@ def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
         try:
             re.compile(pattern or "")
         except re.error as error:
-            what = f'"{pattern}" is no regular expression: {error}.'
+            what = f'"{pattern}" is not a regular expression: {error}.'
             yield Problem(f"expert_parallel.{name}", what, "correct the expression.")
     groups, limited = experts.num_expert_groups, experts.num_limited_groups
     if (groups is None) != (limited is None) or (groups is not None and limited is not None and limited > groups):

@@ -19,7 +19,7 @@ class OffloadActivation(Section):
     """Saved activations on the host."""
 
     device: Literal["none", "cpu"] = key("none", "where activations saved for the backward pass are stored")
-    bytes: int | None = key(None, "most bytes offloaded in a micro-batch; null: all", ge=0)
+    bytes: int | None = key(None, "largest number of bytes offloaded in a micro-batch; null: all", ge=0)
 
 
 @with_unsupported("debug")
@@ -38,5 +38,5 @@ class Debug(Section):
 class Data(Section):
     """The position in the training data."""
 
-    stateful: bool = key(True, "the loader's position in the data is part of a checkpoint")
+    stateful: bool = key(True, "save the loader's position in the data in checkpoints")
     seed: int | None = key(None, "seed of the order of samples; null: the launcher's")

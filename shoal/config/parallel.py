@@ -27,14 +27,14 @@ class Parallel(Section):
     )
     tp_grid: Literal["1d", "2d", "2.5d", "3d"] = key(
         "1d",
-        "how layers are split over the tensor-parallel ranks: along one dim, or over a grid of q x q (2d), "
+        "how layers are split over the tensor-parallel ranks: along one dim (1d), or over a grid of q x q (2d), "
         "q x q x d (2.5d) or q x q x q ranks (3d)",
     )
     tp_sequence_parallel: bool = key(
         False, "between split layers, each tensor-parallel rank holds a part of the sequence (Megatron's)"
     )
     tp_loss_parallel: bool = key(
-        False, "the loss is computed from split logits, which no rank ever holds whole; the model returns its part"
+        False, "compute the loss from split logits, which no rank holds whole; the model returns this rank's part"
     )
 
 
@@ -53,14 +53,14 @@ class LayerRule(Section):
 class PartitionConfig(Section):
     """Rules for splitting layers."""
 
-    use_default_specs: bool = key(True, "keep the built-in rules beside these")
+    use_default_specs: bool = key(True, "also use the built-in rules")
     layer_specs: tuple[LayerRule, ...] = key((), "the rules")
-    strict_mode: bool = key(True, "a linear layer that no rule names is an error")
+    strict_mode: bool = key(True, "raise an error for a linear layer that no rule matches")
 
 
 @with_unsupported("tensor_parallel.tp")
 class TpDegree(Section):
-    """The same degree, as DeepSpeed's inference config has it."""
+    """The same degree, as in DeepSpeed's inference config."""
 
     tp_size: int = key(1, "tensor-parallel ranks", ge=1)
 
@@ -70,6 +70,6 @@ class TensorParallel(Section):
     """Layers split over ranks (AutoTP)."""
 
     autotp_size: int = key(0, "tensor-parallel ranks; 0 is off", ge=0)
-    tp_overlap_comm: bool = key(False, "sum over ranks while computing")
+    tp_overlap_comm: bool = key(False, "overlap sums over ranks with computation")
     partition_config: PartitionConfig | None = key(None, "rules for splitting layers")
-    tp: TpDegree = section(TpDegree, "the same degree, as the inference config has it")
+    tp: TpDegree = section(TpDegree, "the same degree, as in the inference config")

@@ -43,7 +43,9 @@ class Pipeline(Section):
         "1f1b", f"order of the micro-batches' work: {', '.join(SCHEDULES)}, or the path of a file with one line a rank"
     )
     seed_layers: bool = key(False, "give each layer a seed of its own")
-    activation_checkpoint_interval: int = key(0, "recompute activations every so many layers; 0 never", ge=0)
+    activation_checkpoint_interval: int = key(
+        0, "recompute activations in segments of this many layers; 0: never", ge=0
+    )
     pipe_partitioned: bool = key(True, "send activations in tensor-parallel parts")
     grad_partitioned: bool = key(True, "send gradients in tensor-parallel parts")
     use_reentrant: bool | None = key(None, "reentrant activation checkpointing; null is true in DeepSpeed, false here")
@@ -81,7 +83,7 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         if problem:
             yield Problem("pipeline.virtual_stages", f"{name} has {problem[0]}.", problem[1], code="pipeline-schedule")
     elif not os.path.isfile(pipeline.schedule):  # pathlib raises where a name is too long
-        what = f'"{pipeline.schedule}" is no schedule, and no file{did_you_mean(pipeline.schedule, SCHEDULES)}'
+        what = f'"{pipeline.schedule}" is neither a schedule nor a file{did_you_mean(pipeline.schedule, SCHEDULES)}'
         do = f"write one of {', '.join(SCHEDULES)}, or the path of a file with one line a rank."
         yield Problem("pipeline.schedule", what if what.endswith("?") else f"{what}.", do, code="pipeline-schedule")
     kind, _, pattern = pipeline.partition.partition(":")
@@ -89,10 +91,10 @@ def pipeline_problems(pipeline: Pipeline) -> Iterator[Problem]:
         try:
             re.compile(pattern)
         except re.error as error:
-            what = f'"{pipeline.partition}": {pattern!r} is no regular expression: {error}.'
+            what = f'"{pipeline.partition}": {pattern!r} is not a regular expression: {error}.'
             yield Problem("pipeline.partition", what, "correct the expression after type:.")
     elif pipeline.partition.casefold() not in PARTITIONS:
-        what = f'"{pipeline.partition}" is no way to divide layers{did_you_mean(pipeline.partition, PARTITIONS)}'
+        what = f'"{pipeline.partition}" is not a way to divide layers{did_you_mean(pipeline.partition, PARTITIONS)}'
         do = f"write one of {', '.join(PARTITIONS)}, or type:REGEX, such as type:Block."
         yield Problem("pipeline.partition", what if what.endswith("?") else f"{what}.", do)
     if pipeline.split_points != "auto" and isinstance(pipeline.stages, int) and name is not None:

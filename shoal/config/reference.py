@@ -12,7 +12,7 @@ from shoal.config.base import Section
 from shoal.config.coerce import DTYPES
 from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.schema import Schema
-from shoal.config.support import OBEYED, PARAMS, SUPPORT, TYPES_NOT_BUILT, Support, support_of
+from shoal.config.support import PARAMS, SUPPORT, SUPPORTED, TYPES_NOT_BUILT, Support, support_of
 from shoal.config.tree import Key, below, keys_of, members, walk
 
 JSON_BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
@@ -109,16 +109,16 @@ def reference() -> str:
         "Made from the schema by `shoal.config.reference()`; do not edit by hand.",
         "",
         "A configuration is DeepSpeed's JSON file: a path, a dict, JSON text, or base64 of it. Comments and trailing "
-        "commas are accepted. Every key of DeepSpeed's schema is known, none is ignored silently. An unknown key is an "
-        "error that names the nearest one. `shoal doctor FILE` prints what happens with each key of a file, and its "
-        "effective value. For editors there is a [JSON Schema](config.schema.json).",
+        "commas are accepted. Every key of DeepSpeed's schema is known, and none is ignored silently. An unknown key "
+        "is an error that names the nearest one. `shoal doctor FILE` prints what happens with each key of a file, and "
+        "its effective value. For editors there is a [JSON Schema](config.schema.json).",
         "",
-        f"Of {total} keys, {counts.get('obeyed', 0)} are **obeyed**; {counts.get('no effect', 0)} have **no effect**, "
-        f"for the reason given; {counts.get('not built', 0)} belong to parts that are **not built yet** and are an "
-        f"error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use instead.",
+        f"Of {total} keys, {counts.get('supported', 0)} are **supported**; {counts.get('no effect', 0)} have **no "
+        f"effect**, for the reason given; {counts.get('not built', 0)} belong to parts that are **not built yet** and "
+        f"are an error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use instead.",
         "",
-        "`auto` is read anywhere: a batch size is derived, another key takes its default. `true` and `false` may be "
-        "strings, whole numbers may be written as `2e8`, and `null` means that the key or section is absent.",
+        "Every key may be `auto`: a batch size is then derived, and any other key has its default. `true` and `false` "
+        "may be strings, whole numbers may be written as `2e8`, and `null` means that the key or section is absent.",
         "",
         "## Top level",
         "",
@@ -194,5 +194,5 @@ def _params(section: str, types: Mapping[str, type[Section]]) -> list[str]:
         if part is not None:
             lines += [f"Not built yet: {part}.", ""]
         lines += ["| key | takes | default | meaning | Shoal |", "| --- | --- | --- | --- | --- |"]
-        lines += [_row(key, _shown_support(PARAMS.get(key.name, OBEYED))) for key in keys_of(model).values()]
+        lines += [_row(key, _shown_support(PARAMS.get(key.name, SUPPORTED))) for key in keys_of(model).values()]
     return lines

@@ -170,7 +170,7 @@ class _JsonReader:
         start = self.at
         found = self.match(TEXT)
         if found is None:
-            raise self.error("a text without its closing quote", "close it on the same line.")
+            raise self.error("a string without its closing quote", "close it on the same line.")
         verbatim, double, single = found.groups()
         if verbatim is not None:
             return str(verbatim)
@@ -180,4 +180,4 @@ class _JsonReader:
             return str(json.loads(f'"{double}"', strict=False))
         except ValueError:
             self.at = start
-            raise self.error(f"a text with an escape that JSON does not have: {found.group()[:40]}") from None
+            raise self.error(f"a string with an escape that JSON does not have: {found.group()[:40]}") from None

@@ -13,12 +13,12 @@ class Fp16(Section):
 
     enabled: bool = key(False, "16-bit (fp16) weights and gradients, fp32 main parameters, scaled loss")
     auto_cast: bool = key(False, "cast floating-point inputs of the model to fp16")
-    loss_scale: float = key(0.0, "a fixed loss scale; 0 means that the scale adapts itself", ge=0, allow_inf_nan=False)
-    initial_scale_power: int = key(16, "the adaptive scale starts at 2 to this power, 0 to 127")
+    loss_scale: float = key(0.0, "a fixed loss scale; 0: dynamic", ge=0, allow_inf_nan=False)
+    initial_scale_power: int = key(16, "the dynamic loss scale starts at 2 to this power, 0 to 127")
     loss_scale_window: int = key(1000, "steps without overflow before the scale doubles, at least 1")
     hysteresis: int = key(2, "overflows tolerated before the scale is halved, at least 1")
     consecutive_hysteresis: bool = key(False, "a step without overflow restores the tolerated overflows")
-    min_loss_scale: float = key(1.0, "the scale never falls below this, above 0", allow_inf_nan=False)
+    min_loss_scale: float = key(1.0, "lowest loss scale, above 0", allow_inf_nan=False)
     fp16_master_weights_and_grads: bool = key(False, "no fp32 main parameters: the optimizer updates fp16")
 
 
@@ -46,42 +46,40 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
-    """Number formats of single kinds of state."""
+    """Dtypes of single kinds of state."""
 
     grad_accum_dtype: Dtype | None = key(
         None,
-        "format in which gradients of several micro-batches are summed; null is fp32 where there are fp32 main"
-        " parameters and more than one micro-batch, else that of the parameters (DeepSpeed: always that)",
+        "dtype in which gradients of several micro-batches are summed; null is fp32 where there are fp32 main"
+        " parameters and more than one micro-batch, else the parameters' dtype (DeepSpeed: always the latter)",
     )
-    param_dtype: Dtype | None = key(None, "format of the parameters; must equal that of fp16 or bf16")
+    param_dtype: Dtype | None = key(None, "dtype of the parameters; must agree with fp16 and bf16")
     buffer_dtype: Dtype | None = key(
-        None, "format of floating-point buffers of the model; null: their own (a batch norm's: that of the parameters)"
+        None, "dtype of the model's floating-point buffers; null: unchanged (a batch norm's: that of the parameters)"
     )
     keep_in_fp32_modules: tuple[str, ...] | Auto = key(
         "auto",
-        "names of buffers that stay in fp32 beside 16-bit parameters, `*` for any text; auto: those that the model"
+        "names of buffers that stay in fp32 with 16-bit parameters, `*` matches any text; auto: those that the model"
         " names in `_keep_in_fp32_modules_strict` (under fp16 also in `_keep_in_fp32_modules`)",
     )
 
 
 class PrecisionSection(Section):
-    """Shoal's own: formats of communication and state, and what a number that is not finite does."""
+    """Shoal's own: dtypes of communication and state, and the handling of numbers that are not finite."""
 
-    reduce_dtype: Dtype | None = key(
-        None, "format in which gradients are reduced; communication_data_type has priority"
-    )
+    reduce_dtype: Dtype | None = key(None, "dtype in which gradients are reduced; communication_data_type has priority")
     nonfinite: Literal["raise", "skip", "warn"] | None = key(
         None,
-        "what a NaN or infinite loss or gradient does: stop, skip the step, or warn and continue; null: by precision",
+        "at a NaN or infinite loss or gradient: raise, skip the step, or warn and continue; null: by precision",
     )
     master_dtype: Dtype | None = key(
         None,
-        "format of main parameters: fp32, or that of the parameters, which are then updated themselves;"
+        "dtype of main parameters: fp32, or that of the parameters, which the optimizer then updates directly;"
         " null: as fp16 and bf16 say",
     )
     state_dtype: Dtype | None = key(
         None,
-        "format of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
+        "dtype of optimizer state, fp32 or bf16; null: fp32, or as bf16.bf16_optimizer_states says. A step computes"
         " in fp32",
     )
 
@@ -90,24 +88,28 @@ class PrecisionSection(Section):
 class Checkpoint(Section):
     """Saving and loading."""
 
-    tag_validation: Literal["Ignore", "Warn", "Fail"] = key("Warn", "what ranks with different tags do")
-    load_universal: bool = key(
-        False, "load_checkpoint without a tag loads what latest_universal names, if that file is there"
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = key(
+        "Warn", "if ranks save under different tags: ignore, warn or fail"
     )
-    async_save: bool = key(False, "write during training (Shoal's own key)", alias=("async",))
-    keep_last: int = key(0, "checkpoints kept; 0: all (Shoal's own key)", ge=0)
-    keep_every: int = key(0, "keep each checkpoint whose step divides by this; 0: none (Shoal's own key)", ge=0)
-    on_save_error: Literal["raise", "warn"] = key("raise", "what training does after a failed save (Shoal's own key)")
+    load_universal: bool = key(
+        False, "load_checkpoint without a tag loads the checkpoint that latest_universal names, if that file exists"
+    )
+    async_save: bool = key(False, "write while training continues (Shoal's own key)", alias=("async",))
+    keep_last: int = key(0, "number of newest checkpoints to keep; 0: all (Shoal's own key)", ge=0)
+    keep_every: int = key(0, "also keep checkpoints whose step is a multiple of this; 0: none (Shoal's own key)", ge=0)
+    on_save_error: Literal["raise", "warn"] = key(
+        "raise", "after a failed save: raise the error, or warn and continue (Shoal's own key)"
+    )
     save_on_signal: bool = key(
         False,
-        "after SIGTERM or SIGUSR1 on some rank: end the step, save it in the folder of the last save or load, and only"
-        " then let the signal take its course (Shoal's own key)",
+        "after SIGTERM or SIGUSR1 on any rank: finish the step, save to the folder of the last save or load, and only"
+        " then handle the signal (Shoal's own key)",
     )
     verify: bool = key(True, "compare checksums when loading (Shoal's own key)")
     module_in_model_file: bool = key(
         True,
-        "under DeepSpeed's name, below stage 3: the weights in mp_rank_00_model_states.pt too, for scripts that read"
-        " them there (Shoal's own key)",
+        "under `import deepspeed`, below stage 3: also write weights to mp_rank_00_model_states.pt, for scripts that"
+        " read them there (Shoal's own key)",
     )
 
 
@@ -118,7 +120,10 @@ class Aio(Section):
     block_size: int = key(1_048_576, "bytes of one request", ge=1)
     queue_depth: int = key(8, "requests in flight", ge=1)
     intra_op_parallelism: int = key(
-        1, "threads that read and write; two at the least, so that both go on at once", alias=("thread_count",), ge=1
+        1,
+        "threads that read and write; at least two are used, so that reads and writes overlap",
+        alias=("thread_count",),
+        ge=1,
     )
 
 
@@ -130,14 +135,14 @@ class ActivationCheckpointing(Section):
     contiguous_memory_optimization: bool = key(False, "store saved activations in one buffer")
     number_checkpoints: int | None = key(None, "number of checkpoints in this buffer")
     synchronize_checkpoint_boundary: bool = key(False, "wait for the device at each checkpoint")
-    profile: bool = key(False, "log each recomputed function's times; each step, or as steps_per_print says")
+    profile: bool = key(False, "log the times of each recomputed function, each step or as steps_per_print says")
     modules: tuple[str, ...] | None = key(None, "modules to recompute (Shoal's own key)")
     memory_budget: int | str | None = key(
         None,
-        "bytes ('4GiB') that the activations of the blocks may take on a rank: as few blocks are recomputed as that"
-        " needs, by what the first step measures (Shoal's own key)",
+        "bytes ('4GiB') for the activations of the blocks on a rank: as few blocks as possible are recomputed to"
+        " stay within it, as measured in the first step (Shoal's own key)",
     )
-    policy: Any = key(None, "what a recomputed module saves: block, or single operations (Shoal's own key)")
+    policy: Any = key(None, "what a recomputed module saves: block, matmul, or a list of operations (Shoal's own key)")
 
 
 @with_unsupported("compile")
@@ -150,7 +155,7 @@ class Compile(Section):
     )
     regional: bool = key(
         True,
-        "compile the blocks, which share their graphs, instead of the whole model; a model without a list of alike"
+        "compile the blocks, which share their graphs, instead of the whole model; a model without a list of equal"
         " blocks is compiled whole (Shoal's own key)",
     )
 
@@ -176,7 +181,7 @@ class Wandb(Section):
 
     enabled: bool = key(False, "log to Weights & Biases")
     group: str | None = key(None, "group of runs")
-    team: str | None = key(None, "team (its word: entity)")
+    team: str | None = key(None, "team (called entity by Weights & Biases)")
     project: str = key("deepspeed", "project")
 
 
@@ -189,7 +194,7 @@ class Comet(Section):
     workspace: str | None = key(None, "workspace")
     api_key: str | None = key(None, "the service's key; never printed, logged or saved", secret=True)
     experiment_name: str | None = key(None, "name of the run")
-    experiment_key: str | None = key(None, "a run to resume")
+    experiment_key: str | None = key(None, "experiment to resume")
     online: bool | None = key(None, "send immediately, or store locally")
     mode: str | None = key(None, "get, create, or get_or_create")
 
@@ -207,17 +212,17 @@ class CommsLogger(Section):
     """Times of collectives."""
 
     enabled: bool = key(False, "time every collective")
-    prof_all: bool = key(True, "all kinds of collectives")
-    prof_ops: tuple[str, ...] = key((), "only these kinds")
+    prof_all: bool = key(True, "time all kinds of collectives")
+    prof_ops: tuple[str, ...] = key((), "time only these kinds")
     verbose: bool = key(False, "print each collective")
-    debug: bool = key(False, "print its caller too")
+    debug: bool = key(False, "also print its caller")
 
 
 class FlopsProfilerSection(Section):
     """Operations of one step, by module."""
 
     enabled: bool = key(False, "count the operations of one step")
-    profile_step: int = key(1, "which step", alias=("step",), ge=0)
+    profile_step: int = key(1, "step to profile", alias=("step",), ge=0)
     module_depth: int = key(-1, "depth of the printed tree; -1: all", ge=-1)
     top_modules: int = key(1, "modules printed at each depth", ge=1)
     detailed: bool = key(True, "print the whole tree")
@@ -239,7 +244,7 @@ class CurriculumLearning(Section):
     """Short sequences first (the older form)."""
 
     enabled: bool = key(False, "begin with short sequences")
-    curriculum_type: str = key("seqlen", "what grows")
+    curriculum_type: str = key("seqlen", "quantity that grows")
     min_difficulty: int | None = key(None, "length at the start")
     max_difficulty: int | None = key(None, "length at the end")
     schedule_type: str | None = key(None, "fixed_linear, fixed_root, fixed_discrete or custom")
@@ -247,7 +252,7 @@ class CurriculumLearning(Section):
 
 
 class ProgressiveLayerDropSection(Section):
-    """Layers that are skipped at random, more of them as training goes on."""
+    """Layers that are skipped at random, more of them in later steps."""
 
     enabled: bool = key(False, "skip layers at random")
     theta: float = key(1.0, "share of layers that run at the end", ge=0, le=1)
@@ -257,16 +262,18 @@ class ProgressiveLayerDropSection(Section):
 class Elasticity(Section):
     """A batch size that stays the same while the number of ranks changes."""
 
-    enabled: bool = key(False, "choose such a batch size")
-    max_train_batch_size: int = key(2000, "largest global batch; must be written", ge=1)
-    micro_batch_sizes: tuple[int, ...] = key((2, 4, 6), "micro-batches to choose from; must be written")
-    min_gpus: int = key(1, "fewest ranks", ge=1)
-    max_gpus: int = key(10000, "most ranks", ge=1)
+    enabled: bool = key(False, "choose a batch size that many numbers of ranks can use")
+    max_train_batch_size: int = key(2000, "largest global batch; required", ge=1)
+    micro_batch_sizes: tuple[int, ...] = key((2, 4, 6), "micro-batches to choose from; required")
+    min_gpus: int = key(1, "smallest number of ranks", ge=1)
+    max_gpus: int = key(10000, "largest number of ranks", ge=1)
     min_time: int = key(0, "minutes between two changes", ge=0)
-    prefer_larger_batch: bool = key(True, "of equal choices, the larger batch", alias=("prefer_large_batch",))
+    prefer_larger_batch: bool = key(
+        True, "if several batches are equally good, choose the larger one", alias=("prefer_large_batch",)
+    )
     ignore_non_elastic_batch_info: bool = key(False, "ignore the batch sizes given elsewhere")
     version: float = key(
-        0.2, "0.1 counts ranks; 0.2 whole nodes, and gives other numbers of ranks a batch of their own"
+        0.2, "0.1 counts ranks; 0.2 counts whole nodes, and chooses another batch for other numbers of ranks"
     )
     num_gpus_per_node: int = key(1, "ranks of a node", ge=1)
     model_parallel_size: int = key(1, "model-parallel ranks of one model", ge=1)

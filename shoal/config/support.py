@@ -1,6 +1,6 @@
 """What this version does with each key.
 
-A key that is declared in a class is obeyed, except for those listed here; the keys of ``unsupported.txt`` are not.
+A key that is declared in a class is supported, except for those listed here; the keys of ``unsupported.txt`` are not.
 A path may end in ``**`` (everything below); the longest path that fits a key is the one that counts. A key that is
 *not built* or *refused* is an error only when the file asks for something with it: its default, false, null, "none"
 and 0 ask for nothing, and neither does a key below a section that is not switched on (``enabled``, ``device``).
@@ -18,7 +18,7 @@ from shoal.config.unsupported import all_rows
 
 SWITCHES = ("enabled", "device")  # keys that turn the section they are in on and off
 
-SupportKind = Literal["obeyed", "no effect", "not built", "refused"]
+SupportKind = Literal["supported", "no effect", "not built", "refused"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Support:
         return f"{self.kind}: {self.reason}" if self.reason else self.kind
 
 
-OBEYED = Support("obeyed")
+SUPPORTED = Support("supported")
 
 
 def no_effect(reason: str) -> Support:
@@ -80,27 +80,27 @@ def _of_table() -> Iterator[tuple[str, Support]]:
 SUPPORT: dict[str, Support] = {
     **dict(_of_table()),
     # Keys that are declared in the classes because code reads them, or because they share a type with others there.
-    f"{OFFLOAD}.buffer_count": no_effect("the state of three units is in memory: the last, this one, the next"),
+    f"{OFFLOAD}.buffer_count": no_effect("the state of three units is in memory: the previous one, this one, the next"),
     f"{OFFLOAD}.pipeline_read": no_effect("the next state is always read while this one is updated"),
     f"{OFFLOAD}.pipeline_write": no_effect("the last state is always written while this one is updated"),
     f"{OFFLOAD}.fast_init": no_effect("one call creates the files"),
-    "optimizer.legacy_fusion": refused("the step works on flat memory already; leave it out"),
+    "optimizer.legacy_fusion": refused("the step already works on flat memory; leave it out"),
     "bf16.immediate_grad_update": not_built("updates inside the backward pass", switch="bf16.enabled"),
     "activation_checkpointing.partition_activations": no_effect(
         "there is one model-parallel rank: no other has the same activations"
     ),
-    "activation_checkpointing.number_checkpoints": no_effect("nothing is reserved in advance"),
+    "activation_checkpointing.number_checkpoints": no_effect("no memory is reserved in advance"),
     "activation_checkpointing.contiguous_memory_optimization": no_effect("saved activations are left to the allocator"),
-    "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the device's own order suffices"),
-    "pipeline.pipe_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
-    "pipeline.grad_partitioned": no_effect("each tensor-parallel rank sends to the one at its place in the next stage"),
+    "activation_checkpointing.synchronize_checkpoint_boundary": no_effect("the order of the device's stream is enough"),
+    "pipeline.pipe_partitioned": no_effect("each tensor-parallel rank sends to the same rank of the next stage"),
+    "pipeline.grad_partitioned": no_effect("each tensor-parallel rank sends to the same rank of the next stage"),
     "pipeline.use_reentrant": no_effect("recomputation is never reentrant"),
     # Of every layer with experts, also of a model that has them without this section.
-    "expert_parallel.load_balance_coeff": Support("obeyed", stands_alone=True),
-    "expert_parallel.rebalance_every": Support("obeyed", stands_alone=True),
-    "expert_parallel.hot_experts": Support("obeyed", stands_alone=True),
+    "expert_parallel.load_balance_coeff": Support("supported", stands_alone=True),
+    "expert_parallel.rebalance_every": Support("supported", stands_alone=True),
+    "expert_parallel.hot_experts": Support("supported", stands_alone=True),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
-    "elasticity.model_parallel_size": not_built("tensor parallel", harmless=(1,)),
+    "elasticity.model_parallel_size": not_built("elastic runs with model-parallel ranks", harmless=(1,)),
 }
 
 # Of parts that are not built, keys that a stage below 3 has no use for: nothing is gathered there to be used.
@@ -115,13 +115,13 @@ TYPES_NOT_BUILT: dict[str, str] = {
     "onebitlamb": "1-bit optimizers",
 }
 
-# Parameters of the optimizers whose support is not "obeyed".
+# Parameters of the optimizers whose support is not "supported".
 PARAMS: dict[str, Support] = {
     "torch_adam": no_effect(
-        "the implementation is chosen by speed; all give the same numbers"
+        "the fastest implementation is chosen; all give the same numbers"
         " (AdamW without weight_decay takes torch's 0.01)"
     ),
-    "fp32_optimizer_states": no_effect("precision.state_dtype and bf16.bf16_optimizer_states say it"),
+    "fp32_optimizer_states": no_effect("set precision.state_dtype or bf16.bf16_optimizer_states instead"),
     "set_grad_none": no_effect("gradients are always released after the step"),
     "comm_backend_name": no_effect("the mesh's own communicator is used"),
     "cuda_aware": no_effect("the mesh's own communicator is used"),
@@ -131,9 +131,9 @@ PARAMS: dict[str, Support] = {
 
 @cache
 def support_of(path: str) -> Support:
-    """The support of a key, by its path in the schema: a key without a line is obeyed."""
+    """The support of a key, by its path in the schema: a key without a line is supported."""
     if path in SUPPORT:
         return SUPPORT[path]
     parts = path.replace("[]", "").split(".")
     rules = (".".join(parts[:length]) + ".**" for length in range(len(parts) - 1, 0, -1))
-    return next((SUPPORT[rule] for rule in rules if rule in SUPPORT), OBEYED)
+    return next((SUPPORT[rule] for rule in rules if rule in SUPPORT), SUPPORTED)

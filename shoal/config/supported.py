@@ -9,7 +9,16 @@ from typing import Any
 from shoal.config.normalise import Given, Normalised
 from shoal.config.problems import Problem, shown
 from shoal.config.schema import Schema
-from shoal.config.support import AT_STAGE_3, OBEYED, PARAMS, SWITCHES, TYPES_NOT_BUILT, Support, SupportKind, support_of
+from shoal.config.support import (
+    AT_STAGE_3,
+    PARAMS,
+    SUPPORTED,
+    SWITCHES,
+    TYPES_NOT_BUILT,
+    Support,
+    SupportKind,
+    support_of,
+)
 
 OFF: tuple[Any, ...] = (None, False, 0, "none", "", (), {})
 
@@ -41,7 +50,7 @@ def keys_with_support(found: Normalised) -> list[KeySupport]:
     stage = 0 if chosen is None else chosen.value
     for path, given in found.given.items():
         if not given.schema_path:
-            support = PARAMS.get(path.rpartition(".")[2], OBEYED)
+            support = PARAMS.get(path.rpartition(".")[2], SUPPORTED)
             keys.append(KeySupport(path, given.value, support, asks=_is_on(given.value)))
             continue
         support = _support(given.schema_path, stage)
@@ -163,7 +172,7 @@ def unused_reasons(config: Schema) -> dict[str, str]:
             "",
             "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
         ),
-        (elasticity.version > 0.1, "elasticity.version 0.1 knows ranks only", "elasticity.", "num_gpus_per_node"),
+        (elasticity.version > 0.1, "elasticity.version 0.1 counts ranks only", "elasticity.", "num_gpus_per_node"),
         (
             param.device == "nvme" and not is_auto,
             auto if is_auto else param_is,

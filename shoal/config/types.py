@@ -90,7 +90,7 @@ def type_problems(section: Section, name: str, params: Mapping[str, Any]) -> Ite
         yield Problem(path, what, do, code="optimizer-not-elementwise")
     elif section == "scheduler" and found in NOT_FROM_JSON:
         what = f"{shown(found)} cannot come from a configuration: {NOT_FROM_JSON[found]}."
-        yield Problem(path, what, "make it in Python and pass it as lr_scheduler=.", code=code)
+        yield Problem(path, what, "create it in Python and pass it as lr_scheduler=.", code=code)
     else:
         code = "optimizer-params" if section == "optimizer" else "schedule-params"
         for where, what, do in _argument_problems(section, classes[found], params):

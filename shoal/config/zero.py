@@ -16,7 +16,7 @@ class LeafModule(Section):
 
     classes: tuple[str, ...] = key((), "class names of modules that are one unit with everything inside them")
     names: tuple[str, ...] = key((), "full names (`model.layers.3.mlp`) of such modules")
-    name_suffixes: tuple[str, ...] = key((), "the same by the last parts of the name (`mlp.experts`)")
+    name_suffixes: tuple[str, ...] = key((), "endings of the full names of such modules (`mlp.experts`)")
 
 
 class OffloadParam(Section):
@@ -24,8 +24,8 @@ class OffloadParam(Section):
 
     device: Tier = key("none", "none: on the device; cpu: in host memory; nvme: on a disk")
     nvme_path: str | None = key(None, "folder for parameters on a disk")
-    buffer_count: int = key(5, "most shards (of a unit's parameters) in host memory, read ahead or being written", ge=1)
-    buffer_size: int = key(100_000_000, "elements; buffer_count times as many are read ahead at most", ge=1)
+    buffer_count: int = key(5, "largest number of shards in host memory that are read ahead or being written", ge=1)
+    buffer_size: int = key(100_000_000, "elements; at most buffer_count times this many are read ahead", ge=1)
     max_in_cpu: int = key(
         1_000_000_000, "elements of a rank's parameters stored in host memory when the device is nvme", ge=0
     )
@@ -45,18 +45,20 @@ class OffloadOptimizer(Section):
     ratio: float = key(
         1.0, "share of the state that is updated on the host; the remainder stays on the device", ge=0, le=1
     )
-    super_offload: bool = key(False, "begin updates on the host in the backward pass; host memory for the state twice")
+    super_offload: bool = key(
+        False, "begin updates on the host in the backward pass; needs host memory for the state twice"
+    )
     cpuadam_cores_perc: float = key(0.8, "share of the host's cores for the update", gt=0, le=1)
 
 
 @with_unsupported("zero_optimization")
 class ZeroOptimization(Section):
-    """What is sharded over the data-parallel ranks, and how it moves."""
+    """What is sharded over the data-parallel ranks, and how it is communicated."""
 
     stage: Literal[0, 1, 2, 3] = key(
         0, "what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
     )
-    reduce_bucket_size: int = key(500_000_000, "most elements reduced in one collective", ge=1)
+    reduce_bucket_size: int = key(500_000_000, "largest number of elements in one reduction", ge=1)
     overlap_comm: bool | None = key(
         None, "reduce gradients during the backward pass; null is true at every stage (DeepSpeed: at stage 3)"
     )
@@ -64,7 +66,9 @@ class ZeroOptimization(Section):
         True, "accept parameters that got no gradient in a step; false makes them an error"
     )
     sub_group_size: int = key(
-        1_000_000_000, "most elements that an accelerator updates in one call of the optimizer; at least 512 Ki", ge=1
+        1_000_000_000,
+        "largest number of elements that an accelerator updates in one call of the optimizer; at least 512 Ki",
+        ge=1,
     )
     stage3_prefetch_bucket_size: int = key(
         50_000_000, "elements gathered ahead of their use", alias=("prefetch_bucket_size",), ge=0
@@ -73,27 +77,28 @@ class ZeroOptimization(Section):
         100_000, "parameters with fewer elements are replicated", alias=("param_persistence_threshold",), ge=0
     )
     stage3_model_persistence_threshold: int = key(
-        sys.maxsize, "most elements that are replicated in sum", alias=("model_persistence_threshold",), ge=0
+        sys.maxsize,
+        "largest total number of elements that are replicated",
+        alias=("model_persistence_threshold",),
+        ge=0,
     )
     stage3_max_live_parameters: int = key(
-        1_000_000_000, "most elements gathered at one time", alias=("max_live_parameters",), ge=0
+        1_000_000_000, "largest number of elements gathered at one time", alias=("max_live_parameters",), ge=0
     )
     stage3_max_reuse_distance: int = key(
         0,
-        "keep parameters gathered that are used again within this many elements; 0 releases after each forward, "
-        "except what backward begins with (stricter than DeepSpeed's 1e9, which may keep much of a model gathered)",
+        "keep a unit gathered if it is used again within this many elements; 0 releases after each forward, "
+        "except the units with which backward begins (DeepSpeed's default of 1e9 may keep much of a model gathered)",
         alias=("max_reuse_distance",),
         ge=0,
     )
     overlap_param_gather: bool = key(
         False,
-        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward does, unit by unit; "
+        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward waits, unit by unit; "
         "until then a parameter reads as NaN outside of the engine's calls and GatheredParameters",
     )
-    enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
-    zero_hpz_partition_size: int = key(
-        1, "ranks of one shard group of the second sharding of the parameters (hpZ)", ge=0
-    )
+    enable_sanity_checks: bool = key(False, "raise an error for changes that GatheredParameters would lose")
+    zero_hpz_partition_size: int = key(1, "ranks of one group in the second sharding of the parameters (hpZ)", ge=0)
     mics_shard_size: int = key(-1, "ranks of one shard group (MiCS): shard inside it, replicate over the groups", ge=-1)
     leaf_module: LeafModule = section(LeafModule, "modules that are one unit with everything inside them")
     offload_param: OffloadParam = section(OffloadParam, "where sharded parameters are stored between uses")

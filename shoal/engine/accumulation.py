@@ -288,7 +288,7 @@ class Accumulation:
         """
         if num_plain_passes and self.counts_tokens and not self.scaled_by:
             raise UsageError(
-                'loss_reduction is "token", and loss.backward() says of no number of tokens.',
+                'loss_reduction is "token", and loss.backward() does not pass the number of tokens.',
                 do="call engine.backward(loss, num_tokens=n), or engine.scale(loss, num_tokens=n).backward().",
                 code="loss-tokens",
             )

@@ -141,9 +141,7 @@ class Checkpointing:
         try:
             after()
         except (OSError, CheckpointError) as error:
-            logger.warning(
-                "the checkpoint is saved, but not all that goes beside it for DeepSpeed's clients: %s", error
-            )
+            logger.warning("the checkpoint is saved, but not all additional files for DeepSpeed's clients: %s", error)
 
     def _wait_for_files_beside(self) -> None:
         """Every rank waits until rank 0 has written the files beside the checkpoint."""
@@ -173,7 +171,7 @@ class Checkpointing:
                     do="give every rank the same tag.",
                 )
             if validation == "Warn" and comm.rank == 0:
-                logger.warning("the ranks' tags differ (%s); rank 0's is taken.", ", ".join(sorted(set(tags))[:5]))
+                logger.warning("the ranks' tags differ (%s); rank 0's tag is used.", ", ".join(sorted(set(tags))[:5]))
         return str(tags[0])
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
@@ -411,7 +409,7 @@ class Checkpointing:
         problem = CheckpointError(
             f"the checkpoint does not fit this run:{lines}",
             where=chosen.where,
-            do="build the run that was saved, or load in part.",
+            do="configure the run as it was saved, or load a part of the checkpoint.",
             code="checkpoint-mismatch",
         )
         agree(self._comm, problem if problems else None, None, "checkpoint: fit")

@@ -146,9 +146,9 @@ class Curriculum:
         ]
         for name, source in self._sources.items():
             if name not in saved:
-                notes.append(f"the checkpoint's run had no {name}; this one's goes by the checkpoint's step.")
+                notes.append(f"the checkpoint has no {name}; this run's starts at the checkpoint's step.")
             elif not _is_same(saved[name], source):
-                notes.append(f"{name} is another one than in the checkpoint; this one's goes by the checkpoint's step.")
+                notes.append(f"{name} differs from the checkpoint's; this run's starts at the checkpoint's step.")
         return notes
 
     def restore(self, saved: Mapping[str, Any], num_steps: int) -> None:

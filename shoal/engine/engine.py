@@ -445,7 +445,7 @@ class Engine(nn.Module):
         self._check_alive()
         if schedule is not None or compiled_autograd_enabled:
             raise NotBuiltError(
-                "engine.compile() takes no schedule of DeepCompile's and no compiled autograd.",
+                "engine.compile() supports neither DeepCompile's schedules nor compiled autograd.",
                 do="leave schedule and compiled_autograd_enabled out.",
             )
         self.module.compile(**{"backend": backend, **(compile_kwargs or {})})

@@ -64,7 +64,7 @@ def estimate(model: nn.Module, config: Mapping[str, Any], num_ranks: int) -> Est
     if plan.mesh.dp != num_ranks or plan.mesh.ep > 1:
         raise UsageError(
             "the config divides the model over tensor-, sequence-, pipeline- or expert-parallel ranks; the estimate"
-            " knows data-parallel ranks only.",
+            " covers data-parallel ranks only.",
             do='leave "parallel" out of the file, and give --ranks the number of data-parallel ranks.',
         )
     zero = replace(plan.zero, is_host_separate=True)

@@ -178,7 +178,7 @@ class ExpertBalance:
         moved = sum(num_moved(layer.placement, placement) for layer, placement in wanted)
         if not self._move(wanted):
             self._move_every = 0
-            say_on_rank_0(self._rank, "experts stay where they are: their optimizer state cannot be exchanged.")
+            say_on_rank_0(self._rank, "experts are not moved: their optimizer state cannot be exchanged.")
             return
         say_on_rank_0(
             self._rank,

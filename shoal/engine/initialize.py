@@ -223,9 +223,9 @@ def _start(
     notes += offload.notes()
     if collective_log(world).is_on:
         notes.append(
-            "comms_logger: each collective is waited for at once to be timed, so it overlaps with nothing."
+            "comms_logger: to time collectives, each is waited for at once, so none overlaps with computation."
             if world.size > 1
-            else "comms_logger: one rank alone sends nothing, so there is nothing to time."
+            else "comms_logger: with one rank there are no collectives to time."
         )
     notes += activations.notes
     if device.heap is not None:
@@ -251,7 +251,7 @@ def check_model(model: Any) -> None:
     if next(model.parameters(), None) is None and not isinstance(model, StageModule):
         raise ModelError(
             f"{type(model).__name__} has no parameters, so there is nothing to train.",
-            do="hand over the module that holds the parameters (after they were made).",
+            do="pass the module that holds the parameters, after they were created.",
             code="model-empty",
         )
     lazy = [name for name, parameter in model.named_parameters() if torch.nn.parameter.is_lazy(parameter)]

@@ -77,7 +77,7 @@ class RunState:
             self._has_warned = True
             logger.warning(
                 "the script calls step() of the learning-rate schedule (%s), and engine.step() does so too: it runs"
-                " twice as fast. Leave the call out, or do not hand the schedule to initialize().",
+                " twice as fast. Leave the call out, or do not pass the schedule to initialize().",
                 type(schedule).__name__,
             )
         schedule.step(**arguments)
@@ -132,7 +132,7 @@ class RunState:
             here = loader.state_dict().get("num_samples")
             if here != data.get("num_samples"):
                 num_samples = data.get("num_samples")
-                problems.append(f"its place is in a data set of {num_samples} samples, this one has {here}")
+                problems.append(f"its data set has {num_samples} samples, this run's has {here}")
         if "by_step" in saved:
             notes += self.curriculum.changes(saved["by_step"] or {})
         gone = sorted(set(saved.get("extra_state") or {}) - set(_with_extra_state(self._module)))
@@ -178,7 +178,7 @@ class RunState:
         if own is None:
             if num_ranks:
                 rank = self._comm.rank
-                logger.warning("rank %d was not there when %s was saved: its generators start anew.", rank, name)
+                logger.warning("%s has no RNG state of rank %d, which starts from its seed.", name, rank)
                 torch.manual_seed(int(torch.initial_seed()) + rank)
             open_gradients.put(self._sharding.groups, [], None)
             return

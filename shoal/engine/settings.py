@@ -165,7 +165,7 @@ def _state_tier(config: Config) -> Tier:
     if tier is not Tier.DEVICE and zero.stage == 0:
         raise ConfigError(
             "zero_optimization.offload_optimizer is set with stage 0, where every rank holds all optimizer state.",
-            do="take stage 1 or more, or leave offload_optimizer out.",
+            do="use stage 1 or more, or leave offload_optimizer out.",
             code="offload-stage",
         )
     return tier

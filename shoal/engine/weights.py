@@ -115,8 +115,8 @@ class Weights:
             problems += [f"unexpected: {', '.join(unexpected[:8])}"] if unexpected else []
         if problems:
             raise CheckpointError(
-                f"the state_dict is not one of this model; {'; '.join(problems)}.",
-                do="pass the values of this model; strict=False takes what fits.",
+                f"the state_dict does not fit this model; {'; '.join(problems)}.",
+                do="pass the values of this model; strict=False loads what fits.",
                 code="checkpoint-mismatch",
             )
         done: set[int] = set()

@@ -27,7 +27,7 @@ def cpu_list(text: str) -> list[int]:
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
         if not low.isdigit() or not (high if dash else low).isdigit():
-            raise ConfigError(f"{text!r} is no list of CPUs.", do="write it as 0-3,8-11.", code="launch-cores")
+            raise ConfigError(f"{text!r} is not a list of CPUs.", do="write it as 0-3,8-11.", code="launch-cores")
         found += range(int(low), int(high or low) + 1)
     return found
 
@@ -46,7 +46,7 @@ def physical_cores(wanted: Collection[int] | None = None, topology: str = _TOPOL
     missing = sorted(set(wanted or ()) - allowed)
     if missing:
         raise ConfigError(
-            f"CPUs {', '.join(map(str, missing))} are not there, or not for this process.",
+            f"CPUs {', '.join(map(str, missing))} do not exist, or this process may not use them.",
             do=f"name some of: {', '.join(map(str, sorted(allowed)))}.",
             code="launch-cores",
         )

@@ -61,7 +61,7 @@ def run_remote(job: RemoteJob) -> Outcome:
     ssh = shutil.which("ssh")
     if ssh is None and set(job.commands) - job.here:
         raise UsageError(
-            "other machines are reached by ssh, and there is no program of that name here.",
+            "other machines are reached by ssh, but no ssh program was found.",
             do="install OpenSSH's client; or start the command on every machine with --no_ssh and --node_rank.",
             code="launch-ssh",
         )

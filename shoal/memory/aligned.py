@@ -50,7 +50,7 @@ def aligned_empty(nbytes: int, *, is_pinned: bool = False, is_inherited: bool = 
             return _pinned(nbytes)
         except (RuntimeError, MemoryError) as error:
             logger.warning(
-                "%s of host memory could not be page-locked (%s); ordinary memory takes its place, so copies to the "
+                "%s of host memory could not be page-locked (%s); ordinary memory is used instead, so copies to the "
                 "device are slower.",
                 format_bytes(nbytes),
                 str(error).splitlines()[0] if str(error) else type(error).__name__,

@@ -60,7 +60,7 @@ class Ticket:
         """
         if not self._done.wait(timeout_seconds):
             raise TierError(
-                f"a read or write is not done after {timeout_seconds:g} seconds.",
+                f"a read or write did not finish within {timeout_seconds:g} seconds.",
                 do="look at the system's log (dmesg) for the device.",
                 code="tier-stuck",
             )

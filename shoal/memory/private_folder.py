@@ -137,7 +137,7 @@ def _empty(path: Path, fd: int) -> bool:
                 os.unlink(name, dir_fd=fd)
         others = [name for name in os.listdir(fd) if name != _OWNER]
         if others:  # the owner's file stays, so that a later start can clear the rest away
-            logger.warning("%s is left, because it holds what is not Shoal's: %s", path, ", ".join(others[:8]))
+            logger.warning("%s is kept, because it contains other files: %s", path, ", ".join(others[:8]))
             return False
         with suppress(FileNotFoundError):
             os.unlink(_OWNER, dir_fd=fd)
@@ -152,6 +152,6 @@ def _unusable(parent: Path, error: OSError) -> TierError:
     return TierError(
         f"the folder for offloaded state cannot be used: {error.strerror or error}.",
         where=str(parent),
-        do="name a folder that is there, on a local disk, and that this user may write to (nvme_path).",
+        do="name an existing folder on a local disk and that this user may write to (nvme_path).",
         code="tier-folder",
     )

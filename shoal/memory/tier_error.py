@@ -36,7 +36,7 @@ def failed(cause: OSError, doing: str, *, path: str, start: int, nbytes: int) ->
         f"{doing} failed: {cause.strerror or cause}.",
         where=where,
         do="look at the system's log (dmesg) for the device, and at who else changes the folder. "
-        "Go on from the last checkpoint.",
+        "Resume from the last checkpoint.",
         code="tier-io",
     )
 
@@ -47,7 +47,7 @@ def too_short(path: str, *, start: int, nbytes: int, found_nbytes: int) -> TierE
         f"the file ends at {found_nbytes}, but bytes up to {start + nbytes} were written to it.",
         where=f"{path}, {nbytes} bytes at offset {start}",
         do="find out what truncates files in this folder; nothing else may write to it. "
-        "Go on from the last checkpoint.",
+        "Resume from the last checkpoint.",
         code="tier-truncated",
     )
 

@@ -166,7 +166,7 @@ class DiskTransfer:
             if lost is not None:
                 why = lost.what if isinstance(lost, ShoalError) else f"{type(lost).__name__}: {lost}"
                 raise TierError(
-                    f"{which} are not there, because a write failed: {why}",
+                    f"{which} are missing, because a write failed: {why}",
                     where=extent.path,
                     do=getattr(lost, "do", "") or "resume from the last checkpoint.",
                     code=getattr(lost, "code", "tier-io"),
@@ -186,9 +186,9 @@ class DiskTransfer:
             raise self._failed(error, "opening the file", self._start, nbytes) from error
         if (status.st_dev, status.st_ino) != extent.identity:
             raise TierError(
-                "the file is not the one that was made here: something has put another in its place.",
+                "the file is not the one that was made here: another file has replaced it.",
                 where=extent.path,
-                do="find out what else writes to this folder. Go on from the last checkpoint.",
+                do="find out what else writes to this folder. Resume from the last checkpoint.",
                 code="tier-replaced",
             )
         if status.st_size < extent.file_nbytes:
@@ -279,7 +279,7 @@ class DiskTransfer:
                     where=f"{self._extent.path}, {self._way.block_nbytes} bytes at offset "
                     f"{block * self._way.block_nbytes}",
                     do="test the device and the host's memory; find out what else writes to this folder. "
-                    "Go on from the last checkpoint.",
+                    "Resume from the last checkpoint.",
                     code="tier-damaged",
                 )
 
@@ -315,7 +315,7 @@ class DiskTransfer:
                 if found < start + len(view):
                     raise too_short(self._extent.path, start=start + done, nbytes=len(view) - done, found_nbytes=found)
             if num_idle == _MAX_IDLE_CALLS:
-                cause = OSError(errno.EIO, f"the device moved nothing, {num_idle} times in a row")
+                cause = OSError(errno.EIO, f"the device transferred nothing, {num_idle} times in a row")
                 raise self._failed(cause, doing, start + done, len(view) - done)
 
     def _failed(self, cause: OSError, doing: str, start: int, nbytes: int) -> Exception:

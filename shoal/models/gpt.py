@@ -251,7 +251,7 @@ class GPT(nn.Module):
             raise ModelError(
                 f"the shape has {config.num_experts} experts, and no layer was given for them.",
                 where="GPT",
-                do="hand over experts=shoal.parallel.expert.stacked.ExpertFeedForward.",
+                do="pass experts=shoal.parallel.expert.stacked.ExpertFeedForward.",
             )
         self.config = config
         self.loss_function: Callable[[Tensor, Tensor], Tensor] = cross_entropy

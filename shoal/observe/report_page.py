@@ -73,7 +73,8 @@ thead th,.pairs tr:first-child>*{border-top:0}
 .cells td{vertical-align:top}
 .note,.empty{margin:8px 0 0;font-size:13px;color:var(--soft)}
 @media screen and (max-width:600px){main{padding:20px 12px 40px}h1{font-size:21px}
-.chart .tick{font-size:16px}.wide .chart .tick{font-size:27px}.pointer text{font-size:14px}.scroll>*{min-width:640px}.scroll td+td,.scroll th+th{padding-left:10px}}
+.chart .tick{font-size:16px}.wide .chart .tick{font-size:27px}.pointer text{font-size:14px}.scroll>*{min-width:640px}
+.scroll td+td,.scroll th+th{padding-left:10px}}
 @media print{:root{--page:#fff}body{font-size:11px}main{max-width:none;padding:0;grid-template-columns:1fr 1fr}
 .card,.facts{break-inside:avoid}table{font-size:11px}.facts div{flex-basis:110px}
 .sample{max-height:none}.pointer{display:none}h1{font-size:20px}

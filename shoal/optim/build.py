@@ -66,7 +66,7 @@ NOT_BUILT = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 
 NO_EFFECT = {
     "torch_adam": "torch's kernels are used in either case",
-    "fp32_optimizer_states": "precision.state_dtype and bf16.bf16_optimizer_states say it",
+    "fp32_optimizer_states": "set precision.state_dtype or bf16.bf16_optimizer_states instead",
     "set_grad_none": "gradients are always released after the step",
 }
 EMBEDDING_WORDS = ("embed", "lm_head")  # anywhere in a parameter's name

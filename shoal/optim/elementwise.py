@@ -93,7 +93,7 @@ def check(
     if refuse_untested:
         raise UntestedOptimizerError(
             f'{kind.__name__} is not an optimizer that Shoal knows, and "zero_allow_untested_optimizer" is false.',
-            do="leave the key out: the optimizer is tried on a small matrix then; or set it to true.",
+            do="leave the key out: the optimizer is then tested on a small matrix; or set it to true.",
         )
     inner = inner_optimizers(optimizer)
     is_direct = bool(inner) and (stage == 0 or has_own_groups(optimizer))
@@ -111,7 +111,8 @@ def check(
             return "elementwise"
         raise OptimizerError(
             message + ".",
-            do='use a torch.optim optimizer, or, if you know better, set "zero_allow_untested_optimizer": true.',
+            do="use a torch.optim optimizer, or, if you know that it is elementwise, set"
+            ' "zero_allow_untested_optimizer": true.',
             code="optimizer-untested",
         ) from problem
     if difference is None:

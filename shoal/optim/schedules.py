@@ -358,7 +358,7 @@ def build_schedule(name: str, params: Mapping[str, Any], optimizer: Any) -> Any:
         raise OptimizerError(
             f"schedule {canonical!r} cannot come from a configuration: {NOT_FROM_JSON[canonical]}.",
             where="scheduler.type",
-            do="make it in Python and pass it to initialize() as lr_scheduler.",
+            do="create it in Python and pass it to initialize() as lr_scheduler.",
             code="schedule-name",
         )
     factory = factories[canonical]

@@ -186,7 +186,7 @@ def configure(
     degree, _ = _model_parallel(mpu_)
     if settings.is_partitioned and degree > 1:
         raise NotBuiltError(
-            f"partition_activations with {degree} model-parallel ranks: tensor parallelism is not built yet.",
+            f"partition_activations with {degree} model-parallel ranks is not built yet.",
             do="leave partition_activations out; checkpoint_in_cpu saves more device memory.",
         )
     before = current_recompute()

@@ -92,13 +92,13 @@ def recompute_blocks(
     Raises: ModelError: no module matches. UsageError: ``every`` is below 1.
     """
     if every < 1:
-        raise UsageError(f"every = {every}: one of each {every} modules means nothing.", do="use 1 or more.")
+        raise UsageError(f"every = {every}: it must be at least 1.", do="use 1 or more.")
     modules = {name: module for name, module in model.named_modules() if name}
     if classes is None:
         found = _blocks(modules, model)
         if not found:
             raise ModelError(
-                f"{type(model).__name__} has no list of alike modules that could be recomputed one by one.",
+                f"{type(model).__name__} has no list of modules of one class that could be recomputed one by one.",
                 do="name what is to be recomputed: a class, or modules as model.named_modules() does.",
                 code="recompute-no-match",
             )

@@ -109,7 +109,7 @@ def tile_modules(
     Raises: ModelError: no module matches. UsageError: ``tile_tokens`` is below 1.
     """
     if tile_tokens < 1:
-        raise UsageError(f"tile_tokens = {tile_tokens}: a tile needs a position.", do="use 1 or more.")
+        raise UsageError(f"tile_tokens = {tile_tokens}: a tile needs at least one position.", do="use 1 or more.")
     wanted = [classes] if isinstance(classes, str | type) else list(classes)
     return RecomputedBlocks(
         find_modules(model, wanted, where="tile_modules", purpose="tiled"), _Tiles(tile_tokens, dim)

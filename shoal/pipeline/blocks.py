@@ -99,7 +99,7 @@ def split_at(model: nn.Module, split_points: Sequence[str]) -> tuple[ModelBlocks
     unknown = [name for name in split_points if not name or name not in modules]
     containers = sorted({name.rpartition(".")[0] for name in split_points})
     if unknown or len(containers) != 1:
-        raise error(f"{unknown} are no modules of the model." if unknown else f"{containers} are no single module.")
+        raise error(f"{unknown} are not modules of the model." if unknown else f"{containers} are no single module.")
     container = modules[containers[0]]
     names = [name for name, child in container._modules.items() if child is not None]
     if not is_list(container):

@@ -303,7 +303,7 @@ class RecomputedRun:
             forward = self._forward
             raise ModelError(
                 f"block {forward.blocks.name(position)!r} cannot be recomputed together with"
-                f" {forward.blocks.name(self._begin)!r}: its argument {other!r} is another one.",
+                f" {forward.blocks.name(self._begin)!r}: its argument {other!r} is a different one.",
                 where="pipeline.activation_checkpoint_interval",
                 do="write 1, which recomputes each block by itself, or write the layers as a PipelineModule.",
                 code="pipeline-recompute",

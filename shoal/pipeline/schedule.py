@@ -241,7 +241,7 @@ def _of_file(path: Path, num_ranks: int, num_micro: int, virtual_stages: int) ->
     except (OSError, ValueError) as error:
         names = ", ".join(SCHEDULES)
         raise ConfigError(
-            f"{str(path)!r} is no pipeline schedule, and no file that can be read: {error}",
+            f"{str(path)!r} is neither a pipeline schedule nor a readable file: {error}",
             do=f"write one of {names}, or the path of a file with one line a rank.",
             code=CODE,
         ) from error

@@ -70,7 +70,7 @@ def partition(
     if not parameters:
         raise ModelError(
             f"{type(model).__name__} has no parameters, so there is nothing to train.",
-            do="hand over the module that holds the parameters (after they were made).",
+            do="pass the module that holds the parameters, after they were created.",
             code="model-empty",
         )
     modules = dict(model.named_modules())

@@ -57,7 +57,7 @@ def check_streams(*, raises: bool = True) -> Iterator[StreamCheck]:
     """
     if simulation() is not None or torch.accelerator.is_available():
         raise UsageError(
-            "check_streams simulates an accelerator on the CPU, and there is one already.",
+            "check_streams simulates an accelerator on the CPU, and there already is one.",
             do="do not nest blocks; on a machine with a GPU set CUDA_VISIBLE_DEVICES to nothing.",
             code="stream-check",
         )

@@ -78,7 +78,7 @@ class IssueOrder:
             with self._lock:
                 lines = [self._said(each) for each in circle]
             raise CommError(
-                "these ranks wait for each other in a circle, and none of them goes on:" + "".join(lines),
+                "these ranks deadlock, each waiting for the next:" + "".join(lines),
                 do="issue the collectives in one order on all ranks, or wait for each later.",
                 code="comm-circle",
             )

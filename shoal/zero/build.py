@@ -64,7 +64,7 @@ def group_index(model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> d
     if problems:
         raise OptimizerError(
             f"{listed(problems)}.",
-            do="hand each parameter of the model to exactly one group.",
+            do="put each parameter of the model into exactly one group.",
             code="optimizer-groups",
         )
     return found

@@ -99,7 +99,7 @@ def _lost_changes(checked: list[tuple[torch.Tensor, Communicator, int, int]]) ->
         return None
     return UsageError(
         f"in-place modification of sharded parameters inside GatheredParameters on ranks {ranks}, and"
-        " modifier_rank=None: it is lost.",
+        " modifier_rank=None: the change is lost.",
         do="pass modifier_rank=0 to broadcast rank 0's changes to all ranks.",
         code="gathered-change",
     )

@@ -214,7 +214,7 @@ def test_a_model_without_experts_is_an_error_that_lists_what_was_looked_for() ->
 
 def test_a_key_about_routers_that_nothing_names_is_an_error() -> None:
     section = load({"expert_parallel": {"enabled": True, "top_k": 1}}).expert_parallel
-    with pytest.raises(ModelError, match=r"expert_parallel.top_k is about routers, and nothing says which modules"):
+    with pytest.raises(ModelError, match=r"expert_parallel.top_k is about routers, and it is not known which modules"):
         prepare_experts(build("olmoe"), None, section)
     named = {"moe_layer_pattern": r"layers\.\d+\.mlp", "router_pattern": "gate", "expert_pattern": "experts"}
     model = build("olmoe")

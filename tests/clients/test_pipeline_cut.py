@@ -124,7 +124,7 @@ def test_two_blocks_are_recomputed_together(name: str) -> None:
 def test_blocks_with_masks_of_two_kinds_are_not_recomputed_together() -> None:
     part = cut_over(causal("gemma2"), RANKS[0])[0]
     part.activation_checkpoint_interval = 2
-    with pytest.raises(ModelError, match="its argument 'attention_mask' is another one"):
+    with pytest.raises(ModelError, match="its argument 'attention_mask' is a different one"):
         part(0, None, batch_of())
 
 

@@ -300,7 +300,7 @@ def test_register_with_transformers_and_the_adapter_give_the_gradients_of_one_pr
 
 def test_a_model_that_the_ranks_do_not_fit_is_refused() -> None:
     for options, message in [
-        ({"core_attn_implementation": "eager"}, "no exchangeable attention function 'eager'"),
+        ({"core_attn_implementation": "eager"}, "no attention function called 'eager'"),
         ({"sequence_parallel_size": 8}, "4 attention heads cannot be spread over 8 ranks"),
         ({"seq_length": 15, "seq_length_is_variable": False}, "pad it by 1 to 16"),
     ]:

@@ -138,7 +138,7 @@ def test_tags_name_folders_and_the_newest_is_loaded(tmp_path: Path, caplog: pyte
         assert error.code == "checkpoint-missing"
     for error in refusals(run, tmp_path / "aside"):
         assert error.code == "checkpoint-missing"
-        assert "load from the folder around it, with its name as the tag" in str(error)
+        assert "load from its parent folder, with its name as the tag" in str(error)
 
 
 def test_a_tag_that_is_there_is_replaced_as_a_whole(tmp_path: Path) -> None:

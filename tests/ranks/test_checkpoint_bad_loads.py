@@ -86,8 +86,8 @@ def test_loads_that_fail_leave_the_running_state_as_it_was_on_every_rank(tmp_pat
     (tmp_path / "empty").mkdir()
     cases: list[tuple[Path, str | None, str, str]] = [
         (good, "global_step7", "checkpoint-missing", "load one of: global_step1"),
-        (tmp_path / "nowhere", None, "checkpoint-missing", "no whole checkpoint"),
-        (tmp_path / "empty", None, "checkpoint-missing", "no whole checkpoint"),
+        (tmp_path / "nowhere", None, "checkpoint-missing", "no complete checkpoint"),
+        (tmp_path / "empty", None, "checkpoint-missing", "no complete checkpoint"),
         (other_model, None, "checkpoint-mismatch", "blocks.2."),
         (
             other_model,

@@ -129,7 +129,7 @@ def test_main_parameters_are_not_rounded_silently(tmp_path: Path) -> None:
     stop(run_at_stage(), tmp_path, at=1)
     narrow = run_at_stage(bf16={"enabled": True, "bf16_master_weights_and_grads": True})
     for error in refusals(narrow, tmp_path):
-        assert "its master weights are wider than this run's" in error.what
+        assert "its main parameters have more precision than this run's" in error.what
 
 
 def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path) -> None:

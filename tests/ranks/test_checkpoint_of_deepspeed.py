@@ -143,7 +143,7 @@ def test_load_universal_takes_what_latest_universal_names(tmp_path: Path, caplog
             engine.load_checkpoint(tmp_path)
         assert engine.global_steps == steps
         engine.destroy()
-    assert "latest_universal names 'global_step3_universal', so that is loaded, and not 'newer'" in caplog.text
+    assert "latest_universal names 'global_step3_universal', which is loaded instead of 'newer'" in caplog.text
 
 
 def test_load_universal_without_such_a_file_loads_the_newest(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_save_under_its_tag_replaces_it(tmp_path: Path, caplog: pytest.LogCapt
         engine.save_checkpoint(tmp_path, tag="global_step3")
     engine.load_checkpoint(tmp_path)
     engine.destroy()
-    assert "global_step3 was a checkpoint of DeepSpeed's; it is replaced." in caplog.text
+    assert "global_step3 is a checkpoint that DeepSpeed saved; it is replaced." in caplog.text
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step3"]
     assert (tmp_path / "global_step3" / "manifest.json").exists()
 
@@ -188,7 +188,7 @@ def test_other_files_beside_it_keep_it_from_being_replaced(tmp_path: Path) -> No
     shutil.copytree(MADE / "stage2-fp32" / "checkpoint", tmp_path, dirs_exist_ok=True)
     (tmp_path / "global_step3" / "notes.txt").write_text("mine")
     engine = engine_of()
-    with pytest.raises(CheckpointError, match="'global_step3' is there already and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="'global_step3' already exists and is not a checkpoint"):
         engine.save_checkpoint(tmp_path, tag="global_step3")
     engine.load_checkpoint(tmp_path)
     assert engine.global_steps == 3
@@ -329,7 +329,7 @@ def test_what_is_not_read_yet_is_said_by_name_on_every_rank(tmp_path: Path) -> N
 
     def job() -> None:
         engine = engine_of()
-        with pytest.raises(CheckpointError, match=r"with pipeline parallelism over .* is not read yet") as caught:
+        with pytest.raises(CheckpointError, match=r"with pipeline parallelism over .* cannot be read yet") as caught:
             engine.load_checkpoint(tmp_path)
         assert caught.value.code == "not-built"
         engine.destroy()

@@ -167,8 +167,8 @@ def test_another_schedule_than_the_checkpoints_goes_by_the_step_and_says_so(
     other = Run(config(3, **faster, **slower), 2, Shortened, adamw)
     for theta, length in told_after_resume(other, tmp_path):
         assert theta == pytest.approx(math.exp(-3.0)) and length == 3
-    assert "curriculum_learning is another one than in the checkpoint" in caplog.text
-    assert "progressive_layer_drop is another one than in the checkpoint" in caplog.text
+    assert "curriculum_learning differs from the checkpoint's" in caplog.text
+    assert "progressive_layer_drop differs from the checkpoint's" in caplog.text
 
 
 def test_a_checkpoint_without_schedules_is_one_at_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,7 +177,7 @@ def test_a_checkpoint_without_schedules_is_one_at_its_step(tmp_path: Path, caplo
     other = Run(config(0, **DROP, **LENGTHS), 2, Shortened, adamw)
     for theta, length in told_after_resume(other, tmp_path / "plain"):
         assert theta == pytest.approx(0.8 * math.exp(-1.5) + 0.2) and length == 4
-    assert "the checkpoint's run had no curriculum_learning" in caplog.text
+    assert "the checkpoint has no curriculum_learning" in caplog.text
     stop(other, tmp_path / "with", at=1)
     resume(plain, tmp_path / "with", at=1, until=2)
     assert "the checkpoint's run had progressive_layer_drop, this one has not" in caplog.text

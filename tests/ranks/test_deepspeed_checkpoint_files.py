@@ -236,7 +236,7 @@ def test_where_nothing_was_saved_nothing_is_loaded_as_in_deepspeed(tmp_path: Pat
     with pytest.raises(CheckpointError, match="there is no checkpoint 'best'"):
         engine.load_checkpoint(tmp_path, "best")
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         engine.load_checkpoint(tmp_path)
     engine.destroy()
 

@@ -143,7 +143,7 @@ def test_parameters_made_after_zero_init_are_sharded_like_those_made_in_it_each_
             values = model.low.flatten().tolist()
         dtype = model.low.dtype
         engine, *_ = initialize(model=model, config=config(3, units={"names": []}), dist_init_required=False)
-        with pytest.raises(UsageError, match="the model's engine is made already"):
+        with pytest.raises(UsageError, match="the model already has an engine"):
             model.base.weight.convert_to_zero_parameters([nn.Parameter(torch.ones(2))])
         engine.destroy()
         return values, dtype, rank

@@ -166,7 +166,7 @@ def test_a_second_time_replaces_the_first(folder: Path) -> None:
 def test_an_output_that_is_no_checkpoint_is_left_alone(folder: Path) -> None:
     (folder / "out").mkdir()
     (folder / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="'out' is there already and is no checkpoint"):
+    with pytest.raises(CheckpointError, match="'out' already exists and is not a checkpoint"):
         main(arguments(folder / "test_tag", folder / "out"))
     assert [path.name for path in (folder / "out").iterdir()] == ["notes.txt"]
     assert not (folder / "latest_universal").exists()

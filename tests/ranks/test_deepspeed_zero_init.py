@@ -419,8 +419,8 @@ def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_a
         return said
 
     words = (
-        "in-place modification of sharded parameters inside GatheredParameters on ranks [0], and modifier_rank=None: it"
-        " is lost."
+        "in-place modification of sharded parameters inside GatheredParameters on ranks [0], and modifier_rank=None:"
+        " the change is lost."
     )
     assert run_ranks(2, change) == [[words] if is_asked_for else []] * 2
 

@@ -84,5 +84,5 @@ def test_activations_on_fake_tensors_are_those_of_a_real_forward() -> None:
 
 
 def test_other_axes_than_data_parallel_ones_are_refused() -> None:
-    with pytest.raises(UsageError, match="knows data-parallel ranks only"):
+    with pytest.raises(UsageError, match="covers data-parallel ranks only"):
         estimated({**CONFIG, "parallel": {"tp": 2}}, 4)

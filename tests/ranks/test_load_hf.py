@@ -322,7 +322,7 @@ def test_all_differences_are_listed_and_nothing_is_changed(tmp_path: Path) -> No
             "  shapes differ (1):",
             "    blocks.0.up.weight is [2, 3] in the folder and [24, 12] in the model",
             f"  where: {tmp_path / 'm'}",
-            "  do: load a folder of this model; strict=False passes over names that are missing or not in the model.",
+            "  do: load a folder of this model; strict=False skips names that are missing or not in the model.",
         ]
 
 

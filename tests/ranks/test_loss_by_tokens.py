@@ -226,7 +226,7 @@ def test_wrong_uses_are_refused() -> None:
         engine.destroy()
         engine, loss = losses(config(0, **TOKEN))
         loss.backward()
-        with pytest.raises(UsageError, match="says of no number of tokens"):
+        with pytest.raises(UsageError, match="does not pass the number of tokens"):
             engine.step()
         engine.destroy()
         with pytest.raises(ConfigError, match="loss_reduction"):

@@ -193,7 +193,7 @@ def test_sequences_that_do_not_divide_are_refused_in_training_and_computed_whole
             2,
             r"nothing of 2 linear layers: blocks\.0\.feed_forward\.up, blocks\.1\.",
         ),
-        ({"blocks.*.feed_forward.up": "col"}, 2, r"'blocks\.\*\.feed_forward\.up': 'col', but no style is called so"),
+        ({"blocks.*.feed_forward.up": "col"}, 2, r"'blocks\.\*\.feed_forward\.up': 'col', but there is no such style"),
         (
             {"blocks.*.feed_forward.up": "column:3"},
             2,

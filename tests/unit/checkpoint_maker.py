@@ -89,7 +89,7 @@ def newest(storage: Storage) -> torch.Tensor:
     for found in directory.list_checkpoints(storage):
         if found.manifest is not None and not directory.verify(storage, found.folder):
             return read(storage, found.folder)
-    raise AssertionError("no whole checkpoint")
+    raise AssertionError("no complete checkpoint")
 
 
 def seal(body: bytes) -> bytes:

@@ -213,7 +213,7 @@ def test_a_save_never_replaces_what_is_no_checkpoint(root: Path, kind: str) -> N
     else:
         (root / "logs").mkdir()
         (root / "logs" / "events").write_text("of the user")
-    with pytest.raises(CheckpointError, match="'logs' is there already and is no checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="'logs' already exists and is not a checkpoint") as caught:
         make(LocalStorage(root), 1, "logs")
     assert caught.value.code == "checkpoint-tag"
     assert (root / "logs" if kind == "file" else root / "logs" / "events").read_text() == "of the user"

@@ -32,6 +32,18 @@ def test_help_lists_the_commands() -> None:
     assert "--show-completion" in result.output
 
 
+def test_help_shows_the_defaults() -> None:
+    text = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, ["train", "--help"]).output.replace("│", " ").split())
+    for default in (
+        "one per visible GPU, else 1",
+        "bf16 on a GPU, fp32 on CPU",
+        "runs/DATE-TIME",
+        "the tokenizer's",
+        "2",
+    ):
+        assert f"Default: {default}." in text
+
+
 @pytest.mark.parametrize("command", ["run", "train", "doctor", "checkpoint list", "deepspeed", "convert", "schedule"])
 def test_every_command_has_h(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "-h"])
@@ -199,8 +211,8 @@ def test_experts_are_added_to_a_shape_and_divided_among_ranks() -> None:
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (TrainJob(top_k=1), "--top-k 1 is of experts, and the model has none"),
-        (TrainJob(ep=2), "--ep 2 is of experts, and the model has none"),
+        (TrainJob(top_k=1), "--top-k 1 is for experts, but the model has none"),
+        (TrainJob(ep=2), "--ep 2 is for experts, but the model has none"),
         (TrainJob(experts=6, ep=4), "--ep 4 does not divide --experts 6"),
     ],
 )

@@ -46,7 +46,7 @@ def test_it_says_which_rows_fit_and_names_the_first() -> None:
 
 
 def test_nothing_fits_says_what_else_helps() -> None:
-    assert "Nothing fits in 1GB: take more ranks" in run("6.7b", "--ranks", "2", "--memory", "1GB").output
+    assert "Nothing fits in 1GB: use more ranks" in run("6.7b", "--ranks", "2", "--memory", "1GB").output
 
 
 def test_a_function_of_a_script_gives_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,9 +164,9 @@ def test_ranks_are_bound_to_cores_of_their_own(tmp_path: Path, monkeypatch: pyte
     assert divide_cores(physical_cores(topology=topology), 3) == BoundCores([[0, 4], [1, 5], [2, 6]], 1)
     with pytest.raises(ConfigError, match="5 ranks, each with cores of its own, and 4 cores"):
         divide_cores(physical_cores(topology=topology), 5)
-    with pytest.raises(ConfigError, match="CPUs 8 are not there"):
+    with pytest.raises(ConfigError, match="CPUs 8 do not exist"):
         physical_cores([7, 8])
-    with pytest.raises(ConfigError, match="'0-,x' is no list"):
+    with pytest.raises(ConfigError, match="'0-,x' is not a list"):
         cpu_list("0-,x")
 
 

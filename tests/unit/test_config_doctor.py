@@ -101,7 +101,7 @@ def test_what_is_printed_for_programs_is_json(capsys: pytest.CaptureFixture[str]
     assert code == 1
     assert said["effective"]["train_batch_size"] == {"value": 4, "origin": "derived"}
     assert [problem["path"] for problem in said["problems"]] == ["zero_optimization.zero_quantized_weights"]
-    assert {"path": "zero_optimization.stage", "value": 3, "verdict": "obeyed", "reason": "", "asks": True} in said[
+    assert {"path": "zero_optimization.stage", "value": 3, "verdict": "supported", "reason": "", "asks": True} in said[
         "keys"
     ]
 
@@ -131,7 +131,7 @@ def test_without_a_file_the_machine_is_checked(
     assert torch.__version__ in said["torch"]
     assert "Nothing is wrong." in out
     code, out = run(capsys, json=True)
-    assert {"name": "127.0.0.1", "value": "can be listened on and connected to", "problem": ""} in json.loads(out)
+    assert {"name": "127.0.0.1", "value": "accepts connections", "problem": ""} in json.loads(out)
     monkeypatch.setattr(
         "shoal.cli.machine._loopback", lambda: Finding("127.0.0.1", "no connection", "ranks meet there.")
     )

@@ -54,8 +54,8 @@ def test_a_degree_of_the_models_layers_is_named_as_theirs() -> None:
 @pytest.mark.parametrize(
     ("keys", "path", "what"),
     [
-        ({"preset_model": "mixtrall"}, "preset_model", "is no preset; did you mean 'mixtral'?"),
-        ({"router_pattern": "("}, "router_pattern", "is no regular expression: "),
+        ({"preset_model": "mixtrall"}, "preset_model", "is not a preset; did you mean 'mixtral'?"),
+        ({"router_pattern": "("}, "router_pattern", "is not a regular expression: "),
         ({"num_expert_groups": 4}, "num_expert_groups", "4, and num_limited_groups is None"),
         ({"num_expert_groups": 2, "num_limited_groups": 4}, "num_expert_groups", "2, and num_limited_groups is 4"),
         ({"has_shared_experts": True}, "has_shared_experts", "neither shared_experts_pattern nor preset_model"),

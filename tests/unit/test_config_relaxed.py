@@ -75,7 +75,7 @@ def test_a_file_is_hjson_by_its_suffix(tmp_path: Path) -> None:
         ('{"a" 1}', "expected ':' after the key 'a'"),
         ('{"a": True}', "True is Python, JSON says true"),
         ('{"a": yes}', "expected a value, found 'yes'"),
-        ('{"a": "b}', "a text without its closing quote"),
+        ('{"a": "b}', "a string without its closing quote"),
         ('{"a": "\\x"}', "an escape that JSON does not have"),
         ('{"a": 1} {', "after the end of the value"),
         ("[" * 200, "nested more than 100 deep"),

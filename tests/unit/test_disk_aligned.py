@@ -43,7 +43,7 @@ def test_memory_that_cannot_be_locked_is_ordinary_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, logger="shoal"):
         memory = aligned_empty(12288, is_pinned=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "12 KiB of host memory could not be page-locked (CUDA error: out of memory); ordinary memory takes its place, "
+        "12 KiB of host memory could not be page-locked (CUDA error: out of memory); ordinary memory is used instead, "
         "so copies to the device are slower."
     ]
     assert memory.shape == (12288,)

@@ -89,7 +89,7 @@ def test_a_write_that_the_device_fails_cannot_be_read_until_it_was_written_again
     with pytest.raises(TierError, match=r"writing for 'a' failed: Input/output error"):
         write.wait()
     with pytest.raises(
-        TierError, match=r"'a' are not there, because a write failed: writing for 'a' failed: Input"
+        TierError, match=r"'a' are missing, because a write failed: writing for 'a' failed: Input"
     ) as lost:
         read.wait()
     assert lost.value.code == "tier-io"
@@ -154,7 +154,7 @@ def test_a_device_that_moves_nothing_is_an_error_after_a_few_calls(
 
     replace(monkeypatch, name, nothing)
     move = tier.read if name == "preadv" else tier.write
-    with pytest.raises(TierError, match="moved nothing, 8 times in a row"):
+    with pytest.raises(TierError, match="transferred nothing, 8 times in a row"):
         move(extent, aligned_empty(4096)).wait()
     assert calls == [0] * 8
 
@@ -195,7 +195,7 @@ def test_a_file_that_is_gone_or_another_is_an_error(tier: DiskTier) -> None:
     with pytest.raises(TierError, match=r"opening the file for 'a' failed: No such file or directory"):
         tier.read(extent, aligned_empty(4096)).wait()
     Path(extent.path).write_bytes(bytes(4096))
-    with pytest.raises(TierError, match="something has put another in its place") as found:
+    with pytest.raises(TierError, match="another file has replaced it") as found:
         tier.read(extent, aligned_empty(4096)).wait()
     assert found.value.code == "tier-replaced"
     os.unlink(extent.path)

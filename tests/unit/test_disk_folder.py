@@ -202,7 +202,7 @@ def test_a_file_of_unknown_origin_in_a_dead_folder_is_kept_and_reported(
     with caplog.at_level(logging.INFO, logger="shoal"):
         assert sweep(tmp_path) == []
     assert sorted(os.listdir(path)) == ["owner.json", "thesis.tex"]
-    assert "holds what is not Shoal's: thesis.tex" in caplog.text
+    assert "because it contains other files: thesis.tex" in caplog.text
     (path / "thesis.tex").unlink()
     assert sweep(tmp_path) == [path.name]
 

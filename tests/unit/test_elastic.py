@@ -213,7 +213,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_keys_without_effect_are_reported() -> None:
     notes = load({"elasticity": SMALL | {"min_time": 20, "num_gpus_per_node": 4}}, world_size=2).notes()
     assert any(note.startswith("elasticity.min_time = 20: accepted, no effect") for note in notes)
-    assert "elasticity.num_gpus_per_node = 4: no effect here: elasticity.version 0.1 knows ranks only." in notes
+    assert "elasticity.num_gpus_per_node = 4: no effect here: elasticity.version 0.1 counts ranks only." in notes
 
 
 def test_doctor_shows_what_was_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,14 +123,14 @@ def test_weights_are_read_where_latest_names_a_checkpoint_that_is_gone(tmp_path:
     assert detect(tmp_path / "in") == "huggingface"
     done = shell(tmp_path / "in", tmp_path / "out", "--to", "fp32")
     assert done.exit_code == 0, done.output
-    assert "'global_step500', which is not there" in done.stderr
+    assert "'global_step500', which does not exist" in done.stderr
 
 
 def test_a_damaged_checkpoint_is_an_error_and_no_reason_to_read_the_weights_beside(tmp_path: Path) -> None:
     make_shoal(tmp_path / "in")
     (tmp_path / "in" / "mine" / "manifest.json").unlink()
     add_safetensors(tmp_path / "in", trained())
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete Shoal checkpoint"):
         open_source(tmp_path / "in")
 
 

@@ -109,9 +109,9 @@ def test_a_dtype_makes_no_sense_where_training_goes_on(tmp_path: Path, target: s
 def test_what_is_no_checkpoint_is_said_with_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("hello")
     for place, words in [
-        (tmp_path, "of no format that Shoal knows: it holds 'readme.txt'"),
-        (tmp_path / "readme.txt", "no safetensors file and no file of torch.save"),
-        (tmp_path / "none", "is not there"),
+        (tmp_path, "in no format that Shoal reads: it contains 'readme.txt'"),
+        (tmp_path / "readme.txt", "neither a safetensors file nor a file of torch.save"),
+        (tmp_path / "none", "does not exist"),
     ]:
         with pytest.raises(CheckpointError, match=words):
             detect(place)
@@ -119,7 +119,7 @@ def test_what_is_no_checkpoint_is_said_with_what_is_there(tmp_path: Path) -> Non
         assert done.exit_code == 1
         assert words in done.stderr
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="it holds nothing"):
+    with pytest.raises(CheckpointError, match="it contains nothing"):
         detect(tmp_path / "empty")
 
 

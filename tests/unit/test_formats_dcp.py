@@ -88,7 +88,7 @@ def test_a_tied_weight_that_pytorch_saved_twice_is_one_again(tmp_path: Path) -> 
     tree = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer, is_flat=False)}
     source = DcpSource(save(tree, tmp_path / "d"))
     assert source.about.aliases == {"0.weight": ("2.weight",)}
-    assert source.about.notes == ["'2.weight' has the bits of '0.weight' and is not trained: taken for tied."]
+    assert source.about.notes == ["'2.weight' has the bits of '0.weight' and is not trained: treated as tied."]
     assert list(source.tensors(MODEL)) == list(source.about.parameters)
     assert "2.weight" not in source.tensors(MODEL)
     assert "3.weight" in source.tensors(MODEL)
@@ -197,7 +197,7 @@ def test_what_is_written_comes_back_and_tied_weights_share_their_bytes(tmp_path:
 
 
 def test_a_url_is_refused_before_anything_is_written() -> None:
-    with pytest.raises(CheckpointError, match="no folder of a file system"):
+    with pytest.raises(CheckpointError, match="is not on a file system"):
         write_dcp(trained(), "memory://dcp/out")
 
 

@@ -136,7 +136,7 @@ def test_the_files_of_another_model_are_an_error(deepspeed_copy: Any) -> None:
 def test_parts_that_are_not_built_yet_are_named(name: str, what: str, deepspeed_copy: Any) -> None:
     folder = deepspeed_copy("stage2-fp32")
     (folder / name).touch()
-    with pytest.raises(NotBuiltError, match=f"with {what}.* is not read yet") as caught:
+    with pytest.raises(NotBuiltError, match=f"with {what}.* cannot be read yet") as caught:
         DeepSpeedSource(folder)
     assert name in str(caught.value)
 

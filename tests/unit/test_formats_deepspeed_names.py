@@ -52,7 +52,7 @@ def test_when_two_assignments_fit_the_names_have_to_be_said(tmp_path: Path) -> N
     assert numbers_of(DeepSpeedSource(folder, names=[["b", "c", "d"]])) == {"b": 0, "c": 1, "d": 2}
     without = DeepSpeedSource(folder, names=())
     assert list(without.kinds()) == ["model"]
-    assert without.about.notes == ["The optimizer's state was left out, as was asked."]
+    assert without.about.notes == ["The optimizer's state was left out, as requested."]
 
 
 def test_groups_in_another_order_are_an_error_and_names_help(tmp_path: Path) -> None:

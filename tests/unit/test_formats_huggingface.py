@@ -241,7 +241,7 @@ def test_an_index_and_files_that_disagree_are_found(tmp_path: Path) -> None:
     del index["weight_map"]["ghost"], index["weight_map"]["layer.bias"]
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
     source = HuggingFaceSource(tmp_path / "m")
-    assert source.about.notes == ["'layer.bias': in a file, but not there in the index; left out."]
+    assert source.about.notes == ["'layer.bias': in a file, but not in the index; left out."]
     assert "layer.bias" not in source.tensors(MODEL)
 
 

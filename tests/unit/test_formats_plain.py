@@ -145,7 +145,7 @@ def test_what_is_no_tensor_in_a_state_dict_is_noted(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "version": 3, "sparse": torch.eye(2).to_sparse()}, tmp_path / "m.pt")
     source = PlainSource(tmp_path / "m.pt")
     assert list(source.tensors(MODEL)) == ["a"]
-    assert source.about.notes == ["'version', 'sparse' in the state_dict: no plain tensor; left out."]
+    assert source.about.notes == ["'version', 'sparse' in the state_dict: not a plain tensor; left out."]
 
 
 def test_a_folder_of_several_files_is_read_by_its_index(tmp_path: Path) -> None:

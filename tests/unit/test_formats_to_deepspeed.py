@@ -174,7 +174,7 @@ def test_what_deepspeeds_files_cannot_hold_is_refused_by_name(tmp_path: Path) ->
     refused(CheckpointError, "the client state has 'module'")
     source = made("stage2-fp32")
     source.about.client_state["sampler"] = object()
-    refused(CheckpointError, "is no plain value")
+    refused(CheckpointError, "is not a plain value")
     source = made("stage2-fp32")
     source.about.parameters["norm.bias"] = TensorInfo(torch.float32, (9,))
     refused(CheckpointError, r"model of norm.bias is \[7\], and norm.bias is \[9\]")
@@ -185,7 +185,7 @@ def test_what_deepspeeds_files_cannot_hold_is_refused_by_name(tmp_path: Path) ->
     with pytest.raises(NotBuiltError, match=r"deepspeed_experts\.0.* is an expert's"):
         write_deepspeed(refused_source, tmp_path / "out")
     source.about = replace(source.about, group_of={}, optimizer=None)
-    refused(CheckpointError, "has weights and no optimizer's groups")
+    refused(CheckpointError, "has weights but no optimizer parameter groups")
 
 
 def test_the_command_writes_for_the_ranks_and_the_configuration_that_it_is_given(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ OWN = """[rank{rank}]: Traceback (most recent call last):
 [rank{rank}]:     ^^^^^^^^^^^^^^^^^^^^^^^^^^^
 [rank{rank}]:   File "{shoal}/engine/engine.py", line 1, in load_checkpoint
 [rank{rank}]:     raise CheckpointError(
-[rank{rank}]: shoal.errors.CheckpointError: [checkpoint-missing] no whole checkpoint in x.
+[rank{rank}]: shoal.errors.CheckpointError: [checkpoint-missing] no complete checkpoint in x.
 [rank{rank}]:   where: found by rank {rank}
 [rank{rank}]:   do: look.
 [rank{rank}]:[W1122 23:00:00.1 ProcessGroup.cpp:1] Warning: destroy it
@@ -53,7 +53,7 @@ def test_an_error_of_shoals_is_told_once_for_all_ranks_with_the_users_line(tmp_p
     assert code == 1
     assert report.splitlines() == [
         "shoal: ranks 0 to 2 failed with the same error and exit code 1.",
-        "[checkpoint-missing] no whole checkpoint in x.",
+        "[checkpoint-missing] no complete checkpoint in x.",
         "  where: found by rank 0",
         "  do: look.",
         f'  at: {tmp_path}/train.py:9, in main: engine.load_checkpoint("x")',

@@ -87,9 +87,7 @@ def test_a_config_without_batch_sizes_says_nothing_of_them(caplog: pytest.LogCap
 def test_train_batch_without_pipeline_stages_says_what_to_call() -> None:
     engine = engine_of()
     assert not hasattr(engine, "train_batch")
-    with pytest.raises(
-        AttributeError, match=r"(?s)train_batch\(\) is for a model in pipeline stages.*engine\.step\(\)"
-    ):
+    with pytest.raises(AttributeError, match=r"(?s)train_batch\(\) needs a model in pipeline stages.*engine\.step\(\)"):
         engine.train_batch(iter([]))
     engine.destroy()
 

@@ -67,7 +67,7 @@ def test_parameters_without_effect_are_noted() -> None:
     assert notes == [
         "optimizer.params.torch_adam = True has no effect: torch's kernels are used in either case.",
         "optimizer.params.fp32_optimizer_states = True has no effect: "
-        "precision.state_dtype and bf16.bf16_optimizer_states say it.",
+        "set precision.state_dtype or bf16.bf16_optimizer_states instead.",
         "optimizer.params.weight_decay is 0.01, the default of torch's AdamW (torch_adam).",
     ]
 

@@ -397,7 +397,7 @@ def test_a_module_on_a_wrong_stage_is_named_with_the_key_that_repairs_it() -> No
         (7, {}, "7 pipeline stages, but GPT has 6 blocks in 'blocks'"),
         (2, {"starts": (0, 6)}, r"\[0, 6\] are not the first blocks of 2 stages"),
         (2, {"starts": (1, 3)}, r"\[1, 3\] are not the first blocks"),
-        (2, {"split_points": ["blocks.9"]}, r"\['blocks.9'\] are no modules of the model"),
+        (2, {"split_points": ["blocks.9"]}, r"\['blocks.9'\] are not modules of the model"),
         (2, {"split_points": ["blocks.0"]}, r"begin at \[0\]"),
         (2, {"split_points": ["norm"]}, r"'' has lists of modules beside \['norm'\]"),
         (3, {"split_points": ["blocks.2"]}, r"\[0, 2\] are not the first blocks of 3 stages"),

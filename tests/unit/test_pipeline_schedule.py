@@ -257,7 +257,7 @@ def test_numbers_that_no_schedule_has_are_errors_that_say_what_fits(tmp_path: Pa
     for name, virtual_stages, said, do in (
         ("1f1b", 2, "1 pipeline stage a rank, and virtual_stages is 2", "or use the schedule interleaved_1f1b"),
         ("zbv", 3, "2 pipeline stages a rank, and virtual_stages is 3", "set virtual_stages to 2"),
-        (str(tmp_path / "missing"), 1, "no file that can be read", "one of gpipe, 1f1b"),
+        (str(tmp_path / "missing"), 1, "nor a readable file", "one of gpipe, 1f1b"),
     ):
         with pytest.raises(ConfigError) as error:
             build_schedule(name, 4, 8, virtual_stages=virtual_stages)

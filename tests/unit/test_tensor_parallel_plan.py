@@ -97,7 +97,7 @@ def test_a_style_names_the_fused_blocks(style: str, blocks: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("style", ["colunm", "column:0", "column:a", "row:2", "column:"])
 def test_an_unknown_style_is_an_error(style: str) -> None:
-    with pytest.raises(ModelError, match="no style is called so"):
+    with pytest.raises(ModelError, match="there is no such style"):
         parse_style(style, "layers.*.up")
 
 

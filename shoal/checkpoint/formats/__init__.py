@@ -42,7 +42,7 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     """
     text = os.fspath(path)
     if "://" not in text and not Path(text).expanduser().exists():
-        raise CheckpointError(f"{text} is not there.", do="name a file or folder.", code="checkpoint-missing")
+        raise CheckpointError(f"{text} does not exist.", do="name a file or folder.", code="checkpoint-missing")
     if "://" not in text and Path(text).expanduser().is_file():
         return _of_file(Path(text).expanduser())
     if text.endswith(".safetensors"):
@@ -52,7 +52,7 @@ def detect(path: str | os.PathLike[str], tag: str | None = None) -> Format:
     if found is None:
         names = storage.names()
         raise CheckpointError(
-            f"{text} is of no format that Shoal knows: it holds"
+            f"{text} is in no format that Shoal reads: it contains"
             f" {', '.join(map(repr, names[:6])) + (' ...' if len(names) > 6 else '') if names else 'nothing'}.",
             do="name a Shoal or DeepSpeed checkpoint, a folder of safetensors, one of torch.distributed.checkpoint, or"
             " a file of torch.save.",
@@ -72,7 +72,7 @@ def _of_file(path: Path) -> Format:
     if first == b"PK\x03\x04" or first[:1] == b"\x80":
         return "state_dict"
     raise CheckpointError(
-        f"{path} is no safetensors file and no file of torch.save.",
+        f"{path} is neither a safetensors file nor a file of torch.save.",
         do="name a file that one of them wrote.",
         code="checkpoint-format",
     )

@@ -111,7 +111,7 @@ class DcpSource:
             for twin in by_sample.get(self._sample(name), ()):
                 if torch.equal(self.read(MODEL, name), self.read(MODEL, twin)):
                     self.about.aliases[twin] = (*self.about.aliases.get(twin, ()), name)
-                    self.about.notes.append(f"{name!r} has the bits of {twin!r} and is not trained: taken for tied.")
+                    self.about.notes.append(f"{name!r} has the bits of {twin!r} and is not trained: treated as tied.")
                     del self._kinds[MODEL][name], self.about.parameters[name]
                     break
 

@@ -38,7 +38,7 @@ def write_dcp(source: Source, folder: str | os.PathLike[str]) -> None:
     with new_folder(folder) as (storage, staging):
         if not isinstance(storage, LocalStorage):
             raise CheckpointError(
-                f"{os.fspath(folder)} is no folder of a file system; torch.distributed.checkpoint writes nowhere else.",
+                f"{os.fspath(folder)} is not on a file system, and torch.distributed.checkpoint writes nowhere else.",
                 do="convert into a folder and copy it.",
                 code="checkpoint-storage",
             )

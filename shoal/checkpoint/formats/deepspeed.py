@@ -53,7 +53,7 @@ class DeepSpeedSource:
         verify: compare the checksums in all files first, which reads them once more.
         rank, size: of several processes that open it together each compares its share of the files.
 
-    Memory: what a file holds beside its tensors; those are mapped, and read when they are asked for.
+    Memory: what a file holds beside its tensors; those are mapped, and read when needed.
 
     Raises:
         CheckpointError: it is missing, damaged, or asks for a class that a checkpoint of DeepSpeed's does not need.
@@ -92,7 +92,7 @@ class DeepSpeedSource:
             raise CheckpointError(
                 f"{saved} tensor-parallel ranks saved it, and files of {number} are here.",
                 where=str(first.folder),
-                do="if two saves went to one tag, take away the older one's files; else copy what is absent.",
+                do="if two saves went to one tag, remove the older files; otherwise copy the missing ones.",
                 code="checkpoint-damaged",
             )
         self._infos = first.infos
@@ -201,7 +201,7 @@ def _trained(
     state = module.state.get("optimizer")
     if state is not None or files.experts_optimizer:
         if names is not None and not names:
-            module.notes.append("The optimizer's state was left out, as was asked.")
+            module.notes.append("The optimizer's state was left out, as requested.")
             return None, None
         if files.experts_optimizer:  # in fp32 the model file has the first one's once more
             return _of_experts(files, module, names, turns)
@@ -228,7 +228,7 @@ def _trained(
             raise CheckpointError(
                 f"the state is cut into {counts[0]} parts, and {size} ranks saved it.",
                 where=str(path),
-                do="if two saves went to one tag, take away the older one's files; MiCS is not read yet.",
+                do="if two saves went to one tag, remove the older files; MiCS checkpoints cannot be read yet.",
                 code="checkpoint-damaged",
             )
         if (opened.get("zero_stage", 0) == 3) != files.is_stage_3:

@@ -138,7 +138,7 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> list[Checkpoi
 
     Raises:
         CheckpointError: there is none, or its files contradict each other.
-        NotBuiltError: a kind of checkpoint that is not read yet.
+        NotBuiltError: a kind of checkpoint that cannot be read yet.
     """
     storage = open_storage(folder)
     if not isinstance(storage, LocalStorage):
@@ -253,7 +253,7 @@ def open_value(path: Path, *, verify: bool) -> Any:
 
 def not_built(what: str, where: str) -> NotBuiltError:
     return NotBuiltError(
-        f"a DeepSpeed checkpoint with {what} is not read yet.",
+        f"a DeepSpeed checkpoint with {what} cannot be read yet.",
         where=where,
         do="in DeepSpeed, load it and save it without, or convert it with zero_to_fp32.py, which gives the weights.",
         code="not-built",

@@ -186,7 +186,7 @@ def _unnamed(
 ) -> NamedState | None:
     """Stage 0: no file says which layers a stage had; the tensors of its optimizer do."""
     if names is not None and not names:
-        module.notes.append("The optimizer's state was left out, as was asked.")
+        module.notes.append("The optimizer's state was left out, as requested.")
         return None
     parameters = module.parameters()
     layers = [[name for name in named.values() if name in parameters] for _, named in sorted(of_layer.items())]

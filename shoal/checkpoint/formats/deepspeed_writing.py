@@ -136,7 +136,7 @@ class _Files:
         about = self._about
         if not about.group_of:
             raise CheckpointError(
-                f"{about.path} has weights and no optimizer's groups, and DeepSpeed resumes with both.",
+                f"{about.path} has weights but no optimizer parameter groups, which DeepSpeed needs to resume.",
                 do="convert to huggingface or state_dict, and load the weights into the model before initialize().",
                 code="checkpoint-format",
             )

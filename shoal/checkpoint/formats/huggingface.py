@@ -114,7 +114,7 @@ class SafetensorsWeights:
             raise damaged_copy(f"{shown}: the index says where {them}, and {there} not there.", self.url)
         left = [name for file, header in headers.items() for name in header.tensors if index.get(name) != file]
         if left:
-            self.notes.append(f"{_shown(left)}: in a file, but not there in the index; left out.")
+            self.notes.append(f"{_shown(left)}: in a file, but not in the index; left out.")
         return dict(index)
 
     def _aliases(self, headers: Mapping[str, Header]) -> dict[str, tuple[str, ...]]:

@@ -101,7 +101,7 @@ def _state_dict(content: Any, where: str, notes: list[str]) -> dict[str, torch.T
         if found:
             left = [str(name) for name in content if name not in found]
             if left:
-                notes.append(f"{', '.join(map(repr, left[:5]))} in the state_dict: no plain tensor; left out.")
+                notes.append(f"{', '.join(map(repr, left[:5]))} in the state_dict: not a plain tensor; left out.")
             return found
     raise CheckpointError(
         f"there is no state_dict in it, but a {type(content).__name__}"

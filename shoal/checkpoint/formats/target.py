@@ -38,7 +38,7 @@ def check_free(url: str | os.PathLike[str]) -> None:
     if not name or (storage.exists(name) and (not storage.is_folder(name) or storage.names(name))):
         raise CheckpointError(
             f"{os.fspath(url)} is there already.",
-            do="name a folder or file that is not there; Shoal overwrites no weights.",
+            do="name a folder or file that does not exist; Shoal does not overwrite weights.",
             code="checkpoint-target",
         )
 

@@ -39,7 +39,7 @@ def load(path: str | os.PathLike[str]) -> Any:
                 check_zip(file, str(place))
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be opened: {error}.", do="name a file that is there.", code="checkpoint-missing"
+            f"{place} cannot be opened: {error}.", do="name an existing file.", code="checkpoint-missing"
         ) from error
     try:
         return torch.load(place, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -221,7 +221,7 @@ def _value(value: Any, tensors: _Tensors) -> bytes:
     if isinstance(value, tuple):
         return b"(" + b"".join(_value(inner, tensors) for inner in value) + b"t"
     raise CheckpointError(
-        f"a {type(value).__module__}.{type(value).__qualname__} is no plain value.",
+        f"a {type(value).__module__}.{type(value).__qualname__} is not a plain value.",
         do="keep numbers, text, lists, dicts and tensors.",
         code="checkpoint-state",
     )

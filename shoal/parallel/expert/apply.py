@@ -55,8 +55,8 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         raise _nothing_found(model, preset, section)
     if not layers and (keys := router_keys(section)):
         raise ModelError(
-            f"expert_parallel.{keys[0]} is about routers, and nothing says which modules of {type(model).__name__} are"
-            " routers.",
+            f"expert_parallel.{keys[0]} is about routers, and it is not known which modules of"
+            f" {type(model).__name__} are routers.",
             do="set moe_layer_pattern, router_pattern and expert_pattern, or leave the key out: the model's own routers"
             " stay.",
             code="expert-parallel-preset",

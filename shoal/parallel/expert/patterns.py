@@ -176,7 +176,7 @@ def has_name(name: str, preset: ExpertPreset) -> bool:
     try:
         return re.fullmatch(rf"(?:.+\.)?(?:{preset.layers})", name) is not None
     except re.error as error:
-        raise _misfit(preset.layers, f"the pattern is no regular expression: {error}") from error
+        raise _misfit(preset.layers, f"the pattern is not a regular expression: {error}") from error
 
 
 def find_layers(model: nn.Module, preset: ExpertPreset, section: ExpertParallel) -> Iterator[ExpertLayer]:

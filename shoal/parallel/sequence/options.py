@@ -77,7 +77,7 @@ def check_options(options: AttentionOptions, context: SequenceContext) -> None:
         if options.named():
             raise UsageError(
                 f"attention was given a {name} beside {', '.join(options.named())}",
-                do="let score_mod and block_mask say all, as for torch's flex_attention.",
+                do="express everything in score_mod and block_mask, as for torch's flex_attention.",
                 code="sequence-flex",
             )
     for name, value in (("window", options.window), ("softcap", options.softcap)):

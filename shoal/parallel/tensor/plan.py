@@ -91,7 +91,7 @@ def parse_style(text: str, key: str) -> ParallelStyle:
     sizes = tuple(int(size) if size.strip().isdigit() else 0 for size in blocks.split(",")) if colon else (1,)
     if kind not in get_args(Kind) or min(sizes) < 1 or (colon and kind != "column"):
         raise ModelError(
-            f"the plan asks for {key!r}: {text!r}, but no style is called so{did_you_mean(kind, STYLES) or '.'}",
+            f"the plan asks for {key!r}: {text!r}, but there is no such style{did_you_mean(kind, STYLES) or '.'}",
             do=f"take one of {', '.join(STYLES)}, or column:N for N fused blocks.",
             code="tensor-parallel-plan",
         )

@@ -128,7 +128,7 @@ class TensorRegion:
         """Raise where the input of split layers has the whole sequence, since the layer around them was not called."""
         if self.splits_sequence and not (self.is_split or in_backward()):
             raise UsageError(
-                "a part of a layer was called, and not the layer, which splits its input along the sequence.",
+                "a module inside a layer was called instead of the layer, which splits its input along the sequence.",
                 where=label,
                 do="call the members of the list of layers, or turn sequence parallelism off.",
                 code="tensor-parallel",

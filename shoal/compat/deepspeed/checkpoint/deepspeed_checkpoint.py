@@ -54,7 +54,7 @@ class DeepSpeedCheckpoint:
 
     Raises:
         CheckpointError: no ``mp_rank_*`` file lies there, or it is damaged.
-        NotBuiltError: other degrees are asked for.
+        NotBuiltError: other degrees were requested.
     """
 
     def __init__(

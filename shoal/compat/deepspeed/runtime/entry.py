@@ -77,7 +77,8 @@ def initialize(
         init_distributed(distributed_port=distributed_port, verbose=False)
     if dist_init_required is False and process_group() is None and read_launch(mpi_and_slurm=False):
         raise UsageError(
-            "a launcher started this process, no process group is there, and dist_init_required=False asks for none.",
+            "a launcher started this process, but there is no process group, and dist_init_required=False forbids"
+            " creating one.",
             do="call deepspeed.init_distributed() before, or leave dist_init_required out.",
         )
     if isinstance(model, nn.Module):
@@ -147,7 +148,7 @@ def _refuse_what_deepspeed_refuses(engine: Engine, optimizer: Any) -> None:
         raise AssertedConfigError(
             f"allgather_bucket_size must be a multiple of nccl_start_alignment_factor, which is 2, got {size}.",
             where="zero_optimization.allgather_bucket_size",
-            do="make it even, or leave it out: Shoal has no use for it.",
+            do="make it even, or leave it out: Shoal does not use it.",
             code="deepspeed-refuses",
         )
     settings = engine.properties.config

@@ -115,7 +115,8 @@ def reference() -> str:
         "",
         f"Of {total} keys, {counts.get('supported', 0)} are **supported**; {counts.get('no effect', 0)} have **no "
         f"effect**, for the reason given; {counts.get('not built', 0)} belong to parts that are **not built yet** and "
-        f"are an error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use instead.",
+        f"are an error when they ask for something; {counts.get('refused', 0)} are **refused**, with what to use "
+        "instead.",
         "",
         "Every key may be `auto`: a batch size is then derived, and any other key has its default. `true` and `false` "
         "may be strings, whole numbers may be written as `2e8`, and `null` means that the key or section is absent.",

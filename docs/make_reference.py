@@ -22,20 +22,20 @@ SECTIONS = ("Args", "Returns", "Raises", "Communicates", "Memory", "Order", "Sou
 INTRODUCTION = """\
 # The Python API
 
-Made from the docstrings by `python docs/make_reference.py`; a test keeps it up to date. Errors are listed in
+Generated from the docstrings by `python docs/make_reference.py`; a test keeps it up to date. Errors are listed in
 [errors](errors.md), keys of the configuration in [configuration](config.md). *Every rank* means that all ranks call,
 in the same order. Ψ (Psi) is the number of parameters.
 """
 
 # What the engine keeps as plain attributes. Those that are parts of the machinery are left out.
 ENGINE_ATTRIBUTES = {
-    "module": "the model that was handed in, with its parameters sharded",
-    "client_optimizer": "the torch optimizer inside it, made from the config or handed in",
+    "module": "the model that was passed to `initialize`, with its parameters sharded",
+    "client_optimizer": "the torch optimizer inside it, from the config or the script",
     "sequence_context": "how sequences are spread over `sp` and `cp` ranks; None without them",
     "on_step": "callables that get the engine after each step",
     "client_state_on_signal": "a function that returns the client state for `checkpoint.save_on_signal`; or None",
     "world": "the world of ranks; `world.recorder` has the last 1,024 collectives",
-    "plan": "what the config means, in Shoal's words",
+    "plan": "the settings that follow from the config",
     "timers": "time by phase, with `wall_clock_breakdown`",
     "flops_profiler": "the `FlopsProfiler` of the config's section; None without it",
 }
@@ -65,10 +65,10 @@ WORLD_ATTRIBUTES = {
     "rank": "of this process, over all nodes",
     "size": "ranks in all",
     "local_rank": "of this process, on its node",
-    "device": "where this rank computes",
+    "device": "the device of this rank",
     "backend": "`threads`, `gloo`, `nccl`, `fake`, or `none` for one rank without a process group",
-    "recorder": "what this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
-    "mesh": "of the engine that was made last",
+    "recorder": "the collectives that this rank issued: `last`, `table()`, and `with recorder.recording() as entries`",
+    "mesh": "that of the engine that was created last",
     "is_closed": "after `close()`",
     "shared": "a dict that ranks which are threads of one process share; None for processes",
 }

@@ -56,14 +56,14 @@ def load_hf(
     """Fill a model with the weights in a folder of safetensors (or one such file, or an fsspec URL).
 
     Values are cast to the parameter's dtype. Tied weights are read once. A model may be built under ``shoal.zero.Init``
-    or be trained by a live engine already, whose master weights are then set too. Names may lack the model's
+    or be trained by a live engine already, whose main parameters are then set too. Names may lack the model's
     ``base_model_prefix``, or have it where the model does not.
 
     Args:
         model_or_config: a module, or a configuration of ``transformers``, whose model is built under
             ``shoal.zero.Init``.
-        dtype: cast the model's parameters of floating point to it first; None: leave them as they are.
-        strict: a name that is in only one of model and folder is an error. A shape that differs always is.
+        dtype: cast the model's floating-point parameters to it first; None: keep their dtype.
+        strict: raise for a name that is in only one of model and folder. A different shape always raises.
         parts: of a model that ``shoal.parallel.tensor`` has split: the ``parts`` of what ``parallelize`` returned, or
             what ``parallelize_grid`` returned. Those of a live engine's model are known.
 

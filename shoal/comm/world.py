@@ -131,7 +131,7 @@ class World:
     def process_group(self, axis: str, mesh: Mesh) -> dist.ProcessGroup:
         """torch's process group of the ranks along ``axis``; the same object for the same ranks.
 
-        Where ranks are processes, one of torch's own, which knows nothing of Shoal's failure reports; else one whose
+        Where ranks are processes, one of torch's own, without Shoal's failure reports; else one whose
         operations are this world's (see ``process_group``).
 
         Communicates: the first time, start-up messages: every rank calls it in the same order.
@@ -274,17 +274,17 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> World:
-    """Join the other ranks, or use the existing process group, and make that the current world.
+    """Connect to the other ranks, or use the existing process group, and make this world the current one.
 
     Args:
         dist_backend: ``nccl``, ``gloo``, or any that torch knows; None: NCCL (and Gloo) with a GPU, else Gloo.
-        auto_mpi_discovery: look for the ranks in MPI's and Slurm's variables too.
-        distributed_port: of the store, where the environment names none.
+        auto_mpi_discovery: also read the ranks from MPI's and Slurm's variables.
+        distributed_port: port of the store, if the environment sets none.
         verbose: log a line on rank 0.
         timeout: without progress, after which a collective gives up; 30 minutes.
-        init_method: as torch's; None: the environment's, or a world of one rank where it names none.
+        init_method: as torch's; None: from the environment, or a world of one rank without it.
         dist_init_required: False: only use an existing process group.
-        config: accepted as DeepSpeed does; nothing in it matters here.
+        config: accepted as in DeepSpeed, and not used.
 
     Raises: UsageError: no process group and ``dist_init_required=False``. ConfigError: MPI has started ranks on several
         machines, and the address of rank 0 is not given.

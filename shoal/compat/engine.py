@@ -103,7 +103,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
         return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
 
     def get_type(self) -> list[Any]:
-        """The entry ``type`` of each parameter group; 0 where it has none."""
+        """The entry ``type`` of each parameter group; 0 without one."""
         return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
         return self.axes.batch.rank
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's number among those that hold other parts of the layers."""
+        """This rank's number among those that hold different parts of the layers."""
         return self.axes.mesh.index("tp", self.axes.world.rank)
 
     get_tensor_parallel_rank = get_model_parallel_rank
@@ -141,7 +141,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Ranks that see other parts of the same sequences."""
+        """Ranks that have different parts of the same sequences."""
         return self.axes.mesh.size("sequence")
 
     @property
@@ -154,7 +154,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
         return None if process_group() is None else self.world.process_group(axis, self.axes.mesh)
 
     def get_sequence_parallel_group(self) -> Any:
-        """Torch's process group of the ranks that see other parts of the same sequences; None where there is one."""
+        """Torch's process group of the ranks that have different parts of the same sequences; None with one rank."""
         return self._group_along("sequence") if self.sequence_parallel_size > 1 else None
 
     @property
@@ -179,7 +179,7 @@ class DeepSpeedEngine(DeepSpeedGradients):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """The dtype that the config has gradients reduced in; the parameters' without one."""
+        """The reduce dtype of gradients in the config; without one, the parameters' dtype."""
         wanted = dtype_of(self._config.communication_data_type, "communication_data_type")
         return wanted or model_dtype(self._config)
 

@@ -51,7 +51,7 @@ class DeepSpeedGradients(Engine):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Reduce the backward passes of the block once, when it ends. One block for each step, at every stage.
 
-        Raises: AssertedUsageError: under DeepSpeed's name, where DeepSpeed asserts: with
+        Raises: AssertedUsageError: under ``import deepspeed``, where DeepSpeed asserts: with
             ``managed_gradient_accumulation: false``, and inside another block or ``no_sync()``.
         Communicates: at the end of the block what one backward pass does.
         Memory: as ``no_sync``.
@@ -126,7 +126,7 @@ class DeepSpeedGradients(Engine):
         return set(self.sharded.sparse_names)
 
     def all_gather_scalar(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """Every rank's tensor, of one shape and dtype on all. Every rank calls.
+        """The tensors of all ranks, of one shape and dtype. Every rank calls.
 
         Raises: NotBuiltError: ``dp_group`` is not that of all data-parallel ranks.
         """
@@ -134,7 +134,7 @@ class DeepSpeedGradients(Engine):
         return [part[0] for part in gather_parts(self.axes.batch, value.unsqueeze(0), lengths)]
 
     def sparse_all_gather(self, value: torch.Tensor, dp_group: Any = None) -> list[torch.Tensor]:
-        """Every rank's tensor, whose first dimension may differ from rank to rank. Every rank calls.
+        """The tensors of all ranks, whose first dimensions may differ. Every rank calls.
 
         Raises: NotBuiltError: as ``all_gather_scalar``.
         Communicates: 8 bytes for the lengths, and one all_gather of the longest.

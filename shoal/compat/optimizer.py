@@ -86,7 +86,7 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Does the loss scale adapt itself?"""
+        """Is the loss scale dynamic?"""
         return self._status.is_dynamic
 
     @property
@@ -97,7 +97,7 @@ class DeepSpeedShardedOptimizer(DeepSpeedOptimizer, ShardedOptimizer):
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
-        """This rank's fp32 master weights, as 1-D ranges, in the order of groups. Stages 0 to 2 in DeepSpeed."""
+        """This rank's fp32 main parameters, as 1-D ranges, in the order of groups. Stages 0 to 2 in DeepSpeed."""
         parts = [part for group in self.sharded_step.groups for part in group.ranges]
         return [part.param for part in sorted(parts, key=lambda part: part.group)]
 

@@ -85,7 +85,7 @@ class Init(ShardingInit):
 
     Args:
         config_dict_or_path, config: its ``fp16`` and ``bf16`` give the dtype of parameters and of tensors made in the
-            context, fp32 without them; its ``enable_sanity_checks`` is obeyed; it may contain ``"auto"``.
+            context, fp32 without them; its ``enable_sanity_checks`` applies; it may contain ``"auto"``.
         dtype: in place of the config's.
 
     Buffers that the model or ``data_types.keep_in_fp32_modules`` names stay in fp32.

@@ -42,7 +42,7 @@ class Config(Schema):
 
     @property
     def raw(self) -> dict[str, Any]:
-        """The configuration as it was given."""
+        """The configuration as given."""
         return self._raw
 
     @property

@@ -151,7 +151,7 @@ class Engine(nn.Module):
     # forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, its output untouched.
+        """The model's forward; its output is returned unchanged.
 
         Raises: UsageError: it was destroyed. ModelError: the model was changed. OutOfMemoryError: with the ledger.
         Communicates: stage 3: an all_gather per unit, Psi bytes in all (Psi: the parameters' bytes).
@@ -225,7 +225,8 @@ class Engine(nn.Module):
                 of one number. The step divides by those of all its micro-batches, over all ranks. Without it, and with
                 ``scale_wrt_gas=False``, the script has divided by them, as Transformers' Trainer does.
 
-        Returns: the loss as it was given; under DeepSpeed's name divided by the accumulation steps, as DeepSpeed does.
+        Returns: the loss as it was given; under ``import deepspeed`` divided by the accumulation
+            steps, as in DeepSpeed.
         Raises: UsageError: no optimizer, a loss that is not one differentiable number, or ``num_tokens`` that does not
             fit ``loss_reduction``.
         Communicates: at most 2 Psi bytes per rank (stages 0 to 2, at the boundary) or the gathers and reduce-scatters
@@ -249,14 +250,14 @@ class Engine(nn.Module):
         return self.accumulation.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set it from outside, before ``backward()``; from then on the engine does not count by itself."""
+        """Set the boundary before ``backward()``; from then on the engine does not count micro-batches."""
         self.accumulation.boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate without communication, at every stage.
 
-        Raises: AssertedUsageError: under DeepSpeed's name, where DeepSpeed asserts: stages 2 and 3, and one block
+        Raises: AssertedUsageError: under ``import deepspeed``, where DeepSpeed asserts: stages 2 and 3, and one block
         inside another.
         Memory: at stages 2 and 3 each rank holds its unsharded gradients until the next backward outside of the block.
         """
@@ -488,7 +489,7 @@ class Engine(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as it was given."""
+        """The configuration as given."""
         return self.properties.config.raw
 
     @property
@@ -508,12 +509,12 @@ class Engine(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Data-parallel ranks: those that see other samples."""
+        """Data-parallel ranks, which have different samples."""
         return self.axes.batch.size
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes: inputs go there."""
+        """The device of this rank, where inputs belong."""
         return self.properties.device.torch_device
 
     @property
@@ -568,7 +569,7 @@ class Engine(nn.Module):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because a loss or gradient was not finite."""
+        """Steps skipped because a loss or gradient was not finite."""
         return self.accumulation.counters.skipped_steps
 
     @skipped_steps.setter
@@ -695,7 +696,7 @@ class Engine(nn.Module):
             load_module_only: the weights alone; counters, optimizer and schedule stay as they are.
             custom_load_fn: called as ``custom_load_fn(src=values by name, dst=module)`` with all parameters gathered.
 
-        Returns: the checkpoint's path, and the client state. (Both None under DeepSpeed's name where none is there.)
+        Returns: the checkpoint's path, and the client state. (Both None under ``import deepspeed`` if there is none.)
         Raises: CheckpointError: on every rank; nothing was changed.
         Communicates: below stage 3 one all_gather of the parameters; short messages.
         Memory: one block of 4 MiB on the host; of DeepSpeed's checkpoints one parameter.
@@ -806,7 +807,7 @@ class Engine(nn.Module):
         self._offload_states.offload(include, device, is_pinned=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Undo ``offload_states``: every bit is as before. Does nothing where nothing is offloaded.
+        """Undo ``offload_states``, bit for bit. Does nothing if nothing is offloaded.
 
         Args:
             non_blocking: return before the copies are done; the device's later work waits for them.

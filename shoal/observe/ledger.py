@@ -43,7 +43,7 @@ class LedgerEntry:
 class Ledger:
     """The memory that Shoal uses on this rank, in bytes.
 
-    ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and everything else
+    ``held`` equals the sum of the entries; ``reading`` is the allocator's (it counts activations and all other memory
     too).
     """
 
@@ -98,7 +98,7 @@ class Ledger:
         return rows
 
     def summary(self) -> str:
-        """One line: bytes in all and by kind, and what the allocator says."""
+        """One line: bytes in all and by kind, and the allocator's figures."""
         kinds = [f"{kind} {format_bytes(nbytes)}" for kind, nbytes in self.by_kind().items() if nbytes]
         allocated = f"{self.reading.source}: {format_bytes(self.reading.allocated)}"
         return f"{format_bytes(self.held)} ({', '.join(kinds) or 'nothing'}); {allocated}"

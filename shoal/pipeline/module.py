@@ -262,13 +262,13 @@ class PipelineModule(StageModule):
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees of the mesh that the topology asks for, where they are above 1."""
+        """The degrees of the mesh in the topology, where they are above 1."""
         asked = {"pp": self._topo.get_dim("pipe"), "tp": self._topo.get_dim("model")}
         return {axis: degree for axis, degree in asked.items() if degree > 1}
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
-        """What this rank calls, in the order of the layers."""
+        """The functions that this rank calls, in the order of the layers."""
         return [self._call(layer) for stage in self.stages for layer in self._layers[stage]]
 
     def topology(self) -> ProcessTopology:
@@ -293,13 +293,13 @@ class PipelineModule(StageModule):
         return next(stage for stage, end in enumerate(self.parts[1:]) if layer_idx < end)
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
-        """The file of this rank's ``local_layer_idx``-th layer in a checkpoint of DeepSpeed's."""
+        """The file of this rank's ``local_layer_idx``-th layer in a DeepSpeed checkpoint."""
         index = [layer.index for stage in self.stages for layer in self._layers[stage]][local_layer_idx]
         parts = [f"layer_{index:02d}", self._topo.get_rank_repr(self._grid.global_rank), "model_states.pt"]
         return str(Path(ckpt_dir) / "-".join(part for part in parts if part))
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Losses to report beside the loss, by name; a derived class overrides it."""
+        """Additional losses to report, by name; override it in a derived class."""
         return None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -36,7 +36,7 @@ class Init:
     Args:
         module: a module that exists already: it is sharded at once.
         config_dict_or_path, config: the config of the run: its ``fp16`` and ``bf16`` give the dtype of the parameters,
-            and its ``enable_sanity_checks`` is obeyed. Values may still be ``"auto"``.
+            and its ``enable_sanity_checks`` applies. Values may still be ``"auto"``.
         enabled: False: the context does nothing.
         remote_device: "cpu" or "nvme": shards are kept in host memory until ``initialize``.
         dtype: cast floating-point parameters to it; None: to the config's. Without either, parameters keep their dtype

@@ -164,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by under fp16; 1 otherwise."""
+        """The factor of losses under fp16; 1 otherwise."""
         return self._status.loss_scale
 
     @loss_scale.setter
@@ -173,7 +173,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype | None:
-        """The 16-bit format of the parameters; None: they have none."""
+        """The parameters' 16-bit dtype; None: they have another dtype."""
         dtypes = {group.buffer.dtype for group in self.sharded_step.groups}
         return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), None)
 
@@ -226,7 +226,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` gave on the same rank of the same layout. The group dicts are updated in place.
+        """Load a ``state_dict()`` of the same rank and layout. The group dicts are updated in place.
 
         Raises: OptimizerError: the groups or the sizes do not fit.
         """

@@ -67,7 +67,7 @@ class SequenceContext:
         return self.size * (2 if self.cp_size > 1 and self.order == "balanced" else 1)
 
     def of_length(self, length: int) -> SequenceContext:
-        """The same for sequences of ``length`` positions, which need not divide."""
+        """The same context for sequences of ``length`` positions, which need not divide evenly."""
         return replace(self, length=length)
 
     def chunks(self, length: int) -> tuple[Chunks, ...]:
@@ -292,9 +292,9 @@ def drop_sequence_context(context: SequenceContext | None) -> None:
 
 @contextmanager
 def sequence_parallel(context: SequenceContext | None) -> Iterator[None]:
-    """Spread attention over the ranks of ``context`` inside the block, also where an engine computes.
+    """Compute attention over the ranks of ``context`` inside the block, in engines too.
 
-    With recomputation of activations the block contains backward too.
+    With activation checkpointing, call backward inside the block too.
     """
     blocks = _own_setting().blocks
     blocks.append(context)

@@ -98,7 +98,7 @@ def verify_checkpoints(
             for problem in problems:
                 print(f"  {problem}".replace("\n", "\n  "))
         else:
-            print(f"{label}: whole")
+            print(f"{label}: intact")
     if num_damaged:
         raise typer.Exit(1)
 
@@ -126,10 +126,10 @@ def prune(
         for entry in directory.list_checkpoints(storage):
             num_whole = len([w for w in whole if w.manifest is not None and w.manifest.is_for_resuming])
             if entry.manifest is None:
-                print(f"{entry.folder}: damaged, left alone")
+                print(f"{entry.folder}: damaged, kept")
                 continue
             if num_whole < keep and directory.verify(storage, entry.folder):
-                print(f"{entry.folder}: damaged, does not count, left alone")
+                print(f"{entry.folder}: damaged, does not count, kept")
                 continue
             whole.append(entry)
         for entry in prunable(whole, Retention(keep, keep_every)):

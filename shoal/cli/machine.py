@@ -43,7 +43,7 @@ def check_machine(*, as_json: bool = False) -> bool:
     if as_json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
-        print(table([[each.name, each.value] for each in found], ["what", "here"]))
+        print(table([[each.name, each.value] for each in found], ["item", "value"]))
         for each in problems:
             print(f"problem: {each.name}: {each.problem}")
         if not problems:

@@ -79,7 +79,7 @@ def test_what_would_compute_with_split_sequences_is_an_error() -> None:
 
         with pytest.raises(UsageError, match=r"layers\.0 was called, and layers\.2,.*was not called after it"):
             split("01")(INPUT)
-        with pytest.raises(UsageError, match="a part of a layer was called"):
+        with pytest.raises(UsageError, match="a module inside a layer was called"):
             split("012").layers[1].up(INPUT)
         output = split("0121", is_recomputed=True)(INPUT)
         with pytest.raises(UsageError, match="recomputed one by one by a function around them"):

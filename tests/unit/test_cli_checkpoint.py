@@ -91,7 +91,7 @@ def test_verify_names_the_file_and_the_parameter_that_are_damaged(tmp_path: Path
     for step in (1, 2):
         write_shoal(Fixed(step), tmp_path)
     code, text = run("verify", str(tmp_path))
-    assert (code, text.split("\n")[-3:-1]) == (0, ["global_step2: whole", "global_step1: whole"])
+    assert (code, text.split("\n")[-3:-1]) == (0, ["global_step2: intact", "global_step1: intact"])
     file = tmp_path / "global_step2" / "rank-00000.safetensors"
     flip(file, file.stat().st_size - 3)
     code, text = run("verify", str(tmp_path))
@@ -99,7 +99,7 @@ def test_verify_names_the_file_and_the_parameter_that_are_damaged(tmp_path: Path
     assert "global_step2: DAMAGED" in text
     assert "rank-00000.safetensors" in text
     assert "'w'[0:3, 0:5]" in text
-    assert "global_step1: whole" in text
+    assert "global_step1: intact" in text
     assert run("verify", str(tmp_path), "--tag", "global_step1")[0] == 0
 
 

@@ -180,7 +180,7 @@ def test_a_thread_that_a_device_blocks_does_not_block_closing_and_keeps_its_file
     threads = IoThreads(1, name="test", bounce_nbytes=4096, max_pending=8)
     stuck = Step(log, "stuck", 0, 1, is_write=True, gate=gate, num_chunks=2)
     ticket = threads.submit(stuck)
-    with pytest.raises(TierError, match=r"not done after 0\.1 seconds"):
+    with pytest.raises(TierError, match=r"did not finish within 0\.1 seconds"):
         ticket.wait(0.1)
     threads.close(timeout_seconds=0.1)
     with pytest.raises(UsageError, match="tier-closed"):

@@ -46,7 +46,7 @@ def test_modules_are_chosen_by_class_name_pattern_or_found() -> None:
 def test_modules_that_are_not_there_are_an_error() -> None:
     with pytest.raises(ModelError, match=r"'Blok'.*did you mean 'Block'"):
         recompute_blocks(Chain(), "Blok", recompute=Recompute())
-    with pytest.raises(ModelError, match="no list of alike modules"):
+    with pytest.raises(ModelError, match="no list of modules of one class"):
         recompute_blocks(nn.Linear(2, 2), recompute=Recompute())
     with pytest.raises(UsageError, match="every = 0"):
         recompute_blocks(Chain(), every=0, recompute=Recompute())

@@ -1,4 +1,4 @@
-"""``ds_report``: what is installed, what computes, and which operators are there."""
+"""``ds_report``: versions, the accelerator, and which operators are available."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ def report() -> str:
         ["another DeepSpeed", real.origin if real is not None else "none installed"],
         ["python", f"{platform.python_version()} ({sys.executable})"],
         ["torch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"],
-        ["accelerator", f"{accelerator.device_name()}, {accelerator.device_count()} of it"],
-        ["memory of it", format_bytes(accelerator.total_memory())],
+        ["accelerator", accelerator.device_name()],
+        ["devices", accelerator.device_count()],
+        ["device memory", format_bytes(accelerator.total_memory())],
         *_clients(),
     ]
     ops: list[list[object]] = [
-        [name, "torch's kernels" if is_there else "not there"] for name, is_there in __compatible_ops__.items()
+        [name, "available" if is_there else "not available"] for name, is_there in __compatible_ops__.items()
     ]
-    return table(rows, ["what", "which"]) + "\n\n" + table(ops, ["operator", "done by"]) + "\n"
+    return table(rows, ["item", "value"]) + "\n\n" + table(ops, ["operator", "in Shoal"]) + "\n"
 
 
 def _clients() -> list[list[object]]:

@@ -140,7 +140,13 @@ EXPORTS: dict[str, dict[str, str]] = {
     "runtime.comm": {},
     "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},
     "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
-    "runtime.config_utils": {_CONFIG: "DeepSpeedConfigModel"},
+    "runtime.config_utils": {
+        _CONFIG: "DeepSpeedConfigModel",
+        "shoal.compat.config_readers": (
+            "get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param"
+            " dict_raise_error_on_duplicate_keys=refuse_duplicates"
+        ),
+    },
     "runtime.constants": {
         _CONSTANTS: (
             "BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS"
@@ -186,6 +192,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.precision_config": {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
+        "shoal.compat.config_readers": "get_float16_config",
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.rollout": {
@@ -216,6 +223,7 @@ EXPORTS: dict[str, dict[str, str]] = {
             "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
             " ZERO_OPTIMIZATION ZeroStageEnum"
         ),
+        "shoal.compat.config_readers": "get_zero_config",
     },
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {

@@ -167,8 +167,10 @@ MODULES = {
     "runtime.compiler": "disable is_compile_supported is_compiling",
     "runtime.config": """
         ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig
-        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_bfloat16_config
-        get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
+        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_aio_config get_bfloat16_config
+        get_checkpoint_config get_data_efficiency_config get_data_efficiency_enabled get_expert_parallel_config
+        get_float16_config get_hybrid_engine_config get_scalar_param get_tensor_parallel_config get_timers_config
+        get_zero_config get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
         get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather
         get_disable_python_gc get_dump_state get_expert_data_topo_config get_gradient_accumulation_steps
         get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor get_log_level
@@ -178,7 +180,8 @@ MODULES = {
         get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size
         get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer
         get_zero_force_ds_cpu_optimizer""",
-    "runtime.config_utils": "DeepSpeedConfigModel",
+    "runtime.config_utils": """
+        DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param""",
     "runtime.constants": """
         BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS
         GRADIENT_CLIPPING GRADIENT_PREDIVIDE_FACTOR MAX_GRAD_NORM OPTIMIZER OPTIMIZER_PARAMS
@@ -202,7 +205,9 @@ MODULES = {
         LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES
         WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR
         WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR WarmupLR
-        add_tuning_arguments get_config_from_args get_lr_from_config""",
+        CYCLE_MOMENTUM EDGE_VALUE LR_SCHEDULE MID_VALUE add_tuning_arguments get_config_from_args get_lr_from_config
+        get_torch_optimizer override_1cycle_params override_lr_range_test_params override_params
+        override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr""",
     "runtime.pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
     "runtime.pipe.engine": "PipelineEngine",
     "runtime.pipe.module": "LayerSpec PipelineError PipelineModule TiedLayerSpec",
@@ -213,7 +218,8 @@ MODULES = {
     "runtime.pipe.topology": """
         PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology""",
     "runtime.precision_config": """
-        BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config""",
+        BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config
+        get_float16_config""",
     "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "runtime.rollout": """
         HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout
@@ -241,7 +247,7 @@ MODULES = {
         unregister_external_parameter unwrap_model_for_generation""",
     "runtime.zero.config": """
         DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
-        OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum""",
+        OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum get_zero_config""",
     "runtime.zero.leaf_module_config": "DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.linear": "LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.mics": "MiCS_Init",

@@ -109,6 +109,8 @@ def initialize(
     _round_masters(engine)
     _mark_leaves(engine)
     engine.follows_deepspeed = True
+    is_managed = engine.properties.config.managed_gradient_accumulation
+    engine.accumulation.refuses_direct = not is_managed and engine.zero_optimization_stage() == 0
     made = engine.sharded_optimizer
     if made is not None and optimizer is None:
         mark(made, engine.properties.config)

@@ -35,7 +35,12 @@ EXPORTS: dict[str, dict[str, str]] = {
             " set_accelerator"
         ),
     },
-    "checkpoint.utils": {_SMALL: "clone_tensors_for_torch_save"},
+    "checkpoint.utils": {
+        _SMALL: (
+            "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank"
+            " get_zero_ckpt_name_for_rank"
+        ),
+    },
     "comm.reduce_op": {"torch.distributed": "ReduceOp"},
     "constants": {
         _CONSTANTS: "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
@@ -157,6 +162,9 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "runtime.data_pipeline": {},
+    "runtime.data_pipeline.config": {
+        ".runtime.config": "get_data_efficiency_config get_data_efficiency_enabled",
+    },
     "runtime.data_pipeline.curriculum_scheduler": {"shoal.data.curriculum": "CurriculumScheduler"},
     "runtime.engine": {
         ".runtime.entry": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -264,6 +272,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },
+    "utils.config": {".runtime.config": "get_timers_config"},
     "utils.debug": {_SMALL: "print_rank0 printflock"},
     "utils.exceptions": {_SMALL: "DeprecatedException"},
     "utils.init_on_device": {_SMALL: "OnDevice"},

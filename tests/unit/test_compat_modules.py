@@ -41,6 +41,7 @@ MODULES = {
         DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported
         set_accelerator""",
     "checkpoint": """
+        get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP
         BF16_ZERO_FILE_PREFIX BUFFER_NAMES CAT_DIM CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE
         CHECKPOINT_TP_DEGREE CLIP_GRAD DS_VERSION DeepSpeedCheckpoint FP16_ZERO_FILE_PREFIX FP32_FLAT_GROUPS
@@ -74,7 +75,9 @@ MODULES = {
         ITERATION_KEY""",
     "checkpoint.ds_to_universal": "main parse_arguments",
     "checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint load_hp_checkpoint_state",
-    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "checkpoint.utils": """
+        clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank
+        get_zero_ckpt_name_for_rank""",
     "comm": """
         P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
         all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv
@@ -189,6 +192,7 @@ MODULES = {
         SPARSE_GRADIENTS STEPS_PER_PRINT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU TYPE
         WALL_CLOCK_BREAKDOWN ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER""",
     "runtime.data_pipeline": "",
+    "runtime.data_pipeline.config": "get_data_efficiency_config get_data_efficiency_enabled",
     "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -258,7 +262,7 @@ MODULES = {
     "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": """
         DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType
-        get_accelerator register_external_parameter unregister_external_parameter
+        get_accelerator is_zero_param register_external_parameter unregister_external_parameter
         zero_wrapper_for_fp_tensor_constructor""",
     "runtime.zero.stage3": """
         DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs
@@ -284,6 +288,7 @@ MODULES = {
         unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter""",
     "utils.bwc": "bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
     "utils.comms_logging": "CommsLogger calc_bw_log convert_size get_caller_func",
+    "utils.config": "get_timers_config",
     "utils.debug": "print_rank0 printflock",
     "utils.exceptions": "DeprecatedException",
     "utils.groups": """

@@ -251,6 +251,18 @@ def test_rates_are_set_in_place_where_they_are_tensors() -> None:
         get_torch_optimizer(3)
 
 
+def test_files_of_a_checkpoint_are_named_as_deepspeed_names_them() -> None:
+    from deepspeed.checkpoint import (
+        get_layer_ckpt_name_for_rank,
+        get_model_ckpt_name_for_rank,
+        get_zero_ckpt_name_for_rank,
+    )
+
+    assert get_model_ckpt_name_for_rank("/a", "03") == "/a/mp_rank_03_model_states.pt"
+    assert get_zero_ckpt_name_for_rank("/a", 2, 3) == "/a/zero_pp_rank_2_mp_rank_03_optim_states.pt"
+    assert get_layer_ckpt_name_for_rank("/a", "layer_01", 3) == "/a/layer_01-model_03_model_states.pt"
+
+
 def test_values_that_are_not_finite_are_masked_in_place() -> None:
     from deepspeed.runtime.utils import mask_nan_or_inf_with_val_inplace
 

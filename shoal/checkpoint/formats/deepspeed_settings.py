@@ -25,6 +25,7 @@ class DeepSpeedSettings:
         param_alignment: elements, of a parameter in a flat tensor of stages 1 and 2.
         clip_grad: None: the run's own. DeepSpeed takes the checkpoint's instead of its configuration's.
         fp16: the section.
+        is_data_first: ranks that have the same experts are neighbours (``use_data_before_expert_parallelism``).
     """
 
     stage: int
@@ -35,6 +36,7 @@ class DeepSpeedSettings:
     param_alignment: int
     clip_grad: float | None
     fp16: Mapping[str, Any]
+    is_data_first: bool = False
 
     @property
     def is_dynamic(self) -> bool:
@@ -100,6 +102,7 @@ def settings_of(
         param_alignment=alignment,
         clip_grad=None if clip is None else float(clip),
         fp16=config.get("fp16") or {},
+        is_data_first=bool(_value(config, "use_data_before_expert_parallelism", False)),
     )
 
 

@@ -233,12 +233,12 @@ def test_an_uncaught_error_of_shoals_shows_the_frames_of_the_script_alone(
         monkeypatch.setenv("SHOAL_TRACEBACK", "1")
     reported: list[BaseException] = []
     hook = ExceptHook(reported.append)
-    try:
+    with pytest.raises(ConfigError) as caught:
         load({"train_micro_batch_size_per_gpu": 1, "tpye": 1})
-    except ConfigError as error:
-        error.__cause__ = ValueError("x") if case == "a cause" else None
-        sys.excepthook(type(error), error, error.__traceback__)
-        assert reported == [error]
+    error = caught.value
+    error.__cause__ = ValueError("x") if case == "a cause" else None
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert reported == [error]
     hook.remove()
     shown = capsys.readouterr().err
     assert f"{Path(__file__).name}" in shown and "[config] tpye: no such key" in shown

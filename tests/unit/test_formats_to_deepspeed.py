@@ -202,6 +202,12 @@ def test_parameters_with_fewer_steps_are_named(tmp_path: Path) -> None:
     ]
 
 
+def test_keys_of_other_parallel_ranks_are_noted(tmp_path: Path) -> None:
+    config = {"tensor_parallel": {"autotp_size": 2}, "parallel": {"tp": 1, "pp": 4}, "zero_optimization": {"stage": 1}}
+    (note,) = write_deepspeed(made("stage2-fp32"), tmp_path / "out", config=config)
+    assert "data-parallel ranks: leave tensor_parallel.autotp_size, parallel.pp out of the configuration" in note
+
+
 def test_what_deepspeeds_files_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     def refused(kind: type[Exception], match: str, **options: Any) -> None:
         with pytest.raises(kind, match=match):

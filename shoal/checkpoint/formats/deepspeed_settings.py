@@ -106,6 +106,18 @@ def settings_of(
     )
 
 
+def parallel_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys of a configuration that ask for tensor- or pipeline-parallel ranks."""
+    found = []
+    for path in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "parallel.tp", "parallel.pp"):
+        value: Any = config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and value > 1:
+            found.append(path)
+    return found
+
+
 def _precision(config: Mapping[str, Any], trained: set[torch.dtype]) -> torch.dtype:
     enabled = {key: (config.get(key) or {}).get("enabled", False) for key in _PRECISIONS}
     for key, dtype in _PRECISIONS.items():

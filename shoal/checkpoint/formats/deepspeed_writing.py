@@ -25,7 +25,7 @@ import torch
 from shoal.checkpoint.formats.deepspeed_experts import files_of_experts, layout_of_experts
 from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, partitioned, spread, spread_one
 from shoal.checkpoint.formats.deepspeed_model import RESERVED
-from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, settings_of
+from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, parallel_keys, settings_of
 from shoal.checkpoint.formats.target import new_folder
 from shoal.checkpoint.formats.torch_writing import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
@@ -109,6 +109,10 @@ class _Files:
         self._about = about = source.about
         zero = {**(config.get("zero_optimization") or {}), "stage": settings.stage}
         self._config = {**config, "zero_optimization": zero}
+        if keys := parallel_keys(config):
+            self.notes.append(
+                f"the files are for data-parallel ranks: leave {listed(keys)} out of the configuration that loads them."
+            )
         self._weights = source.tensors(MODEL)
         self._kinds = [kind for kind in source.kinds() if kind.startswith(OPTIMIZER)]
         self._expert_files = files_of_experts(about.parameters)

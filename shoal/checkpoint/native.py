@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from shoal.checkpoint.portable import About, Source, TensorInfo
 from shoal.checkpoint.reader import CheckpointReader
 from shoal.checkpoint.storage import open_storage
 from shoal.errors import CheckpointError
+from shoal.text import counted, listed
 
 
 class ShoalSource:
@@ -68,6 +70,7 @@ class ShoalSource:
             client_state=tree.decode(manifest.client_state, extra) or {},
             num_ranks=manifest.world.get("size"),
             config=manifest.config,
+            notes=_not_kept(manifest, state),
             path=f"{self.storage.url}/{self.folder}".rstrip("/"),
         )
 
@@ -90,6 +93,20 @@ class ShoalSource:
     def read(self, kind: str, name: str) -> torch.Tensor:
         info = self._without_elements().get(name) if kind == MODEL else None
         return self._reader.tensor(kind, name) if info is None else torch.empty(info.shape, dtype=info.dtype)
+
+
+def _not_kept(manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
+    """A sentence for each part of a run's state that no conversion keeps and that a model or a step may need."""
+    notes = []
+    if parts := state.get("extra_state"):
+        names = listed([name or "the model" for name in parts], 4)
+        notes.append(f"what get_extra_state() of {names} gave is not converted; left out.")
+    if any(own.get("gradients") for own in manifest.engine.get("ranks") or ()):
+        notes.append(
+            f"gradients of the {counted(state.get('micro_in_step', 0), 'micro-batch', 'micro-batches')} since step"
+            f" {manifest.step}, whose step was not complete: only the layout that saved them can use them; left out."
+        )
+    return notes
 
 
 def manifest_of(source: Source, tag: str, created: str) -> tuple[Manifest, dict[str, torch.Tensor]]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
+TRACEBACK = "SHOAL_TRACEBACK"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -74,6 +76,11 @@ def read_launch(environment: Mapping[str, str] | None = None, *, mpi_and_slurm: 
             code="launch-environment",
         )
     return launch
+
+
+def wants_tracebacks(environment: Mapping[str, str] | None = None) -> bool:
+    """Does SHOAL_TRACEBACK ask for the whole traceback of Shoal's own errors?"""
+    return (os.environ if environment is None else environment).get(TRACEBACK, "0") not in ("", "0")
 
 
 # The variables of rank, world size, local rank and local world size.

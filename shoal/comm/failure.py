@@ -23,8 +23,9 @@ from types import TracebackType
 
 from torch._C._distributed_c10d import Store
 
+from shoal.comm.environment import wants_tracebacks
 from shoal.comm.next_rank import NextRank
-from shoal.errors import CommError, RankFailedError
+from shoal.errors import CommError, RankFailedError, ShoalError
 
 LOOK_UP_SECONDS = 5.0  # for which the report is awaited after a connection was closed
 MAX_TRACEBACK_CHARACTERS = 16_000
@@ -34,6 +35,7 @@ _SHARDED_WRITE = (
     " `with shoal.zero.GatheredParameters([p], modifier_rank=0):`; for a state_dict,"
     " engine.load_module_state_dict(state_dict)."
 )
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LINGER_SECONDS = 2.0
 _KEY = "failure"
 _SEEN = "seen"
@@ -194,7 +196,10 @@ def clip(text: str) -> str:
 
 
 class ExceptHook:
-    """Reports an uncaught exception, then calls the excepthook that was there."""
+    """Reports an uncaught exception, then calls the excepthook that was there.
+
+    Python's own and torch's print an error of Shoal's with the frames of the script alone; SHOAL_TRACEBACK=1 shows all.
+    """
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:
         self._report = report
@@ -208,6 +213,11 @@ class ExceptHook:
             error.add_note(_SHARDED_WRITE)
         if self._pid == os.getpid():  # not in a forked child, whose parent handles its failure
             self._report(error)
+        module = str(getattr(self._previous, "__module__", ""))
+        prints_only = self._previous is sys.__excepthook__ or module.startswith("torch.")
+        if isinstance(error, ShoalError) and error.__cause__ is None and prints_only and not wants_tracebacks():
+            trace = _frames_of_script(trace)
+            error.with_traceback(trace)
         self._previous(kind, error, trace)
 
     def remove(self) -> None:
@@ -215,6 +225,13 @@ class ExceptHook:
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous
         self._report = _report_nothing
+
+
+def _frames_of_script(trace: TracebackType | None) -> TracebackType | None:
+    """The frames before the first one in this package."""
+    if trace is None or trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        return None
+    return TracebackType(_frames_of_script(trace.tb_next), trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
 def _report_nothing(error: BaseException) -> None:

@@ -253,6 +253,7 @@ def current_world() -> World:
             world = None
         if world is None or world.device != device:  # an engine keeps the world of the device that it was made on
             world = _process.world = World(0, 1, 0, device, "none", None)
+            _process.hook = _process.hook or ExceptHook(world.report_failure)
         return world
     return _adopt(TIMEOUT)
 

@@ -202,6 +202,14 @@ NAMED: dict[str, str] = {
         " checkpoint.autoep_zero3_metadata"
     ),
     "use tensorboard, wandb, comet or csv_monitor in the config.": "monitor.utils",
+    "import the builder from deepspeed.ops.op_builder.": (
+        "ops.op_builder.async_io ops.op_builder.cpu ops.op_builder.cpu_adagrad ops.op_builder.cpu_adam"
+        " ops.op_builder.cpu_lion ops.op_builder.fused_adam ops.op_builder.fused_lamb ops.op_builder.fused_lion"
+        " ops.op_builder.transformer_inference ops.op_builder.utils"
+    ),
+    "read deepspeed.__version__ and deepspeed.git_version_info.": "git_version_info_installed",
+    "use typing.": "compat utils.types",
+    "leave it out: Shoal does not disable Python's garbage collector.": "runtime.python_gc",
     KERNELS: "ops.compile ops.triton_ops ops.adam.multi_tensor_apply ops.lion.multi_tensor_apply",
     "call get_accelerator().pin_memory(tensor).": "ops.pin_memory utils.pin_memory utils.pin_memory_tracker",
     "call get_accelerator(): it answers for the device there is.": (

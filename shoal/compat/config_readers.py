@@ -3,17 +3,19 @@
     name                      where the value is             without it
     get_gradient_clipping     gradient_clipping              Shoal's default of that key
     get_optimizer_params      optimizer.params, with a type  None
+    get_float16_config        fp16, a section                the section's defaults
 
-They check nothing: that is ``DeepSpeedConfig``'s.
+Those of one value check nothing: that is ``DeepSpeedConfig``'s. Those that build a section check its keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shoal.compat.config_models import DeepSpeedFP16Config, DeepSpeedZeroConfig
 from shoal.config.schema import Schema
 from shoal.engine.settings import DTYPES
 from shoal.errors import ConfigError
@@ -27,6 +29,7 @@ KEYS = (
 # function -> path of the value, the value without it
 PATHS: dict[str, tuple[str, Any]] = {
     "get_checkpoint_parallel_write_pipeline": ("parallel_write.pipeline_stage", False),
+    "get_data_efficiency_enabled": ("data_efficiency.enabled", False),
     "get_disable_allgather": ("disable_allgather", False),
     "get_disable_python_gc": ("disable_python_gc", False),
     "get_expert_data_topo_config": ("use_data_before_expert_parallelism", False),
@@ -38,6 +41,13 @@ PATHS: dict[str, tuple[str, Any]] = {
 }
 # function -> a section, whose copy it returns
 SECTIONS = {"get_checkpoint_params": "checkpoint", "get_data_types_params": "data_types"}
+# function -> path of a section that it builds
+BUILT = {
+    "get_expert_parallel_config": "expert_parallel",
+    "get_hybrid_engine_config": "hybrid_engine",
+    "get_tensor_parallel_config": "tensor_parallel",
+    "get_timers_config": "timers.throughput",
+}
 # function -> path of a value that counts beside a type
 TYPED = {
     "get_optimizer_params": "optimizer.params",
@@ -89,6 +99,65 @@ def _typed(name: str, path: str) -> Reader:
     kind = f"{path.partition('.')[0]}.type"
     read: Reader = lambda given: _at(given, path) if _at(given, kind) is not None else None  # noqa: E731
     return _reader(name, read, f"``{path}``; None without it, or without ``{kind}``.")
+
+
+def _built(given: Mapping[str, Any], path: str) -> Any:
+    model: Any = Schema
+    for name in path.split("."):
+        model = model.model_fields[name].annotation
+    return model(**_at(given, path, {}))
+
+
+def _building(name: str, path: str) -> Reader:
+    return _reader(name, lambda given: _built(given, path), f"The section ``{path}``, checked.")
+
+
+def get_aio_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``aio`` as a dict, with its defaults. Keys that DeepSpeed does not know are left out."""
+    defaults, given = _built({}, "aio").model_dump(), _at(param_dict, "aio", {})
+    return {name: given.get(name, value) for name, value in defaults.items()}
+
+
+def get_data_efficiency_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``data_efficiency`` as a dict, with its defaults."""
+    values: dict[str, Any] = _built(param_dict, "data_efficiency").model_dump()
+    return values
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """The section ``fp16``. Raises: pydantic.ValidationError: unknown keys, and values that cannot be."""
+    return DeepSpeedFP16Config(**_at(param_dict, "fp16", {}))
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section ``zero_optimization``; true is stage 1. Raises: ConfigError: every problem at once."""
+    given = _at(param_dict, "zero_optimization", {})
+    return DeepSpeedZeroConfig(**({"stage": int(given)} if isinstance(given, bool) else given))
+
+
+def get_checkpoint_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``checkpoint`` as DeepSpeed's engine reads it. Raises: ConfigError: no such ``tag_validation``."""
+    section = _at(param_dict, "checkpoint", {})
+    serialization, writer = section.get("checkpoint_serialization", True), section.get("writer")
+    mode = get_checkpoint_tag_validation_mode(section)
+    return {"tag_validation": mode, "checkpoint_serialization": serialization, "writer": writer}
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """A value of a dict, or its default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def refuse_duplicates(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An ``object_pairs_hook`` for ``json.load``. Raises: ConfigError: a key is there twice."""
+    found = dict(ordered_pairs)
+    if len(found) < len(ordered_pairs):
+        names = [name for name, _ in ordered_pairs]
+        twice = [name for name in found if names.count(name) > 1]
+        raise ConfigError(
+            f"Duplicate keys in DeepSpeed config: {twice}", do="keep one of each.", code="config-duplicate-key"
+        )
+    return found
 
 
 def _invalid(key: str, supported: tuple[str, ...], value: Any) -> ConfigError:
@@ -144,14 +213,21 @@ READERS: dict[str, Callable[..., Any]] = {
     **{name: _of_path(name, path, default) for name, (path, default) in PATHS.items()},
     **{name: _of_section(name, section) for name, section in SECTIONS.items()},
     **{name: _typed(name, path) for name, path in TYPED.items()},
+    **{name: _building(name, path) for name, path in BUILT.items()},
     **{
         read.__name__: read
         for read in (
+            get_aio_config,
+            get_checkpoint_config,
             get_checkpoint_tag_validation_mode,
             get_communication_data_type,
+            get_data_efficiency_config,
+            get_float16_config,
             get_gradient_allreduce_op,
             get_pipeline_config,
+            get_scalar_param,
             get_torch_autocast_dtype,
+            get_zero_config,
         )
     },
 }

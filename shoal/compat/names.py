@@ -35,7 +35,12 @@ EXPORTS: dict[str, dict[str, str]] = {
             " set_accelerator"
         ),
     },
-    "checkpoint.utils": {_SMALL: "clone_tensors_for_torch_save"},
+    "checkpoint.utils": {
+        _SMALL: (
+            "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank"
+            " get_zero_ckpt_name_for_rank"
+        ),
+    },
     "comm.reduce_op": {"torch.distributed": "ReduceOp"},
     "constants": {
         _CONSTANTS: "CROSS_RANK CROSS_SIZE LOCAL_RANK TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
@@ -140,7 +145,13 @@ EXPORTS: dict[str, dict[str, str]] = {
     "runtime.comm": {},
     "runtime.comm.coalesced_collectives": {"shoal.compat.coalesced": "reduce_scatter_coalesced"},
     "runtime.compiler": {_SMALL: "is_compile_supported", "torch.compiler": "disable is_compiling"},
-    "runtime.config_utils": {_CONFIG: "DeepSpeedConfigModel"},
+    "runtime.config_utils": {
+        _CONFIG: "DeepSpeedConfigModel",
+        "shoal.compat.config_readers": (
+            "get_scalar_param get_dict_param=get_scalar_param get_list_param=get_scalar_param"
+            " dict_raise_error_on_duplicate_keys=refuse_duplicates"
+        ),
+    },
     "runtime.constants": {
         _CONSTANTS: (
             "BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS"
@@ -151,6 +162,9 @@ EXPORTS: dict[str, dict[str, str]] = {
         ),
     },
     "runtime.data_pipeline": {},
+    "runtime.data_pipeline.config": {
+        ".runtime.config": "get_data_efficiency_config get_data_efficiency_enabled",
+    },
     "runtime.data_pipeline.curriculum_scheduler": {"shoal.data.curriculum": "CurriculumScheduler"},
     "runtime.engine": {
         ".runtime.entry": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -186,6 +200,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     },
     "runtime.precision_config": {
         _CONFIG: "BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config",
+        "shoal.compat.config_readers": "get_float16_config",
     },
     "runtime.progressive_layer_drop": {"shoal.models.layer_drop": "ProgressiveLayerDrop"},
     "runtime.rollout": {
@@ -216,6 +231,7 @@ EXPORTS: dict[str, dict[str, str]] = {
             "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum"
             " ZERO_OPTIMIZATION ZeroStageEnum"
         ),
+        "shoal.compat.config_readers": "get_zero_config",
     },
     "runtime.zero.leaf_module_config": {"shoal.config.zero": "DeepSpeedZeroLeafModuleConfig=LeafModule"},
     "runtime.zero.linear": {
@@ -256,6 +272,7 @@ EXPORTS: dict[str, dict[str, str]] = {
     "utils.bwc": {
         _SMALL: ("bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     },
+    "utils.config": {".runtime.config": "get_timers_config"},
     "utils.debug": {_SMALL: "print_rank0 printflock"},
     "utils.exceptions": {_SMALL: "DeprecatedException"},
     "utils.init_on_device": {_SMALL: "OnDevice"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -46,6 +47,21 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, list | tuple):
         return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
     return item
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """The model file of a tensor-parallel rank, of two digits, in a checkpoint's folder."""
+    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """The optimizer file of a rank."""
+    return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """The file of a pipeline's layer (``layer_01``), of a tensor-parallel rank."""
+    return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")
 
 
 # deepspeed.runtime.compiler

@@ -84,6 +84,7 @@ class Accumulation:
         self.num_ranks = num_ranks
         self.loss_scale = loss_scale
         self.is_managed = is_managed
+        self.refuses_direct = False  # backward passes that the engine does not begin, as DeepSpeed at stage 0
         self.counts_tokens = counts_tokens
         self.counters = Counters()
         self.micro_in_step = 0  # micro-batches since the last boundary
@@ -150,7 +151,17 @@ class Accumulation:
                 self.boundary = None
 
     def begin_pass(self) -> bool:
-        """A backward pass begins. Returns: is it the last one before the step?"""
+        """A backward pass begins. Returns: is it the last one before the step?
+
+        Raises: UsageError: the engine did not begin it, and is not to allow that.
+        """
+        if self.refuses_direct and "engine" not in self.scaled_by:
+            raise UsageError(
+                "Direct calls to tensor.backward() are not supported at stage 0 with"
+                " managed_gradient_accumulation=False, as DeepSpeed says.",
+                do="call engine.backward(loss); or shoal.initialize, where loss.backward() works at every stage.",
+                code="no-sync-deepspeed",
+            )
         self.has_backward = True
         return self.is_managed and self.is_boundary()
 

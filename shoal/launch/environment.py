@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from shoal.comm.environment import wants_tracebacks
 from shoal.errors import UsageError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LOG_LEVEL = "SHOAL_LOG_LEVEL"
-TRACEBACK = "SHOAL_TRACEBACK"
 
 Launcher = Literal["torchelastic", "slurm", "openmpi", "mpich", "none"]
 
@@ -53,7 +53,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     env = os.environ if variables is None else variables
     devices = env.get("CUDA_VISIBLE_DEVICES")
     return Environment(
-        wants_tracebacks=env.get(TRACEBACK, "0") not in ("", "0"),
+        wants_tracebacks=wants_tracebacks(env),
         launcher=_launcher_of(env),
         num_threads=_num_threads(env.get("OMP_NUM_THREADS", "").strip()),
         visible_devices=None if devices is None else tuple(name for name in devices.split(",") if name.strip()),

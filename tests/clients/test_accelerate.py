@@ -38,6 +38,11 @@ def test_the_learning_rate_moves_on_after_a_resume_with_offload_and_ones_own_opt
     assert theirs["resumed_loss"] != pytest.approx(theirs["loss"][3:], abs=bound)
 
 
+def test_no_rank_is_told_that_its_schedule_steps_before_its_optimizer(run: ClientRun) -> None:
+    assert run.case(FROZEN)
+    assert not [text for text in run.said if "Detected call of `lr_scheduler.step()`" in text]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_resumed_run_goes_on_with_the_same_losses_and_rates(run: ClientRun, stage: int) -> None:
     curves = run.case(f"resume-stage{stage}")["curves"]

@@ -26,9 +26,12 @@ from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
+from shoal.parallel.expert.layer import MoE
 from tests.fixtures.deepspeed.make import CASES as CONFIGS
+from tests.fixtures.deepspeed.make_experts import EXPERT_CASES, WithExperts
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 from tests.ranks.test_checkpoint_from_deepspeed import go_on
+from tests.ranks.test_checkpoint_of_experts_of_deepspeed import split_groups
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
@@ -148,6 +151,46 @@ def test_deepspeed_resumes_what_shoal_saved_with_every_tensor_and_goes_on(
         assert found["loss_scale"] == run["loss_scale"], case
         assert found["client_state"] == [2, 1.5, [0, 1, 2]], case
         assert found["rates"] != [1.0, 1.0], case
+
+
+@pytest.mark.parametrize(
+    ("size", "cases"),
+    [
+        (2, ["ep1-stage1-fp32", "ep2-stage1-fp32", "ep2-stage2-fp32", "ep2-stage2-bf16"]),
+        (4, ["ep2-stage2-fp32-4-ranks"]),
+        (4, ["ep2-stage1-fp32-data-first"]),
+    ],
+)
+def test_deepspeed_resumes_models_with_experts_that_shoal_saved(
+    size: int, cases: list[str], python: str, tmp_path: Path
+) -> None:
+    train(python, size, tmp_path, cases, "make_experts")
+    for case in cases:
+        run_ranks(size, pass_experts_on, case, tmp_path / case)
+        config = {"zero_optimization": {}, **EXPERT_CASES[case]}
+        write_deepspeed(ShoalSource(tmp_path / case / "shoal"), tmp_path / case / "converted", config=config)
+    train(python, size, tmp_path, cases, "resume_experts")
+    for case in cases:
+        held, resumed = (load_file(tmp_path / case / f"{name}.safetensors") for name in ("held", "resumed"))
+        assert held.keys() == resumed.keys() and len(held) == 3 * (10 + 3 * 6) + 2, case
+        for key, tensor in held.items():
+            assert torch.equal(tensor, resumed[key]), (case, key)
+        run, found = (json.loads((tmp_path / case / f"{name}.json").read_text()) for name in ("run", "resumed"))
+        bound = 4e-3 if "bf16" in case else 1e-6
+        assert found["losses"] == [pytest.approx(each, abs=bound) for each in run["losses"][3:]], case
+        assert (found["counters"], found["client_state"]) == ([3, 9 * size, 0], 2), case
+
+
+def pass_experts_on(case: str, folder: Path) -> None:
+    """On each rank: load what DeepSpeed saved of a model with experts, and save it again."""
+    model = WithExperts(MoE, int(case[2]))
+    groups = split_groups([{"name": f"group {index}", **group} for index, group in enumerate(groups_of(model))])
+    sections = {"bf16": {"enabled": True}} if "bf16" in case else {}
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0.0, **sections}
+    engine = shoal.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1.0), config=config)[0]
+    _, client_state = engine.load_checkpoint(folder / "checkpoint")
+    engine.save_checkpoint(folder / "shoal", client_state=client_state)
+    engine.destroy()
 
 
 def pass_on(case: str, folder: Path) -> None:

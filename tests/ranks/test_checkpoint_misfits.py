@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from typer.testing import CliRunner
 
 import shoal
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.native import ShoalSource
+from shoal.cli.app import app
 from shoal.comm.threads import run_ranks
 from shoal.errors import CheckpointError, UsageError
 from tests.ranks.models import Block, Plain
@@ -31,7 +34,7 @@ from tests.ranks.resuming import (
     state_of,
     stop,
 )
-from tests.ranks.training import sgd
+from tests.ranks.training import batch, config, make, sgd
 
 
 class Renamed(Plain):
@@ -194,14 +197,37 @@ def test_another_schedule_is_refused_before_anything_changes(name: str, tmp_path
         assert "ExponentialLR" in error.what and name in error.what
 
 
+class WithState(Plain):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"a": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_conversions_do_not_keep_of_a_run_is_noted(stage: int, tmp_path: Path) -> None:
+    def job() -> None:
+        settings = config(stage, gradient_accumulation_steps=3)
+        engine = shoal.initialize(model=make(lambda: WithState(2)), optimizer=sgd, config=settings)[0]
+        for index in range(5):
+            engine.backward(engine(*batch(index, 0, 1)))
+            engine.step()
+            if index in (2, 4):
+                engine.save_checkpoint(tmp_path / str(index))
+        engine.destroy()
+
+    run_ranks(2, job)
+    state = "what get_extra_state() of the model gave is not converted; left out."
+    assert ShoalSource(tmp_path / "2").about.notes == [state]
+    first, second = ShoalSource(tmp_path / "4").about.notes
+    assert first == state
+    assert second.startswith("gradients of the 2 micro-batches since step 1, whose step was not complete:")
+    done = CliRunner().invoke(app, ["convert", str(tmp_path / "4"), str(tmp_path / "dcp"), "--to", "dcp"])
+    assert done.exit_code == 0 and f"note: {state}" in done.output and "note: gradients of the 2 micro" in done.output
+
+
 def test_the_own_state_of_a_module_that_is_gone_is_left_out_where_it_is_not_strict(tmp_path: Path) -> None:
-    class WithState(Plain):
-        def get_extra_state(self) -> dict[str, int]:
-            return {"a": 1}
-
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            pass
-
     stop(replace(run_at_stage(), factory=lambda: WithState(2)), tmp_path, at=1)
     on_ranks(run_at_stage(), lambda engine: engine.load_checkpoint(tmp_path, load_module_strict=False))
 

@@ -115,6 +115,21 @@ def test_the_script_that_decides_the_boundary_is_told_what_contradicts_it(stage:
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_direct_backward_of_a_script_that_decides_the_boundary_is_refused_at_stage_0(stage: int) -> None:
+    engine, *_ = initialize(model=make(Plain), optimizer=adamw, config=unmanaged(stage), dist_init_required=False)
+    for begin in (lambda loss: loss, engine.scale):
+        if stage == 0:
+            with pytest.raises(RuntimeError, match=r"Direct calls to tensor.backward\(\) are not supported"):
+                begin(engine(*batch(0, 0, 1))).backward()
+            engine.backward(engine(*batch(0, 0, 1)))
+        else:
+            begin(engine(*batch(0, 0, 1))).backward()
+        engine.step()
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_overlap_comm_of_a_script_that_decides_the_boundary_is_refused_below_stage_2(stage: int) -> None:
     settings = unmanaged(stage, zero_optimization={"overlap_comm": True})
     if stage < 2:

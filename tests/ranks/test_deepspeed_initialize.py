@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import warnings
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -57,6 +59,32 @@ def test_what_deepspeed_asserts_is_an_assertion_error_too(given: dict[str, Any],
         assert vars(caught.value).get("code", kind.code) == code  # type: ignore[attr-defined]
 
     on_one_rank(job)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_schedule_of_the_optimizer_that_accelerate_replaced_is_stepped_without_a_warning(is_replaced: bool) -> None:
+    # torch warns in the name of its caller's module.
+    step = FunctionType((lambda schedule: schedule.step()).__code__, {"__name__": "accelerate.scheduler"})
+
+    def job() -> None:
+        model = nn.Linear(2, 2)
+        first = torch.optim.AdamW(model.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(first, lambda index: 1 / (index + 1))
+        optimizer = DeepSpeedCPUAdam(first.param_groups, lr=1.0) if is_replaced else first
+        config = {**CONFIG, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+        engine, made, *_ = initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+        if is_replaced:
+            engine.backward(engine(torch.ones(1, 2)).sum())
+            engine.step()
+        step(schedule)
+        assert made.param_groups[0]["lr"] == 0.5
+        engine.destroy()
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        on_one_rank(job)
+    order = [each for each in found if "Detected call of `lr_scheduler.step()`" in str(each.message)]
+    assert len(order) == (0 if is_replaced else 1)
 
 
 def test_backward_and_step_without_an_optimizer_are_assertion_errors_and_usage_errors() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from shoal.comm.environment import Launch, first_node, read_launch
 from shoal.comm.failure import ExceptHook, clip
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.world import World, current_world, fake_world, init_distributed
+from shoal.config import load
 from shoal.errors import ConfigError, UsageError
 from shoal.mesh import Mesh
 
@@ -218,6 +220,29 @@ def test_the_excepthook_reports_calls_the_one_before_it_and_goes(monkeypatch: py
     assert calls == [error, "before"]
     hook.remove()
     assert sys.excepthook is before
+
+
+@pytest.mark.parametrize("case", ["plain", "asked for", "a hook of the user's", "a cause"])
+def test_an_uncaught_error_of_shoals_shows_the_frames_of_the_script_alone(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "excepthook", (lambda *error: sys.__excepthook__(*error)) if "user" in case else sys.__excepthook__
+    )
+    if case == "asked for":
+        monkeypatch.setenv("SHOAL_TRACEBACK", "1")
+    reported: list[BaseException] = []
+    hook = ExceptHook(reported.append)
+    with pytest.raises(ConfigError) as caught:
+        load({"train_micro_batch_size_per_gpu": 1, "tpye": 1})
+    error = caught.value
+    error.__cause__ = ValueError("x") if case == "a cause" else None
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert reported == [error]
+    hook.remove()
+    shown = capsys.readouterr().err
+    assert f"{Path(__file__).name}" in shown and "[config] tpye: no such key" in shown
+    assert ("in load" in shown) is (case != "plain")
 
 
 def test_of_a_long_traceback_the_end_is_kept() -> None:

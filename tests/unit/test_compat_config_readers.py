@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 
+from shoal.compat.config_readers import refuse_duplicates
 from shoal.compat.deepspeed.runtime import config as readers
 from shoal.compat.small_functions import get_current_level, get_log_level_from_string, logger, should_log_le
 from shoal.config import examine
@@ -48,6 +50,45 @@ ADAM = {"type": "Adam", "params": {"lr": 1, "max_grad_norm": 2}}
 def test_a_value_is_read_from_a_dict_as_deepspeed_reads_it(name: str, given: dict[str, Any], value: Any) -> None:
     assert getattr(readers, f"get_{name}")(given) == value
     assert f"get_{name}" in readers.__all__
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "values"),
+    [
+        ("float16", {"fp16": {"enabled": True}}, {"enabled": True, "hysteresis": 2}),
+        ("zero", {"zero_optimization": True}, {"stage": 1}),
+        ("zero", {"zero_optimization": {"stage3_max_live_parameters": 9}}, {"stage": 0, "max_live_parameters": 9}),
+        ("tensor_parallel", {"tensor_parallel": {"autotp_size": 2}}, {"autotp_size": 2, "tp_overlap_comm": False}),
+        ("expert_parallel", {}, {"enabled": False, "autoep_size": 1}),
+        ("hybrid_engine", {"hybrid_engine": {"max_out_tokens": 3}}, {"enabled": False, "max_out_tokens": 3}),
+        ("timers", {"timers": {"throughput": {"enabled": False}}}, {"enabled": False, "synchronized": True}),
+    ],
+)
+def test_a_section_is_built_with_its_defaults(name: str, given: dict[str, Any], values: dict[str, Any]) -> None:
+    built = getattr(readers, f"get_{name}_config")(given)
+    assert {key: getattr(built, key) for key in values} == values
+    key = "zero_optimization" if name == "zero" else "fp16" if name == "float16" else name
+    with pytest.raises(ValueError, match="bogus"):
+        getattr(readers, f"get_{name}_config")(
+            {key: {"throughput": {"bogus": 1}} if name == "timers" else {"bogus": 1}}
+        )
+
+
+def test_sections_that_deepspeed_reads_as_dicts_have_its_defaults() -> None:
+    aio = readers.READERS["get_aio_config"]({"aio": {"block_size": 2048, "unknown": 1}})
+    assert aio["block_size"] == 2048 and "unknown" not in aio
+    assert (aio["queue_depth"], aio["overlap_events"], aio["single_submit"]) == (8, True, False)
+    section = readers.READERS["get_checkpoint_config"]({"checkpoint": {"tag_validation": "Fail"}})
+    assert section == {"tag_validation": "FAIL", "checkpoint_serialization": True, "writer": None}
+    data = readers.READERS["get_data_efficiency_config"]({"data_efficiency": {"seed": 7}})
+    assert (data["enabled"], data["seed"], data["data_sampling"]["num_epochs"]) == (False, 7, 1000)
+    assert readers.READERS["get_scalar_param"]({}, "a", 2) == 2
+
+
+def test_a_key_that_is_twice_in_a_file_is_a_value_error() -> None:
+    assert json.loads('{"a": 1, "b": 2}', object_pairs_hook=refuse_duplicates) == {"a": 1, "b": 2}
+    with pytest.raises(ValueError, match=r"Duplicate keys in DeepSpeed config: \['a'\]"):
+        json.loads('{"a": 1, "a": 2}', object_pairs_hook=refuse_duplicates)
 
 
 def test_the_pipelines_section_has_deepspeeds_defaults() -> None:

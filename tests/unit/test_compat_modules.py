@@ -41,6 +41,7 @@ MODULES = {
         DeepSpeedAccelerator SUPPORTED_ACCELERATOR_LIST get_accelerator is_current_accelerator_supported
         set_accelerator""",
     "checkpoint": """
+        get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank get_zero_ckpt_name_for_rank
         AUTOTP_UNSUPPORTED_PARAMETER_PATTERNS BASE_OPTIMIZER_STATE BASE_OPTIMIZER_STATE_STEP
         BF16_ZERO_FILE_PREFIX BUFFER_NAMES CAT_DIM CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE
         CHECKPOINT_TP_DEGREE CLIP_GRAD DS_VERSION DeepSpeedCheckpoint FP16_ZERO_FILE_PREFIX FP32_FLAT_GROUPS
@@ -74,7 +75,9 @@ MODULES = {
         ITERATION_KEY""",
     "checkpoint.ds_to_universal": "main parse_arguments",
     "checkpoint.universal_checkpoint": "SubparamShape enable_universal_checkpoint load_hp_checkpoint_state",
-    "checkpoint.utils": "clone_tensors_for_torch_save",
+    "checkpoint.utils": """
+        clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank
+        get_zero_ckpt_name_for_rank""",
     "comm": """
         P2POp ProcessGroup ReduceOp all_gather all_gather_coalesced all_gather_into_tensor all_gather_object
         all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv
@@ -167,8 +170,10 @@ MODULES = {
     "runtime.compiler": "disable is_compile_supported is_compiling",
     "runtime.config": """
         ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER DEEPSPEED_OPTIMIZERS DeepSpeedConfig
-        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_bfloat16_config
-        get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
+        DeepSpeedConfigError LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER get_aio_config get_bfloat16_config
+        get_checkpoint_config get_data_efficiency_config get_data_efficiency_enabled get_expert_parallel_config
+        get_float16_config get_hybrid_engine_config get_scalar_param get_tensor_parallel_config get_timers_config
+        get_zero_config get_checkpoint_parallel_write_pipeline get_checkpoint_params get_checkpoint_tag_validation_mode
         get_communication_data_type get_data_types_params get_dataloader_drop_last get_disable_allgather
         get_disable_python_gc get_dump_state get_expert_data_topo_config get_gradient_accumulation_steps
         get_gradient_allreduce_op get_gradient_clipping get_gradient_predivide_factor get_log_level
@@ -178,7 +183,8 @@ MODULES = {
         get_torch_autocast_dtype get_torch_autocast_enabled get_train_batch_size
         get_train_micro_batch_size_per_gpu get_wall_clock_breakdown get_zero_allow_untested_optimizer
         get_zero_force_ds_cpu_optimizer""",
-    "runtime.config_utils": "DeepSpeedConfigModel",
+    "runtime.config_utils": """
+        DeepSpeedConfigModel dict_raise_error_on_duplicate_keys get_dict_param get_list_param get_scalar_param""",
     "runtime.constants": """
         BF16 BFLOAT16 COMMUNICATION_DATA_TYPE DISABLE_ALLGATHER DUMP_STATE FP16 GRADIENT_ACCUMULATION_STEPS
         GRADIENT_CLIPPING GRADIENT_PREDIVIDE_FACTOR MAX_GRAD_NORM OPTIMIZER OPTIMIZER_PARAMS
@@ -186,6 +192,7 @@ MODULES = {
         SPARSE_GRADIENTS STEPS_PER_PRINT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU TYPE
         WALL_CLOCK_BREAKDOWN ZERO_ALLOW_UNTESTED_OPTIMIZER ZERO_FORCE_DS_CPU_OPTIMIZER""",
     "runtime.data_pipeline": "",
+    "runtime.data_pipeline.config": "get_data_efficiency_config get_data_efficiency_enabled",
     "runtime.data_pipeline.curriculum_scheduler": "CurriculumScheduler",
     "runtime.dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "runtime.engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -202,7 +209,9 @@ MODULES = {
         LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE OneCycle TOTAL_NUM_STEPS VALID_LR_SCHEDULES
         WARMUP_COSINE_LR WARMUP_DECAY_LR WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR
         WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS WARMUP_TYPE WarmupCosineLR WarmupDecayLR WarmupLR
-        add_tuning_arguments get_config_from_args get_lr_from_config""",
+        CYCLE_MOMENTUM EDGE_VALUE LR_SCHEDULE MID_VALUE add_tuning_arguments get_config_from_args get_lr_from_config
+        get_torch_optimizer override_1cycle_params override_lr_range_test_params override_params
+        override_warmupCosineLR_params override_warmupLR_params parse_arguments update_lr""",
     "runtime.pipe": "LayerSpec PipelineModule ProcessTopology TiedLayerSpec",
     "runtime.pipe.engine": "PipelineEngine",
     "runtime.pipe.module": "LayerSpec PipelineError PipelineModule TiedLayerSpec",
@@ -213,7 +222,8 @@ MODULES = {
     "runtime.pipe.topology": """
         PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology""",
     "runtime.precision_config": """
-        BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config""",
+        BFLOAT16 BFLOAT16_OLD DeepSpeedBF16Config DeepSpeedFP16Config FP16 get_bfloat16_config
+        get_float16_config""",
     "runtime.progressive_layer_drop": "ProgressiveLayerDrop",
     "runtime.rollout": """
         HybridEngineRollout RolloutBatch RolloutConfig RolloutEngine RolloutRequest SamplingConfig build_rollout
@@ -241,7 +251,7 @@ MODULES = {
         unregister_external_parameter unwrap_model_for_generation""",
     "runtime.zero.config": """
         DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig
-        OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum""",
+        OffloadDeviceEnum ZERO_OPTIMIZATION ZeroStageEnum get_zero_config""",
     "runtime.zero.leaf_module_config": "DeepSpeedZeroLeafModuleConfig",
     "runtime.zero.linear": "LinearModuleForZeroStage3 zero3_linear_wrap",
     "runtime.zero.mics": "MiCS_Init",
@@ -252,7 +262,7 @@ MODULES = {
     "runtime.zero.parameter_offload": "DeepSpeedZeRoOffload",
     "runtime.zero.partition_parameters": """
         DEFAULT_TENSOR_OVERRIDES DeepSpeedTensorOverride GatheredParameters Init ZeroParamStatus ZeroParamType
-        get_accelerator register_external_parameter unregister_external_parameter
+        get_accelerator is_zero_param register_external_parameter unregister_external_parameter
         zero_wrapper_for_fp_tensor_constructor""",
     "runtime.zero.stage3": """
         DeepSpeedZeroOptimizer_Stage3 estimate_zero3_model_states_mem_needs
@@ -278,6 +288,7 @@ MODULES = {
         unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter""",
     "utils.bwc": "bwc_tensor_model_parallel_group bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size",
     "utils.comms_logging": "CommsLogger calc_bw_log convert_size get_caller_func",
+    "utils.config": "get_timers_config",
     "utils.debug": "print_rank0 printflock",
     "utils.exceptions": "DeprecatedException",
     "utils.groups": """

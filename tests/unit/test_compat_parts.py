@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,54 @@ def test_the_options_of_a_schedule_make_its_section() -> None:
     assert get_lr_from_config(found) == (0.1, "")
     assert get_config_from_args(parser.parse_args([]))[0] is None
     assert get_lr_from_config({"type": "WarmupCosineLR", "params": {}})[0] is None
+
+
+def test_options_of_a_schedule_go_over_the_parameters_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime import lr_schedules
+
+    monkeypatch.setattr("sys.argv", ["x", "--cycle_momentum", "--lr_range_test_staircase", "--their_own", "3"])
+    args, others = lr_schedules.parse_arguments()
+    assert (args.cycle_momentum, args.lr_range_test_staircase, others) == (True, True, ["--their_own", "3"])
+    expected = {
+        "override_lr_range_test_params": {"lr_range_test_min_lr": 0.001, "lr_range_test_staircase": True},
+        "override_1cycle_params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "decay_step_size": 1000},
+        "override_warmupLR_params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000},
+        "override_warmupCosineLR_params": {"warmup_min_ratio": 0.01, "cos_min_ratio": 0.01, "warmup_type": "log"},
+        "override_params": {"cycle_min_lr": 0.01, "warmup_min_lr": 0.0, "lr_range_test_staircase": True},
+    }
+    for name, some in expected.items():
+        params = {"cycle_min_lr": 5, "other": 1}
+        getattr(lr_schedules, name)(args, params)
+        assert params.items() >= some.items() and params["other"] == 1, name
+        assert params["cycle_min_lr"] == some.get("cycle_min_lr", 5)
+        assert "cycle_second_step_size" not in params, "-1 means: not given"
+    lr_schedules.override_params(argparse.Namespace(warmup_max_lr=3, cycle_max_lr=None), params := {})
+    assert params == {"warmup_max_lr": 3}
+
+
+def test_rates_are_set_in_place_where_they_are_tensors() -> None:
+    from deepspeed.runtime.lr_schedules import get_torch_optimizer, update_lr
+
+    rate = torch.tensor(1.0)
+    groups = [{"lr": rate}, {"lr": 2.0}, {"lr": 5.0}]
+    assert update_lr(groups, [3.0, 4.0]) == [rate, 4.0, 5.0]
+    assert groups[0]["lr"] is rate and float(rate) == 3.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    assert get_torch_optimizer(SimpleNamespace(optimizer=optimizer)) is optimizer
+    with pytest.raises(TypeError, match="got int"):
+        get_torch_optimizer(3)
+
+
+def test_files_of_a_checkpoint_are_named_as_deepspeed_names_them() -> None:
+    from deepspeed.checkpoint import (
+        get_layer_ckpt_name_for_rank,
+        get_model_ckpt_name_for_rank,
+        get_zero_ckpt_name_for_rank,
+    )
+
+    assert get_model_ckpt_name_for_rank("/a", "03") == "/a/mp_rank_03_model_states.pt"
+    assert get_zero_ckpt_name_for_rank("/a", 2, 3) == "/a/zero_pp_rank_2_mp_rank_03_optim_states.pt"
+    assert get_layer_ckpt_name_for_rank("/a", "layer_01", 3) == "/a/layer_01-model_03_model_states.pt"
 
 
 def test_values_that_are_not_finite_are_masked_in_place() -> None:

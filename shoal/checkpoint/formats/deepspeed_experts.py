@@ -15,7 +15,7 @@ Only rank 0 writes down the names of what an optimizer holds, and it counts its 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.formats.deepspeed_files import Turns, not_built, open_file
+from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, divided
+from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings
 from shoal.checkpoint.formats.deepspeed_state import FlatState, Holders, check_stored, damaged, entry
 from shoal.checkpoint.formats.deepspeed_unnamed import read_unnamed
 from shoal.checkpoint.problems import damaged_copy
@@ -78,7 +80,7 @@ def holders_of(experts: Mapping[str, torch.Tensor], size: int, counts: Sequence[
             yield dict(members), range(size)
             return
         ep_size = size // count
-        names = _local_names(experts, ep_size)
+        names = local_names(experts, ep_size)
         for rank in range(ep_size):
             ranks = range(rank * count, (rank + 1) * count) if data_first else range(rank, size, ep_size)
             own = names[rank]
@@ -106,7 +108,7 @@ def read_unnamed_experts(
     """
     whole = FlatState([], list(files))
     for rank, (state, file) in enumerate(zip(states, files, strict=True)):
-        own = {name: experts[name] for name in _local_names(experts, len(states))[rank].values()}
+        own = {name: experts[name] for name in local_names(experts, len(states))[rank].values()}
         number = len(entry(state.get("optimizer_state_dict", state), "param_groups", file))
         part = read_unnamed(state, {**dense, **own}, _named(names, number, own.keys(), experts.keys()), file)
         whole.flats += part.flats
@@ -150,7 +152,53 @@ def ep_sizes(groups: Any) -> set[int]:
     return {int(match[1]) for name in names if (match := re.fullmatch(r"ep_size_(\d+)", name))}
 
 
-def _local_names(experts: Mapping[str, torch.Tensor], ep_size: int) -> list[dict[str, str]]:
+def layout_of_experts(
+    group: int,
+    members: Mapping[str, tuple[int, ...]],
+    numbers: Mapping[str, Any],
+    experts: Collection[str],
+    settings: DeepSpeedSettings,
+) -> FlatLayout | None:
+    """Where the flat tensors of stages 1 and 2 hold a group of experts.
+
+    Args:
+        members: of the group.
+        numbers: its hyperparameters; its name has the expert-parallel size.
+        experts: the parameters of all experts.
+
+    Returns: None: the group is not one of DeepSpeed's, or the ranks cannot share it.
+    """
+    ep_size = next(iter(ep_sizes([numbers])), 0)
+    if not ep_size or settings.num_ranks % ep_size:
+        return None
+    names = local_names(experts, ep_size)
+    shapes = [{name: members[name] for name in members if name in set(own.values())} for own in names]
+    local = {name: each for own in names for each, name in own.items()}
+    kinds = {tuple((local[name], shape) for name, shape in own.items()) for own in shapes}
+    if sum(map(len, shapes)) != len(members) or len(kinds) > 1:
+        return None
+    return divided(
+        group,
+        shapes,
+        local,
+        settings.num_ranks,
+        is_data_first=settings.is_data_first,
+        param_alignment=settings.param_alignment,
+        is_round_robin=settings.is_round_robin,
+    )
+
+
+def files_of_experts(names: Iterable[str]) -> dict[tuple[int, int], list[str]]:
+    """The parameters of each expert, by number of the MoE layer, in the model's order, and of the expert."""
+    layers: dict[str, int] = {}
+    files: dict[tuple[int, int], list[str]] = {}
+    for match in filter(None, map(_NAME.fullmatch, names)):
+        layer = layers.setdefault(match["layer"], len(layers))
+        files.setdefault((layer, int(match["expert"])), []).append(match[0])
+    return files
+
+
+def local_names(experts: Iterable[str], ep_size: int) -> list[dict[str, str]]:
     """Of each expert-parallel rank, the global names of its parameters by their names on that rank."""
     layers: dict[str, int] = {}
     matches = [match for match in map(_NAME.fullmatch, experts) if match is not None]

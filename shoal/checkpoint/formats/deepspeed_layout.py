@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -34,9 +34,10 @@ class FlatLayout:
         group: the optimizer's group.
         shapes: the parameters in it, in order.
         pieces: what it holds. Those of a parameter follow one another, and so do those of a rank.
-        num_ranks: that have a part.
+        num_ranks: that have a part; of experts, those that have a part of the same ones.
         gaps: zeros after each parameter.
         paddings: by rank, zeros at the end that the file has in the optimizer's state only.
+        local_names: of experts, the names that the ranks that have them use.
     """
 
     group: int
@@ -45,6 +46,11 @@ class FlatLayout:
     gaps: list[int] = field(default_factory=list)
     paddings: list[int] = field(default_factory=list)
     pieces: list[FlatPiece] = field(default_factory=list)
+    local_names: Mapping[str, str] = field(default_factory=dict)
+
+    def first_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that rank 0 has a part of, or that its data-parallel ranks have."""
+        return {name: shape for name, shape in self.shapes.items() if self.local_names.get(name, name) == name}
 
     def numel(self, rank: int) -> int:
         """Elements on a rank, without its padding."""
@@ -57,7 +63,7 @@ class FlatLayout:
         for piece in self.pieces:
             if piece.rank == rank:
                 if piece.name is not None:
-                    found[piece.name] = at, piece.numel
+                    found[self.local_names.get(piece.name, piece.name)] = at, piece.numel
                 at += piece.numel
         return found
 
@@ -99,6 +105,42 @@ def partitioned(
                 layout.pieces.append(FlatPiece(rank, of, first - begin, numel))
                 first += numel
     layout.paddings = [min(part, max(0, (rank + 1) * part - at)) for rank in range(num_ranks)]
+    return layout
+
+
+def divided(
+    group: int,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    local_names: Mapping[str, str],
+    num_ranks: int,
+    *,
+    is_data_first: bool,
+    param_alignment: int = 1,
+    is_round_robin: bool = False,
+) -> FlatLayout:
+    """Stages 1 and 2, of a group of experts: each expert-parallel rank's own, over the ranks that have the same.
+
+    Args:
+        shapes: of each expert-parallel rank, its experts' parameters.
+        local_names: of all of them.
+        is_data_first: ranks that have the same experts are neighbours (``use_data_before_expert_parallelism``).
+
+    >>> layout = divided(0, [{"0.x": (3,)}, {"1.x": (3,)}], {"0.x": "0.x", "1.x": "0.x"}, 2, is_data_first=False)
+    >>> [(piece.rank, piece.name, piece.numel) for piece in layout.pieces], layout.addresses(1), layout.paddings
+    ([(0, '0.x', 3), (1, '1.x', 3)], {'0.x': (0, 3)}, [1, 1])
+    """
+    ep_size = len(shapes)
+    count = num_ranks // ep_size
+    whole: dict[str, tuple[int, ...]] = {}
+    layout = FlatLayout(group, whole, count, paddings=[0] * num_ranks, local_names=local_names)
+    for rank, own in enumerate(shapes):
+        part = partitioned(group, own, count, param_alignment=param_alignment, is_round_robin=is_round_robin)
+        ranks = range(rank * count, (rank + 1) * count) if is_data_first else range(rank, num_ranks, ep_size)
+        whole |= part.shapes
+        layout.gaps = part.gaps
+        layout.pieces += [replace(piece, rank=ranks[piece.rank]) for piece in part.pieces]
+        for holder, padding in zip(ranks, part.paddings, strict=True):
+            layout.paddings[holder] = padding
     return layout
 
 

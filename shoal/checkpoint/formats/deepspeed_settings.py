@@ -25,6 +25,7 @@ class DeepSpeedSettings:
         param_alignment: elements, of a parameter in a flat tensor of stages 1 and 2.
         clip_grad: None: the run's own. DeepSpeed takes the checkpoint's instead of its configuration's.
         fp16: the section.
+        is_data_first: ranks that have the same experts are neighbours (``use_data_before_expert_parallelism``).
     """
 
     stage: int
@@ -35,6 +36,7 @@ class DeepSpeedSettings:
     param_alignment: int
     clip_grad: float | None
     fp16: Mapping[str, Any]
+    is_data_first: bool = False
 
     @property
     def is_dynamic(self) -> bool:
@@ -100,7 +102,20 @@ def settings_of(
         param_alignment=alignment,
         clip_grad=None if clip is None else float(clip),
         fp16=config.get("fp16") or {},
+        is_data_first=bool(_value(config, "use_data_before_expert_parallelism", False)),
     )
+
+
+def parallel_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys of a configuration that ask for tensor- or pipeline-parallel ranks."""
+    found = []
+    for path in ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size", "parallel.tp", "parallel.pp"):
+        value: Any = config
+        for name in path.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and value > 1:
+            found.append(path)
+    return found
 
 
 def _precision(config: Mapping[str, Any], trained: set[torch.dtype]) -> torch.dtype:

@@ -4,6 +4,7 @@
     FOLDER/TAG/mp_rank_00_model_states.pt                           stages 1 and 2: weights, counters, client state
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same, without trained weights
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's part of the optimizer
+    FOLDER/TAG/layer_L_expert_E_mp_rank_00_model_states.pt          weights of an expert (``deepspeed_experts``)
 
 The files are those of 0.19.8. What depends on the configuration of the run that will load them (the dtype, the order
 in flat tensors, the rules of the loss scale) is taken from it. The files of all ranks are written together, so that
@@ -21,9 +22,10 @@ from typing import Any
 
 import torch
 
+from shoal.checkpoint.formats.deepspeed_experts import files_of_experts, layout_of_experts
 from shoal.checkpoint.formats.deepspeed_layout import FlatLayout, partitioned, spread, spread_one
 from shoal.checkpoint.formats.deepspeed_model import RESERVED
-from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, settings_of
+from shoal.checkpoint.formats.deepspeed_settings import DeepSpeedSettings, parallel_keys, settings_of
 from shoal.checkpoint.formats.target import new_folder
 from shoal.checkpoint.formats.torch_writing import ClassInstance, DeferredTensor, TorchFile
 from shoal.checkpoint.manifest import MODEL, OPTIMIZER
@@ -48,7 +50,7 @@ def write_deepspeed(
     """Write model, optimizer, counters, schedule, loss scale and client state as DeepSpeed 0.19.8 saves them.
 
     Tensors that several ranks of Shoal's held a part of are whole in ``source``, so the target has data-parallel ranks
-    only.
+    only, and as many expert-parallel ones as the optimizer's groups of experts name (``ep_size_2``).
 
     Args:
         num_ranks: data-parallel ranks of the run that loads it; None: as many as saved the source.
@@ -59,7 +61,7 @@ def write_deepspeed(
     Returns: a sentence for each thing that DeepSpeed cannot hold as it is.
     Raises:
         CheckpointError: the folder is there already, or the source holds what such files cannot.
-        NotBuiltError: the model has experts, or the optimizer updates whole matrices.
+        NotBuiltError: the optimizer updates whole matrices.
     Memory: one tensor.
     """
     about = source.about
@@ -107,8 +109,14 @@ class _Files:
         self._about = about = source.about
         zero = {**(config.get("zero_optimization") or {}), "stage": settings.stage}
         self._config = {**config, "zero_optimization": zero}
+        if keys := parallel_keys(config):
+            self.notes.append(
+                f"the files are for data-parallel ranks: leave {listed(keys)} out of the configuration that loads them."
+            )
         self._weights = source.tensors(MODEL)
         self._kinds = [kind for kind in source.kinds() if kind.startswith(OPTIMIZER)]
+        self._expert_files = files_of_experts(about.parameters)
+        self._experts = {name for names in self._expert_files.values() for name in names}
         self._check()
         self._numbers: list[int] = []  # of the optimizer's groups that have members
         self._layouts: list[FlatLayout] = []
@@ -119,18 +127,29 @@ class _Files:
                 if group == number and 0 not in about.parameters[name].shape
             }
             if members:
-                self._layouts += self._laid_out(len(self._numbers), members)
+                self._layouts += self._laid_out(len(self._numbers), members, about.groups[number])
                 self._numbers.append(number)
         self._trained = {name for layout in self._layouts for name in layout.shapes}
-        self._flats: dict[int, _FlatTensor] = {}  # by ``id`` of rank 0's tensor
+        self._flats: dict[int, tuple[_FlatTensor, DeferredTensor]] = {}  # by ``id`` of rank 0's tensor, kept alive
         self._steps = [self._scalars(layout) for layout in self._layouts]
 
-    def _laid_out(self, group: int, members: Mapping[str, tuple[int, ...]]) -> list[FlatLayout]:
+    def _laid_out(
+        self, group: int, members: Mapping[str, tuple[int, ...]], numbers: Mapping[str, Any]
+    ) -> list[FlatLayout]:
         settings = self._settings
         if settings.stage == 3:
             return spread(group, members, settings.num_ranks, settings.sub_group_size)
         alignment, is_dealt = settings.param_alignment, settings.is_round_robin
-        return [partitioned(group, members, settings.num_ranks, param_alignment=alignment, is_round_robin=is_dealt)]
+        if self._experts.isdisjoint(members):
+            return [partitioned(group, members, settings.num_ranks, param_alignment=alignment, is_round_robin=is_dealt)]
+        layout = layout_of_experts(group, members, numbers, self._experts, settings)
+        if layout is None:
+            raise self._unfit(
+                f"group {group} of the optimizer, {numbers.get('name')!r}, has experts and others, or experts that"
+                f" {settings.num_ranks} ranks cannot share; DeepSpeed's split_params_into_different_moe_groups_for_"
+                "optimizer makes groups of experts alone"
+            )
+        return [layout]
 
     def _check(self) -> None:
         about = self._about
@@ -140,13 +159,10 @@ class _Files:
                 do="convert to huggingface or state_dict, and load the weights into the model before initialize().",
                 code="checkpoint-format",
             )
-        if experts := [name for name in about.parameters if ".deepspeed_experts." in name]:
-            raise NotBuiltError(
-                f"DeepSpeed's files of experts are not written yet, and {experts[0]} is an expert's.",
-                where=about.path,
-                do="convert to huggingface or state_dict, which give the weights.",
-                code="not-built",
-            )
+        if self._experts and self._settings.stage == 3:
+            raise self._unfit("DeepSpeed trains experts at stages 0 to 2, and the stage is 3")
+        if frozen := sorted(self._experts - about.group_of.keys()):
+            raise self._unfit(f"{listed(frozen, 4)} are experts' and frozen, which DeepSpeed does not save")
         if "muon" in (about.optimizer or "").lower():
             raise NotBuiltError(
                 f"DeepSpeed's files of {about.optimizer} are not written yet.",
@@ -201,12 +217,17 @@ class _Files:
         state_of = self._spread_state if settings.stage == 3 else self._partitioned_state
         about = {"ds_config": self._config, "ds_version": VERSION}
         self._write(storage, names, [{"optimizer_state_dict": state_of(rank), **about} for rank in ranks])
+        for (layer, expert), members in self._expert_files.items():
+            name = f"{folder}/layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
+            self._write(storage, [name], [{each: self._deferred(each, is_parameter=True) for each in members}])
 
     def _model(self, rank: int) -> dict[str, Any]:
         about, settings = self._about, self._settings
         is_spread = settings.stage == 3
         module: dict[str, Any] = {}
         for name, info in self._weights.items():
+            if name in self._experts:
+                continue
             is_parameter = name in about.parameters
             tensor: Any = torch.empty(0, dtype=self._dtype_of(info))
             if not is_parameter or not is_spread:
@@ -220,7 +241,9 @@ class _Files:
             "module": module,
             "buffer_names": [name for name in self._weights if name not in about.parameters],
             "optimizer": None,
-            "param_shapes": [{n: torch.Size(s) for n, s in layout.shapes.items()} for layout in self._layouts],
+            "param_shapes": [
+                {name: torch.Size(shape) for name, shape in layout.first_shapes().items()} for layout in self._layouts
+            ],
             "frozen_param_shapes": {n: torch.Size(about.parameters[n].shape) for n in frozen} if has_frozen else None,
             "shared_params": {other: name for name, others in about.aliases.items() for other in others if not rank},
             "frozen_param_fragments": {name: self._fragment(name, rank) for name in frozen} if has_frozen else None,
@@ -236,6 +259,10 @@ class _Files:
             "ds_version": VERSION,
             **about.client_state,
         }
+        if self._experts:
+            layers = [layer for layer, _ in self._expert_files]
+            state["num_experts"] = [layers.count(layer) for layer in dict.fromkeys(layers)]
+            state["ds_autoep_layers"] = None
         if "global_samples" in about.counters:
             state["global_samples"] = about.counters["global_samples"]
         return state
@@ -249,7 +276,7 @@ class _Files:
             "zero_stage": self._settings.stage,
             "group_paddings": [layout.paddings[rank] for layout in layouts],
             "param_alignment_paddings": [layout.gaps for layout in layouts],
-            "partition_count": [self._settings.num_ranks] * len(layouts),
+            "partition_count": [layout.num_ranks for layout in layouts],
             "ds_version": VERSION,
             "param_slice_mappings": [
                 {name: _address(start, numel) for name, (start, numel) in layout.addresses(rank).items()}
@@ -316,7 +343,7 @@ class _Files:
 
         deferred = DeferredTensor(TensorInfo(flat.dtype, (flat.numel(rank),)), refuse)
         if rank == 0:
-            self._flats[id(deferred)] = flat
+            self._flats[id(deferred)] = flat, deferred
         return deferred
 
     # writing
@@ -329,8 +356,8 @@ class _Files:
                 pairs = zip(sinks, values, strict=True)
                 files = [open_files.enter_context(TorchFile(sink, value)) for sink, value in pairs]
                 for column in zip(*(file.tensors for file in files), strict=True):
-                    if (flat := self._flats.get(id(column[0]))) is not None:
-                        self._write_flat(flat, files)
+                    if id(column[0]) in self._flats:
+                        self._write_flat(self._flats[id(column[0])][0], files)
                         continue
                     for file, tensor in zip(files, column, strict=True):
                         file.add(tensor.read() if isinstance(tensor, DeferredTensor) else tensor)

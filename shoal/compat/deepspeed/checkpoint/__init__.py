@@ -7,6 +7,11 @@ from shoal.compat.deepspeed.checkpoint import constants
 from shoal.compat.deepspeed.checkpoint.constants import *  # noqa: F403  # all of __all__ below
 from shoal.compat.deepspeed.checkpoint.deepspeed_checkpoint import DeepSpeedCheckpoint
 from shoal.compat.deepspeed.checkpoint.universal_checkpoint import SubparamShape, enable_universal_checkpoint
+from shoal.compat.small_functions import (
+    get_layer_ckpt_name_for_rank,
+    get_model_ckpt_name_for_rank,
+    get_zero_ckpt_name_for_rank,
+)
 
 _DO = "engine.load_checkpoint() and `shoal convert` read DeepSpeed's checkpoints: any layout loads in any other."
 
@@ -21,7 +26,10 @@ __all__ = [
     "SubparamShape",
     "ZeROCheckpoint",
     "enable_universal_checkpoint",
+    "get_layer_ckpt_name_for_rank",
     "get_model_3d_descriptor",
+    "get_model_ckpt_name_for_rank",
+    "get_zero_ckpt_name_for_rank",
     "merge_state",
     "model_3d_desc",
     "reshape_meg_2d_parallel",

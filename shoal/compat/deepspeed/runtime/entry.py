@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -109,7 +110,10 @@ def initialize(
         raise
     _round_masters(engine)
     _mark_leaves(engine)
+    _ignore_order_of_steps(optimizer)
     engine.follows_deepspeed = True
+    is_managed = engine.properties.config.managed_gradient_accumulation
+    engine.accumulation.refuses_direct = not is_managed and engine.zero_optimization_stage() == 0
     made = engine.sharded_optimizer
     if made is not None and optimizer is None:
         mark(made, engine.properties.config)
@@ -125,6 +129,17 @@ def initialize(
         )
     _time_steps(engine)
     return engine, engine.optimizer, loader, schedule
+
+
+def _ignore_order_of_steps(optimizer: Any) -> None:
+    """Accelerate replaces an optimizer by DeepSpeed's for the host, on the same groups, and steps the schedule that was
+    made for the first one, after the engine's step. torch would warn, since the first one is never stepped.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return
+    if any("initial_lr" in group for group in optimizer.param_groups):  # a schedule was made for another optimizer
+        order = r"Detected call of `lr_scheduler\.step\(\)` before"
+        warnings.filterwarnings("ignore", order, UserWarning, module=r"accelerate\.scheduler$")
 
 
 def _round_masters(engine: Engine) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from shoal.compat.accelerator import get_accelerator
 from shoal.compat.parameters import ZeroParamStatus
+from shoal.compat.parameters import is_zero_parameter as is_zero_param
 from shoal.compat.zero_init import Init, zero_wrapper_for_fp_tensor_constructor
 from shoal.zero import GatheredParameters, register_external_parameter, unregister_external_parameter
 
@@ -47,6 +48,7 @@ __all__ = [
     "ZeroParamStatus",
     "ZeroParamType",
     "get_accelerator",
+    "is_zero_param",
     "register_external_parameter",
     "unregister_external_parameter",
     "zero_wrapper_for_fp_tensor_constructor",

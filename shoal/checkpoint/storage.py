@@ -241,7 +241,7 @@ class _LocalSink:
     """A file that is flushed on a thread while more is written, so that the last flush is short.
 
     Args:
-        is_direct: write whole pages past the page cache (``O_DIRECT``), which takes a tenth of the processor's time.
+        is_direct: write whole pages past the page cache (``O_DIRECT``), which takes a fraction of the processor time.
             What the system refuses to write so goes through the cache, and so does all that follows.
     """
 

@@ -5,7 +5,9 @@
 The three modes take turns in one run: no save; a save whose thread writes at the priority of training, without pauses;
 a save as Shoal does it (``shoal/checkpoint/background.py``). A time is that of the slowest rank, from before
 ``save_checkpoint`` to the end of the last step. Each row is compared with the turn without a save beside it, and the
-median of the differences is shown. A save that the steps do not outlast is finished outside of them, and counted.
+median of the differences is shown. Processor time is that of all ranks, without the kernel's own threads: other
+programs on the machine change it less than times. A save that the steps do not outlast is finished outside of them,
+and counted.
 """
 
 from __future__ import annotations
@@ -58,11 +60,11 @@ def main() -> None:
 
 def show(turns: list[list[dict[str, Any]]], steps: int) -> str:
     """Args: turns: of each rank, its turns, one after the other."""
-    rows = [
-        ["mode", "hold s", "first step s", f"{steps} steps s", "more than without", "first step more s", "unfinished"]
-    ]
+    titles = ["mode", "hold s", "first step s", f"{steps} steps s", "more than without", "first step more s"]
+    rows = [[*titles, "processor s more", "unfinished"]]
     slowest = [
         {"mode": same[0]["mode"], **{key: max(one[key] for one in same) for key in same[0] if key != "mode"}}
+        | {"processor": sum(one["processor"] for one in same)}
         for same in zip(*turns, strict=True)
     ]
     rounds = [slowest[i : i + len(MODES)] for i in range(0, len(slowest), len(MODES))]
@@ -70,6 +72,7 @@ def show(turns: list[list[dict[str, Any]]], steps: int) -> str:
         own = [turn[index] for turn in rounds]
         more = [each["total"] / turn[0]["total"] - 1 for each, turn in zip(own, rounds, strict=True)]
         first = [each["first"] - turn[0]["first"] for each, turn in zip(own, rounds, strict=True)]
+        processor = [each["processor"] - turn[0]["processor"] for each, turn in zip(own, rounds, strict=True)]
         rows.append(
             [
                 mode,
@@ -78,6 +81,7 @@ def show(turns: list[list[dict[str, Any]]], steps: int) -> str:
                 f"{median(each['total'] for each in own):.3f}",
                 f"{100 * median(more):.1f} %",
                 f"{median(first):.3f}",
+                f"{median(processor):.3f}",
                 str(sum(each["unfinished"] for each in own)),
             ]
         )
@@ -108,7 +112,7 @@ def work(arguments: argparse.Namespace) -> None:
             is_plain = mode == "plain thread"
             Background.enter, Background.pause = (_nothing, _nothing) if is_plain else own  # type: ignore[method-assign]
             dist.barrier()
-            begin = time.perf_counter()
+            begin, before = time.perf_counter(), time.process_time()
             if mode != "none":
                 engine.save_checkpoint(str(arguments.folder), tag="t")
             hold = time.perf_counter() - begin
@@ -120,8 +124,10 @@ def work(arguments: argparse.Namespace) -> None:
             total = time.perf_counter() - begin
             unfinished = int(engine.checkpointing._in_flight is not None)
             engine.checkpointing.finish()
+            processor = time.process_time() - before
+            times = {"hold": hold, "first": first, "total": total, "processor": processor}
             if number >= 0:
-                turns.append({"mode": mode, "hold": hold, "first": first, "total": total, "unfinished": unfinished})
+                turns.append({"mode": mode, **times, "unfinished": unfinished})
     print(json.dumps(turns), flush=True)
     dist.barrier()
     os._exit(0)

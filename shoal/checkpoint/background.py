@@ -23,11 +23,14 @@ class Background:
     def __init__(self) -> None:
         self._trains = threading.get_ident()
         self._is_awaited = threading.Event()
-        self._began: tuple[float, float] | None = None  # wall-clock and CPU seconds
+        self._began: float | None = None  # when the thread did, if all its time was CPU time
         self._thread = self._nice = 0
 
     def enter(self) -> None:
-        """Called by the thread that writes, first. Threads that it starts have its priority."""
+        """Called by the thread that writes. Threads that it starts have its priority.
+
+        What the thread did before is part of its share: after a copy at the priority of training it pauses.
+        """
         if threading.get_ident() == self._trains:
             return
         if sys.platform == "linux":  # elsewhere a process has one priority
@@ -35,13 +38,12 @@ class Background:
             self._thread = threading.get_native_id()
             if not self._is_awaited.is_set():
                 self._set_priority(max(self._nice, _NICE))
-        self._began = time.monotonic(), time.thread_time()
+        self._began = time.monotonic() - time.thread_time()
 
     def pause(self) -> None:
         """Called between two blocks. Order: blocks a thread that entered until its time is within the share."""
         if self._began is not None:
-            began, used = self._began
-            self._is_awaited.wait(max(0.0, (time.thread_time() - used) / _SHARE - (time.monotonic() - began)))
+            self._is_awaited.wait(max(0.0, time.thread_time() / _SHARE - (time.monotonic() - self._began)))
 
     def hurry(self) -> None:
         """Training waits for the thread from now on: no pauses, and the first priority where the system allows it."""

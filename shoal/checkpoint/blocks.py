@@ -112,7 +112,7 @@ def write_file(
     Raises: OSError: no space, no permission, a broken disk.
     Memory: one block, and on an accelerator's tensors one copy of a block in host memory.
     """
-    with storage.create(f"{folder}/{name}" if folder else name) as sink:
+    with storage.create(f"{folder}/{name}" if folder else name, is_direct=snapshot is not None) as sink:
         writer = _BlockWriter(sink, plan.block_nbytes, between_blocks)
         if snapshot is not None:
             writer.add(_view_of(snapshot.image))

@@ -9,6 +9,7 @@ All paths are names relative to the storage's root, joined by "/".
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shoal.errors import CheckpointError
+from shoal.memory.aligned import PAGE, round_down
 
 _TEXT_PART_NBYTES = 1 << 20
 _EARLY_NBYTES = 64 << 20  # after so many written bytes an early flush begins
@@ -64,8 +66,14 @@ class Storage(Protocol):
         """Make a folder and its parents. The root and its parents survive a loss of power."""
         ...
 
-    def create(self, path: str) -> Any:
-        """A context manager that gives a ``Sink`` to a new file. Raises: FileExistsError."""
+    def create(self, path: str, *, is_direct: bool = False) -> Any:
+        """A context manager that gives a ``Sink`` to a new file.
+
+        Args:
+            is_direct: past the page cache, where the file system and the data's address allow it.
+
+        Raises: FileExistsError.
+        """
         ...
 
     def open(self, path: str) -> Any:
@@ -156,9 +164,9 @@ class LocalStorage(Storage):
             _flush_folder(place.parent)
 
     @contextmanager
-    def create(self, path: str) -> Iterator[Sink]:
+    def create(self, path: str, *, is_direct: bool = False) -> Iterator[Sink]:
         fd = os.open(self._at(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        sink = _LocalSink(fd)
+        sink = _LocalSink(fd, is_direct=is_direct)
         try:
             yield sink
         finally:
@@ -230,15 +238,23 @@ def _flush_folder(place: Path) -> None:
 
 
 class _LocalSink:
-    """A file that is flushed on a thread while more is written, so that the last flush is short."""
+    """A file that is flushed on a thread while more is written, so that the last flush is short.
 
-    def __init__(self, fd: int) -> None:
+    Args:
+        is_direct: write whole pages past the page cache (``O_DIRECT``), which takes a fraction of the processor time.
+            What the system refuses to write so goes through the cache, and so does all that follows.
+    """
+
+    def __init__(self, fd: int, *, is_direct: bool) -> None:
         self._fd = fd
+        self._is_direct = is_direct and _set_direct(fd, is_direct=True)
         self._num_waiting = 0  # bytes since the last early flush began
         self._early: threading.Thread | None = None
         self._problem: OSError | None = None
 
     def write(self, data: memoryview) -> None:
+        if self._is_direct:
+            data = self._write_direct(data)
         while data:
             written = os.write(self._fd, data)
             if written <= 0:
@@ -249,6 +265,19 @@ class _LocalSink:
             self._num_waiting = 0
             self._early = threading.Thread(target=self._flush_early, name="shoal-flush", daemon=True)
             self._early.start()
+
+    def _write_direct(self, data: memoryview) -> memoryview:
+        """Returns: what must go through the page cache."""
+        try:
+            while len(data) >= PAGE and (written := os.write(self._fd, data[: round_down(len(data), PAGE)])) > 0:
+                data = data[written:]
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EFAULT):  # the address or the position is not aligned
+                raise
+        if data:
+            self._is_direct = False
+            _set_direct(self._fd, is_direct=False)
+        return data
 
     def _flush_early(self) -> None:
         try:
@@ -265,6 +294,17 @@ class _LocalSink:
         if self._problem is not None:
             raise self._problem
         os.fsync(self._fd)
+
+
+def _set_direct(fd: int, *, is_direct: bool) -> bool:
+    """Returns: did the file system allow it?"""
+    flag = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if is_direct else flags & ~flag)
+    except OSError:
+        return False
+    return bool(flag)
 
 
 class _LocalReader:
@@ -323,7 +363,7 @@ class ObjectStorage(Storage):
         self._fs.makedirs(self._at(path), exist_ok=True)
 
     @contextmanager
-    def create(self, path: str) -> Iterator[Sink]:
+    def create(self, path: str, *, is_direct: bool = False) -> Iterator[Sink]:
         if self.exists(path):
             raise FileExistsError(errno.EEXIST, "is there already", self._at(path))
         with self.replacing(path) as sink:

@@ -33,6 +33,7 @@ from shoal.engine.settings import flat
 from shoal.engine.sharding import Sharding
 from shoal.engine.weights import Weights
 from shoal.errors import CheckpointError, CommError, UsageError
+from shoal.memory.aligned import PAGE
 from shoal.zero.optimizer import ShardedOptimizer
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,150}")
@@ -175,10 +176,15 @@ class Checkpointing:
         return str(tags[0])
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """One buffer for all snapshots: asking the system for its pages costs more than the copy."""
+        """One buffer for all snapshots: asking the system for its pages costs more than the copy.
+
+        It begins on a page, so that it can be written past the page cache.
+        """
         if self._host is None or self._host.numel() < nbytes:
             self._host = None
-            self._host = host_empty(nbytes, torch.uint8, self._properties.device.torch_device)
+            memory = host_empty(nbytes + PAGE, torch.uint8, self._properties.device.torch_device)
+            skipped = -memory.data_ptr() % PAGE
+            self._host = memory[skipped : skipped + nbytes]
         return self._host
 
     def _state(self, shards: LocalShards, client_state: Any, *, exclude_frozen: bool) -> SavedState:

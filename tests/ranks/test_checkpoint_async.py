@@ -16,6 +16,7 @@ import torch
 import shoal
 from shoal.checkpoint.blocks import Snapshot
 from shoal.errors import UsageError
+from shoal.memory.aligned import PAGE
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, on_ranks, resume, run_at_stage, state_of
 
 
@@ -69,6 +70,23 @@ def test_an_asynchronous_save_copies_at_the_priority_of_training_and_writes_at_a
     assert lower == ({"shard_write", "shard_fsync"} if is_async else set())
     assert {phase for phase, _ in found} >= {"shard_write", "shard_fsync", "exchange"}
     assert is_async == ("copy" in dict(found))
+
+
+def test_the_copy_of_an_asynchronous_save_begins_on_a_page_so_that_it_can_be_written_past_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_at_stage(2, checkpoint={"async_save": True})
+    found: list[int] = []
+    finish = Snapshot.finish
+    monkeypatch.setattr(Snapshot, "finish", lambda self: (found.append(self.image.data_ptr() % PAGE), finish(self))[1])
+
+    def save(engine: shoal.Engine) -> None:
+        micro_steps(engine, run, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        engine.checkpointing.finish()
+
+    found_ranks = len(on_ranks(run, save))
+    assert found == [0] * found_ranks
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from shoal.checkpoint import directory
 from shoal.checkpoint.commit import Retention, discard, prunable
 from shoal.checkpoint.storage import LocalStorage, open_storage
 from shoal.errors import CheckpointError
+from shoal.memory.aligned import PAGE, aligned_empty
 from tests.unit.checkpoint_maker import make, newest, read, rewrite, values
 
 Event = tuple[str, str]  # what, and the path under the root; "->" between the two of a rename
@@ -376,6 +378,79 @@ def test_signals_in_the_middle_of_system_calls_change_nothing(root: Path, interr
         make(storage, step)
         assert torch.equal(newest(storage), values(step))
     assert len(interruptions) > 5
+
+
+def direct_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """A list of this process's writes: was it past the page cache, and how many bytes."""
+    write, found = os.write, []
+
+    def noted(fd: int, data: Any) -> int:
+        found.append((bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT), len(data)))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", noted)
+    return found
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_whole_pages_go_past_the_page_cache_where_the_file_system_and_the_address_allow_it(
+    skipped: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir()
+    memory = aligned_empty(4 * PAGE)
+    memory.random_()
+    data = memoryview(memory.numpy())[skipped : skipped + 3 * PAGE + 10]
+    found = direct_writes(monkeypatch)
+    with LocalStorage(root).create("a", is_direct=True) as sink:
+        if not fcntl.fcntl(sink._fd, fcntl.F_GETFL) & os.O_DIRECT:
+            pytest.skip("the file system refuses O_DIRECT")
+        sink.write(data[: 2 * PAGE])
+        sink.write(data[2 * PAGE :])
+        sink.flush()
+    assert (root / "a").read_bytes() == bytes(data)
+    if skipped:  # some file systems take any address
+        assert found[-1][1] in (10, PAGE + 10)
+    else:
+        assert found == [(True, 2 * PAGE), (True, PAGE), (False, 10)]
+
+
+@pytest.mark.parametrize("refused", ["flag", "write"])
+def test_what_the_system_refuses_to_write_directly_goes_through_the_page_cache(
+    refused: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root.mkdir()
+    control, write = fcntl.fcntl, os.write
+
+    def refusing_control(fd: int, command: int, value: int = 0) -> int:
+        if refused == "flag" and command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return control(fd, command, value)
+
+    def refusing_write(fd: int, data: Any) -> int:
+        if control(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return write(fd, data)
+
+    monkeypatch.setattr(fcntl, "fcntl", refusing_control)
+    monkeypatch.setattr(os, "write", refusing_write)
+    memory = aligned_empty(4 * PAGE)
+    memory.random_()
+    with LocalStorage(root).create("a", is_direct=True) as sink:
+        for part in memory.split(PAGE):
+            sink.write(memoryview(part.numpy()))
+        sink.flush()
+    assert (root / "a").read_bytes() == memory.numpy().tobytes()
+
+
+def test_another_error_of_a_direct_write_is_raised(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.mkdir()
+
+    def full(fd: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"), LocalStorage(root).create("a", is_direct=True) as sink:
+        sink.write(memoryview(aligned_empty(PAGE).numpy()))
 
 
 def test_a_write_that_writes_nothing_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

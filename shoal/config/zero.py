@@ -87,8 +87,9 @@ class ZeroOptimization(Section):
     )
     overlap_param_gather: bool = key(
         False,
-        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward does, unit by unit; "
-        "until then a parameter reads as NaN outside of the engine's calls and GatheredParameters",
+        "at stages 1 and 2, step() does not wait until parameters are updated on the host (offload_optimizer) and "
+        "gathered: the next forward does, unit by unit; until then a parameter reads as NaN outside of the engine's "
+        "calls and GatheredParameters",
     )
     enable_sanity_checks: bool = key(False, "changes that GatheredParameters would lose are an error")
     zero_hpz_partition_size: int = key(

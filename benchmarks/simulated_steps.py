@@ -39,7 +39,7 @@ class Case:
     stage: int
     micro_batch: int
     offload: str = ""  # "", "optimizer", "all"
-    overlap: bool = False  # the gathers after the step, with the next forward
+    overlap: bool = False  # updates on the host and gathers after the step, with the next forward
     recompute: bool = False
     accumulation: int = 1
 
@@ -72,10 +72,14 @@ CASES = [
     *(Case("1.5b", 8, stage, 8) for stage in range(4)),
     *(Case("7b", 8, stage, 2) for stage in range(1, 4)),
     Case("7b", 8, 2, 2, overlap=True),
-    Case("1.5b", 1, 2, 16, "optimizer", True),
+    Case("1.5b", 1, 2, 16, "optimizer", recompute=True),
+    Case("1.5b", 1, 2, 16, "optimizer", overlap=True, recompute=True),
     Case("1.5b", 8, 3, 8, "optimizer"),
-    Case("7b", 1, 2, 8, "optimizer", True),
-    Case("7b", 1, 3, 8, "all", True),
+    Case("7b", 1, 2, 8, "optimizer", recompute=True),
+    Case("7b", 1, 2, 8, "optimizer", overlap=True, recompute=True),
+    Case("7b", 1, 3, 8, "all", recompute=True),
+    Case("7b", 8, 2, 2, "optimizer"),
+    Case("7b", 8, 2, 2, "optimizer", overlap=True),
     Case("7b", 8, 3, 2, "optimizer"),
     Case("7b", 8, 3, 2, "all"),
 ]

@@ -94,8 +94,9 @@ class ZeroOptimization(Section):
     )
     overlap_param_gather: bool = key(
         False,
-        "at stages 1 and 2, step() does not wait until parameters are gathered: the next forward waits, unit by unit; "
-        "until then a parameter reads as NaN outside of the engine's calls and GatheredParameters",
+        "at stages 1 and 2, step() does not wait until parameters are updated on the host (offload_optimizer) and "
+        "gathered: the next forward waits, unit by unit; until then a parameter reads as NaN outside of the engine's "
+        "calls and GatheredParameters",
     )
     enable_sanity_checks: bool = key(False, "raise an error for changes that GatheredParameters would lose")
     zero_hpz_partition_size: int = key(1, "ranks of one group in the second sharding of the parameters (hpZ)", ge=0)

@@ -64,11 +64,13 @@ class Sharding:
         )
         # Where parameters are sharded, only small ones are stored whole.
         overlaps = bool(properties.config.zero_optimization.overlap_param_gather) and not model.sharded
-        if overlaps and properties.stage in (1, 2) and properties.axes.shard.size > 1:
+        cpu_optimizer = None if step is None else step.cpu_optimizer
+        has_waits = properties.axes.shard.size > 1 or cpu_optimizer is not None
+        if overlaps and properties.stage in (1, 2) and has_waits:
             model.defer_gathers()
-        if step is not None and step.cpu_optimizer is not None:
-            step.cpu_optimizer.likely_scale = accumulation.gradient_scale
-            step.cpu_optimizer.is_likely = self._is_scale_known
+        if cpu_optimizer is not None:
+            cpu_optimizer.likely_scale = accumulation.gradient_scale
+            cpu_optimizer.is_likely = self._is_scale_known
 
     def wait(self) -> None:
         """Wait for pending updates; afterwards the state is as the last step left it, and may be modified."""
@@ -120,6 +122,8 @@ class Sharding:
         try:
             with torch.no_grad():
                 gathers = step.update(self.model.units, gradient_scale, status.has_grad)
+                if not self.model.deferred.is_installed:
+                    gathers += step.finish(self.model.units)
         except Exception as error:
             self.failure = error  # some units are a step ahead of the others
             raise

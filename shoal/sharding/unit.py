@@ -68,6 +68,7 @@ class Unit:
         self._works: list[Work] = []
         self._also = CopyDone()
         self._hidden: list[ParameterBuffer] = []  # stored whole, and being gathered after a step
+        self._updated_late: list[ParameterGroup] = []  # of these, what is gathered after an update on the host
         self._has_grad = bytearray(len(self.trained_parameters))  # in this backward pass
         self.is_reduced = False  # in this backward pass
         # A step has started an update on the host since the last gather. The same on every rank: no thread is asked.
@@ -122,9 +123,14 @@ class Unit:
         """Begin to gather. Nothing when it is gathered or on the way.
 
         Raises: TierError: the shard could not be read from its disk.
-        Communicates: per sharded group one all-gather, (N - 1) / N of the buffer received per rank.
+        Communicates: per sharded group, and per group that a step has left to this, one all-gather, (N - 1) / N of the
+            buffer received per rank.
         Order: waits for an update of the unit on the host; blocks the host until a shard on a disk has been read.
         """
+        if self._updated_late:
+            self.finish_updates()
+            self._works += [group.buffer.update_replicas() for group in self._updated_late]
+            self._updated_late = []
         if not self.is_released:
             return
         self.finish_updates()
@@ -159,11 +165,18 @@ class Unit:
             if group.updates is not None:
                 group.updates.finish(group)
 
-    def defer_gather(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> None:
-        """After the step: parameters that are stored whole are being gathered. Until ``gather()`` they read as NaN."""
+    def defer_gather(
+        self, gathers: Sequence[tuple[ParameterGroup, Work]], updated_late: Sequence[ParameterGroup] = ()
+    ) -> None:
+        """After the step: parameters that are stored whole are being gathered. Until ``gather()`` they read as NaN.
+
+        Args:
+            updated_late: groups whose update on the host is under way: ``start_gather()`` gathers them.
+        """
         self._move(UnitState.GATHERING)
         self._works = [work for _, work in gathers]
-        self._hidden = [group.buffer for group, _ in gathers]
+        self._updated_late = list(updated_late)
+        self._hidden = [group.buffer for group in (*(group for group, _ in gathers), *updated_late)]
         for buffer in self._hidden:
             buffer.hide()
 

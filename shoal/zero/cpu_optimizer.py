@@ -412,6 +412,8 @@ class CpuOptimizer:
         transfer = self._transfers.get(group)
         if transfer is not None:
             transfer.version = None
+            if transfer.arrival is not None and not transfer.is_only_copy:
+                transfer.arrival.wait()  # no update of a skipped step has, and a backward pass writes to the source
 
     def close(self) -> None:
         """End the thread, after the updates that were started; free the memory."""

@@ -1,26 +1,38 @@
 """The gathers after a step at stages 1 and 2, which overlap the next forward (``overlap_param_gather``).
 
-step      issues the gathers of all units; their parameters become placeholders
-forward   each unit's pre-forward hook waits for the unit's own
+step      issues the gathers of all units but those that are updated on the host; parameters become placeholders
+forward   each unit's pre-forward hook waits for the unit's own update and gather; its end waits for updates of units
+          that it did not use
 others    whatever reads parameters through Shoal waits for all
+
+After an update on the host, parameters are copied back and gathered beside the forward of the units before. These
+gathers are issued in unit order, and all before the first collective of a backward pass, whatever a forward uses.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from shoal.comm.protocol import Work
+from shoal.memory.stream_copies import CopyDone, mark
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.unit import Unit, UnitState
+from shoal.zero.gather_ahead import GatherAhead
 from shoal.zero.hooks import HookSet
 
 
 class DeferredGathers:
     """The units whose gathers a step leaves to their next use; none until ``install``."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, gather_ahead: GatherAhead) -> None:
+        self._device = device
+        self._gather_ahead = gather_ahead
+        self._updated_late: deque[Unit] = deque()  # whose gathers wait for updates on the host, in unit order
+        self._mark = CopyDone()  # the end of the step
         self._units: dict[ParameterGroup, Unit] = {}
         self._read_early: list[Unit] = []
 
@@ -42,7 +54,7 @@ class DeferredGathers:
 
         def use(unit: Unit) -> None:
             before_use()
-            unit.gather()
+            self.gather(unit)
 
         self._units = {group: unit for unit in units for group in unit.trained}
         for unit in dict.fromkeys(self._units.values()):
@@ -62,12 +74,29 @@ class DeferredGathers:
         return any(unit.state is UnitState.GATHERING for unit in self._units.values())
 
     def defer(self, gathers: Sequence[tuple[ParameterGroup, Work]]) -> None:
-        """Let the next use of each unit wait for its gathers."""
+        """Let the next use of each unit wait for its updates on the host and its gathers."""
         by_unit: dict[Unit, list[tuple[ParameterGroup, Work]]] = {}
         for group, work in gathers:
             by_unit.setdefault(self._units[group], []).append((group, work))
-        for unit, own in by_unit.items():
-            unit.defer_gather(own)
+        for unit in dict.fromkeys(self._units.values()):
+            late = [group for group in unit.trained if group.updates is not None]
+            if late or unit in by_unit:
+                unit.defer_gather(by_unit.get(unit, ()), late)
+            if late:
+                self._updated_late.append(unit)
+        self._mark = mark(self._device)
+
+    def start(self, last: Unit | None = None) -> None:
+        """Start the gathers that wait for updates on the host, up to unit ``last``; None: all.
+
+        Order: blocks the host until the updates are done.
+        """
+        while self._updated_late:
+            unit = self._updated_late[0]
+            self._gather_ahead.start_after(self._mark, unit)
+            self._updated_late.popleft()
+            if unit is last:
+                return
 
     def add_read_early(self, unit: Unit) -> None:
         """A parameter of the unit was read outside of its forward: wait for it before the model's forward."""
@@ -76,9 +105,16 @@ class DeferredGathers:
 
     def before_model(self) -> None:
         for unit in self._read_early:
-            unit.gather()
+            self.gather(unit)
+
+    def gather(self, unit: Unit) -> None:
+        """Make the parameters of a unit valid."""
+        if unit in self._updated_late:
+            self.start(unit)
+        unit.gather()
 
     def wait(self) -> None:
         """Make all parameters valid."""
+        self._updated_late.clear()  # all follow on the current stream
         for unit in self._units.values():
             unit.gather()

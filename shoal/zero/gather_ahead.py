@@ -39,9 +39,16 @@ class GatherAhead:
             unit.start_gather()
             return
         self._reserved = None
+        self.start_after(self._mark, unit)
+
+    def start_after(self, mark: CopyDone, unit: Unit) -> None:
+        """As ``start``, for a unit whose buffers are allocated: copy and all-gather wait for ``mark`` alone."""
+        if not is_accelerator(self._device):
+            unit.start_gather()
+            return
         if self._copies is None:
             self._copies = StreamCopies(self._device)
-        with self._copies.after(self._mark) as done:
+        with self._copies.after(mark) as done:
             unit.start_gather()
         unit.wait_also(done)
 

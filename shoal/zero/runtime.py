@@ -173,7 +173,7 @@ class ShardedModel:
             unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
             for unit in (*self.units, *self._readers)
         }
-        self.deferred = DeferredGathers()
+        self.deferred = DeferredGathers(device, self._gather_ahead)
         self._searched: set[str] = set()  # kinds of passes in which reads of other units' parameters are known
         self._is_searching = False
         self._kept_outputs: dict[str, list[tuple[nn.Module, str]]] = {unit.name: [] for unit in self._readers}
@@ -234,7 +234,7 @@ class ShardedModel:
         if reader is not None:
             self.add_shared(reader, unit)
         self.deferred.add_read_early(unit)
-        unit.gather()
+        self.deferred.gather(unit)
 
     def add_shared(self, reader: Unit, read: Unit) -> None:
         """From now on the forward of ``reader`` gathers ``read`` too."""
@@ -267,6 +267,7 @@ class ShardedModel:
         if in_backward():
             return
         self._gather_ahead.cancel()
+        self.deferred.start()
         for unit in self.sharded:
             if unit.state is UnitState.GATHERING:
                 unit.release()
@@ -413,6 +414,7 @@ class ShardedModel:
             return self._pass
         self._follow_stream()
         self.reducer.at_step = self._on_backward()  # first, since it may refuse
+        self.deferred.start()
         for group in self.trained_groups:
             group.gradient.take_back()
         self._pass = _Pass(

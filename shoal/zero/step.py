@@ -202,7 +202,7 @@ class ShardedStep:
         self._user_groups = []
 
     def update(self, units: Sequence[Unit], gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
-        """Between ``begin`` and ``end``: ``step_unit`` of every unit, then ``finish_unit``. Args, Returns: as there.
+        """Between ``begin`` and ``end``: ``step_unit`` of every unit. Args, Returns: as there.
 
         Groups whose state is on the device are updated together, ``BATCH_NUMEL`` elements in one call.
         """
@@ -218,10 +218,7 @@ class ShardedStep:
                     works += self._step_batch(batch, gradient_scale, has_grad)
                     batch = []
                 batch.append(group)
-        works += self._step_batch(batch, gradient_scale, has_grad)
-        for unit in units:
-            works += self.finish_unit(unit)
-        return works
+        return works + self._step_batch(batch, gradient_scale, has_grad)
 
     def step_unit(self, unit: Unit, gradient_scale: float, has_grad: HasGrad) -> list[Gather]:
         """Update one unit's range, and start to bring its replicas up to date; on the host, start to update it.
@@ -269,13 +266,15 @@ class ShardedStep:
             group.buffer.unpin_shard()
         return _update_replicas(group) if group.updates is None else []
 
-    def finish_unit(self, unit: Unit) -> list[Gather]:
-        """After ``step_unit`` of every unit: as there, for what the CPU optimizer updates.
+    def finish(self, units: Sequence[Unit]) -> list[Gather]:
+        """After ``update``: wait for updates on the host, and start to bring replicas of their ranges up to date.
 
         Where parameters are stored as shards, the next ``unit.gather()`` waits for the update.
+
+        Returns, Communicates: as ``step_unit``.
         """
         works: list[Gather] = []
-        for group in unit.trained:
+        for group in (group for unit in units for group in unit.trained):
             if group.updates is not None and not group.buffer.is_sharded:
                 group.updates.finish(group)
                 works += _update_replicas(group)

@@ -80,6 +80,7 @@ def test_the_streams_of_every_stage_wait_where_they_must(stage: int, tier: str, 
         {"bf16": {"enabled": True}, "gradient_clipping": 0.1},
         {"fp16": {"enabled": True}},
         {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "overlap_param_gather": True}},
         {"offload_activation": {"device": "cpu"}},
     ],
     ids=str,
@@ -90,6 +91,11 @@ def test_the_streams_of_other_options_wait_too(
 ) -> None:
     monkeypatch.setattr(activations, "LEAST_NBYTES", 0)
     assert reports(checked(settings(stage, accumulation=2, **more))) == ""
+
+
+def test_the_copies_of_gradients_of_a_skipped_step_are_waited_for() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
+    assert reports(checked(settings(1, "cpu", fp16=fp16), steps=3)) == ""
 
 
 def test_the_streams_of_an_evaluation_between_steps_wait_too() -> None:

@@ -116,24 +116,27 @@ def test_an_offloaded_optimizer_updates_on_the_host_and_copies_both_ways() -> No
     assert host.busy[COPY] > 2 * 720_896 * 2 / H100.bus_bandwidth
 
 
-def test_parameters_on_the_host_are_copied_beside_the_forward_before_though_their_update_is_pending() -> None:
+@pytest.mark.parametrize(("stage", "num_copies"), [(2, 16), (3, 24)], ids=["whole", "sharded"])
+def test_parameters_are_copied_beside_the_forward_before_though_their_update_is_pending(
+    stage: int, num_copies: int
+) -> None:
     """Else the copy of each unit waits for the forward before it, and the next forward for the copy."""
     tier = {"device": "cpu"}
-    zero = {"stage": 3, "offload_param": tier, "offload_optimizer": tier}
-    made = config(3, zero_optimization=zero, bf16={"enabled": True}, units={"names": ["*"]})
+    zero = {"offload_optimizer": tier, **({"offload_param": tier} if stage == 3 else {"overlap_param_gather": True})}
+    made = config(stage, zero_optimization=zero, bf16={"enabled": True}, units={"names": ["*"]})
     with shoal.dry_run(1) as run:
         model = torch.nn.Sequential(*(torch.nn.Linear(4096, 4096, bias=False) for _ in range(8)))
         engine = shoal.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=made)[0]
         for _ in range(3):
             with run.step():
-                engine.backward(engine(torch.zeros(16_384, 4096, dtype=BF16)).float().square().mean())
+                engine.backward(engine(torch.zeros(32_768, 4096, dtype=BF16)).float().square().mean())
                 engine.step()
         engine.destroy()
     last = run.steps[-1]
     one_copy = 2 * 4096**2 / H100.bus_bandwidth
-    assert last.busy[COPY] > 22 * one_copy  # forward and backward gather, the gradients return
+    assert last.busy[COPY] > (num_copies - 2) * one_copy  # forward, the gradients; and backward gathers what is sharded
     assert last.by_kind[COPY] < 2 * one_copy  # the first parameters, and the last gradient
-    assert last.by_kind[UPDATE] < 0.02 * last.seconds
+    assert last.by_kind[UPDATE] < 0.03 * last.seconds  # the first unit's
 
 
 def test_a_trace_has_a_row_for_each_stream(tmp_path: Path) -> None:

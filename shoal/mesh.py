@@ -20,12 +20,15 @@ parts of these:
     model         pp x tp                         hold other parts of one copy of the model
     ep            runs of ep of fsdp x tp         hold different experts
     expert_dp     every ep-th rank of fsdp x tp   shard one expert: fsdp x tp = expert_dp x ep
+    expert_model  ep x etp                        hold other parts of one copy of a layer's experts
     expert_data   dp_replicate x expert_dp        hold the same experts
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
     tp:2x4/1      runs of 4 neighbours of tp      a factor of tp (here the second: 2 x 4 ranks, the last varies fastest)
     world         all six                         all
 
-Experts are not split over ``tp``: its ranks take different tokens to them (Megatron-LM's parallel folding).
+With ``etp`` 1 experts are not split over ``tp``: its ranks take different tokens to them (Megatron-LM's parallel
+folding). With ``etp = tp`` each rank of ``tp`` holds a part of each expert, and ``ep`` and ``expert_dp`` are made of
+``fsdp`` alone.
 
 A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
 
@@ -41,6 +44,9 @@ A group's first rank is the first member of its axis; every group is that rank p
     >>> mesh = Mesh.of(8, ep=2)
     >>> mesh.groups("ep"), mesh.groups("expert_dp")
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)))
+    >>> mesh = Mesh.of(8, tp=2, ep=2, etp=2)
+    >>> mesh.groups("ep"), mesh.groups("expert_dp")
+    (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     >>> Mesh.of(8, tp=8).groups(factor_axis("tp", (2, 4), (0,)))
     ((0, 4), (1, 5), (2, 6), (3, 7))
 """
@@ -49,7 +55,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 from typing import Literal, NamedTuple, get_args
@@ -58,7 +64,8 @@ from shoal.errors import ConfigError
 
 Axis = Literal[
     "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
-    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "expert_data", "world",
+    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "expert_data", "expert_model",
+    "world",
 ]  # fmt: skip
 
 _SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -119,8 +126,11 @@ class Coordinate(NamedTuple):
 class Mesh:
     """The degree of each axis; see the module.
 
+    Args:
+        etp: the ranks over which one expert is split: 1, or all of ``tp``.
+
     Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide
-        ``dp_shard x cp x sp x tp``.
+        ``dp_shard x cp x sp x tp / etp``; another ``etp``.
     """
 
     pp: int = 1
@@ -130,6 +140,7 @@ class Mesh:
     sp: int = 1
     tp: int = 1
     ep: int = 1
+    etp: int = field(default=1, repr=False)
 
     def __post_init__(self) -> None:
         for axis in (*_SLOWEST_FIRST, "ep"):
@@ -140,12 +151,22 @@ class Mesh:
                     do=f"give {axis!r} a degree of 1 or more.",
                     code="mesh-degree",
                 )
-        if self.fsdp * self.tp % self.ep:
+        if self.etp not in (1, self.tp):
             raise ConfigError(
-                f"ep={self.ep} does not divide dp_shard x cp x sp x tp ="
-                f" {self.dp_shard} x {self.cp} x {self.sp} x {self.tp} = {self.fsdp * self.tp}",
+                f"one expert is split over {self.etp} ranks, and tp is {self.tp}",
                 where=repr(self),
-                do=f"use an ep of {_nearest_divisors(self.ep, self.fsdp * self.tp)}.",
+                do=f"split experts over {' or '.join(map(str, sorted({1, self.tp})))} ranks"
+                " (expert_parallel.expert_tensor_parallel_size).",
+                code="mesh-size",
+            )
+        if self.expert_ranks % self.ep:
+            product, degrees = "dp_shard x cp x sp x tp", f"{self.dp_shard} x {self.cp} x {self.sp} x {self.tp}"
+            if self.etp > 1:
+                product, degrees = product.removesuffix(" x tp"), degrees.removesuffix(f" x {self.tp}")
+            raise ConfigError(
+                f"ep={self.ep} does not divide {product} = {degrees} = {self.expert_ranks}",
+                where=repr(self),
+                do=f"use an ep of {_nearest_divisors(self.ep, self.expert_ranks)}.",
                 code="mesh-size",
             )
 
@@ -161,6 +182,7 @@ class Mesh:
         sp: int = 1,
         tp: int = 1,
         ep: int = 1,
+        etp: int = 1,
     ) -> Mesh:
         """The mesh of ``world_size`` ranks. ``dp_shard`` takes the ranks that the other axes leave.
 
@@ -202,7 +224,7 @@ class Mesh:
                 code="mesh-size",
             )
         rest = world_size // product if dp_shard is None else dp_shard
-        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, cp=cp, sp=sp, tp=tp, ep=ep)
+        return cls(pp=pp, dp_replicate=dp_replicate, dp_shard=rest, cp=cp, sp=sp, tp=tp, ep=ep, etp=etp)
 
     @property
     def world_size(self) -> int:
@@ -215,6 +237,11 @@ class Mesh:
     @property
     def fsdp(self) -> int:
         return self.dp_shard * self.cp * self.sp
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that divide and shard a layer's experts, of each coordinate on ``etp``."""
+        return self.fsdp * self.tp // self.etp
 
     def size(self, axis: Axis | str) -> int:
         """How many ranks lie along ``axis``. Of a tied axis: the ranks of the stages that it names."""
@@ -310,9 +337,11 @@ class Mesh:
     def _extents(self, axis: str) -> tuple[_Extent, ...]:
         """The axis as nested runs of ranks, the slowest first. ``dp_shard``, ``cp`` and ``sp`` are neighbours."""
         if axis == "ep":
-            return (_Extent(1, self.ep),)
+            return (_Extent(self.etp, self.ep),)
+        if axis == "expert_model":
+            return (_Extent(1, self.ep * self.etp),)
         if axis in ("expert_dp", "expert_data"):
-            shard = _Extent(self.ep, self.fsdp * self.tp // self.ep)
+            shard = _Extent(self.ep * self.etp, self.expert_ranks // self.ep)
             return (shard,) if axis == "expert_dp" else (*self._extents("dp_replicate"), shard)
         if "/" in axis:
             return self._factors(axis)
@@ -333,7 +362,7 @@ class Mesh:
                 code="mesh-axis",
             )
         # Of fsdp: that of the last of the neighbours that make it up.
-        stride = 1 if base == "ep" else self._stride("sp" if base == "fsdp" else base)
+        stride = self.etp if base == "ep" else self._stride("sp" if base == "fsdp" else base)
         return tuple(_Extent(stride * prod(sizes[factor + 1 :]), sizes[factor]) for factor in kept)
 
     def _tied_stages(self, axis: str) -> list[int]:

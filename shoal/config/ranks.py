@@ -118,12 +118,18 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
         what = f"{hpz}, a second sharding, and {next(iter(groups))} asks for a shard group."
         yield Problem(HPZ, what, "set one of them.", code="mesh")
     ep = max(_asked(config)["ep"].values(), default=1)
-    holders = fsdp * degrees.get("tp", 1)
+    split, tp = config.expert_parallel.expert_tensor_parallel_size, degrees.get("tp", 1)
+    if split not in (1, tp):
+        what = f"{split}, and there are {tp} tensor-parallel ranks: an expert is split over all of them, or over none."
+        do = f"write {' or '.join(map(str, sorted({1, tp})))}."
+        yield Problem("expert_parallel.expert_tensor_parallel_size", what, do, code="mesh")
+        return
+    holders, product = fsdp * tp // split, "dp_shard x cp x sp" + (" x tp" if split == 1 else "")
     if not groups and holders % ep:
         fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
-        what = f"{ep} does not divide the {holders} ranks among which experts are divided (dp_shard x cp x sp x tp)."
+        what = f"{ep} does not divide the {holders} ranks among which experts are divided ({product})."
         if holders == 1:
-            what = f"{ep}, and there is 1 rank among which experts are divided (dp_shard x cp x sp x tp)."
+            what = f"{ep}, and there is 1 rank among which experts are divided ({product})."
         do = f"write one of {fits}." if holders > 1 else f"write 1, or start {ep} ranks for each pipeline stage."
         yield Problem(next(iter(_asked(config)["ep"])), what, do, code="mesh")
 
@@ -139,4 +145,5 @@ def mesh_of(config: Schema, num_ranks: int) -> Mesh:
     groups = [dp // size if path.endswith("dp_replicate") else size for path, size in _shard_keys(config).items()]
     dp_shard = groups[0] if groups and config.zero_optimization.stage > 0 else dp
     ep = max(_asked(config)["ep"].values(), default=1)
-    return Mesh.of(num_ranks, dp_replicate=dp // dp_shard, dp_shard=dp_shard, ep=ep, **model_degrees(config))
+    split = config.expert_parallel.expert_tensor_parallel_size
+    return Mesh.of(num_ranks, dp_replicate=dp // dp_shard, dp_shard=dp_shard, ep=ep, etp=split, **model_degrees(config))

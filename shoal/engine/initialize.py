@@ -20,7 +20,7 @@ from shoal.comm.world import World
 from shoal.compiler import refuse_cuda_graphs
 from shoal.config import Config, load
 from shoal.config.elastic import check_scheduler
-from shoal.config.ranks import batch_ranks
+from shoal.config.ranks import batch_ranks, model_degrees
 from shoal.device import Device
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.client_optimizer import (
@@ -58,7 +58,7 @@ from shoal.optim.fp32_states import FP32States
 from shoal.optim.host_rules import host_note
 from shoal.optim.whole import WholeTensorOptimizer
 from shoal.parallel.expert.apply import prepare_experts
-from shoal.parallel.expert.divide import ep_size_of
+from shoal.parallel.expert.divide import ep_size_of, wants_split
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.stage import StageModule
 from shoal.processor import emulation_notes
@@ -113,6 +113,9 @@ def initialize(
     if (ep := ep_size_of(model)) is not None:
         degrees = {**(degrees or {}), "ep": ep}
     settings = load(config, args=args, world_size=world.size, replaced=replaced, degrees=degrees)
+    if wants_split(model):
+        split = {"expert_tensor_parallel_size": model_degrees(settings).get("tp", 1)}
+        settings = settings.model_copy(update={"expert_parallel": settings.expert_parallel.model_copy(update=split)})
     start = partial(
         _start, engine_class, model, settings, world, optimizer, model_parameters, lr_scheduler, pipeline_class
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from shoal.errors import ConfigError, ModelError
 from shoal.mesh import Mesh, factor_axis
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import modules_with_experts
+from shoal.parallel.expert.tensor import complete_plan, split_stacks, without_experts
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
 from shoal.parallel.tensor.grid_apply import parallelize_grid
@@ -23,7 +25,7 @@ from shoal.parallel.tensor.plan import plan_for
 from shoal.sharding.layout import ParameterSpec
 from shoal.zero.build_plan import ModelParts
 from shoal.zero.parameter_owner import OWNERS
-from shoal.zero.settings import Axes
+from shoal.zero.settings import Axes, ExpertAxis
 
 
 def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device) -> ModelParts:
@@ -50,8 +52,11 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
             do="hand over a model that zero.Init has sharded whole, over all ranks; initialize() splits it.",
             code="tensor-parallel-init",
         )
-    synchronize_whole(model, declared, comm, device)
-    return declared if declared.local else split(model, comm, axes.mesh, config)
+    synchronize_whole(model, declared, comm, device, splits_experts=axes.mesh.etp > 1)
+    parts = declared if declared.local else split(model, comm, axes.mesh, config)
+    if axes.mesh.etp == 1:
+        return parts
+    return replace(parts, local={**parts.local, **split_stacks(model, comm)})
 
 
 def with_experts(
@@ -66,13 +71,26 @@ def with_experts(
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     """
     # Under sequence parallelism of tp, each of its ranks has a part of the tokens between the split layers.
-    experts = divide(model, axes.ep, None if config.parallel.tp_sequence_parallel else axes.tp, axes.pp)
+    same_tokens = None if config.parallel.tp_sequence_parallel or axes.mesh.etp > 1 else axes.tp
+    specs = divide(model, axes.ep, same_tokens, axes.pp, parts.local)
+    experts: dict[str, ExpertAxis] = dict.fromkeys(specs, "ep")
+    for prefix, module, held in modules_with_experts(model):
+        for name in (f"{prefix}.{inner}" for inner, _ in module.named_parameters()):
+            if name in specs and name in parts.local:
+                experts[name] = "tp" if held.form == "listed" else "expert_model"
+    if axes.mesh.etp == 1 and (split := [name for name in experts if experts[name] != "ep"]):
+        raise ModelError(
+            f"{split[0]} is of one expert, and is split over {axes.tp.size if axes.tp else 1} tensor-parallel ranks,"
+            " which take different tokens to the experts.",
+            do="set expert_parallel.expert_tensor_parallel_size to the number of these ranks, or leave experts whole.",
+            code="tensor-parallel-plan",
+        )
     has_lists = any(held.form == "listed" and held.ep_size > 1 for _, _, held in modules_with_experts(model))
     named = replace(axes, names=axes.world) if has_lists else axes
-    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts) if experts else None
+    hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts) if specs else None
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
-    return replace(parts, local={**parts.local, **experts}, experts=frozenset(experts)), named
+    return replace(parts, local={**parts.local, **specs}, experts=experts), named
 
 
 def _two_steps(
@@ -114,7 +132,11 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
     plan = asked.tp_plan
     if plan == "auto":
         specs = [spec.model_dump() for spec in partition.layer_specs]
-        plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs)
+        keep = partial(without_experts, model) if mesh.etp == 1 else dict
+        plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs, keep=keep)
+    if mesh.etp > 1:
+        _check_expert_split(config)
+        plan = complete_plan(model, plan)
     if asked.tp_grid != "1d":
         if asked.tp_sequence_parallel or config.tensor_parallel.tp_overlap_comm:
             raise ConfigError(
@@ -135,6 +157,22 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         overlap=config.tensor_parallel.tp_overlap_comm,
     )
     return ModelParts(found.parts, found.partial)
+
+
+def _check_expert_split(config: Config) -> None:
+    """Raises: ConfigError: what does not go with experts that are split over tensor-parallel ranks."""
+    for key, is_set, default in (
+        ("parallel.tp_sequence_parallel", config.parallel.tp_sequence_parallel, "false"),
+        ("parallel.tp_grid", config.parallel.tp_grid != "1d", '"1d"'),
+        ("expert_parallel.rebalance_every", config.expert_parallel.rebalance_every > 0, "0"),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"each expert is split over tensor-parallel ranks, which does not go with {key}.",
+                do=f"set {key} to {default}; or expert_parallel.expert_tensor_parallel_size to 1, and"
+                " enable_expert_tensor_parallelism of MoE to False.",
+                code="expert-parallel-size",
+            )
 
 
 def declared_parts(model: nn.Module, comm: Communicator) -> ModelParts:
@@ -179,7 +217,9 @@ def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Com
     return ParameterSpec.along(name, (*own[:dim], block * stride, *own[dim + 1 :]), dim, ranges)
 
 
-def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device) -> None:
+def synchronize_whole(
+    model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device, *, splits_experts: bool = False
+) -> None:
     """Give the buffers, the parameters that are not split and the default random numbers the first rank's values.
 
     Dropout on activations that all tensor-parallel ranks hold must be the same on all of them.
@@ -189,7 +229,7 @@ def synchronize_whole(model: nn.Module, parts: ModelParts, comm: Communicator, d
     experts = {
         f"{prefix}.{name}"
         for prefix, m, held in modules_with_experts(model)
-        if held.ep_size > 1
+        if held.ep_size > 1 and not splits_experts
         for name, _ in m.named_parameters()
     }
     # zero.Init's are rank 0's

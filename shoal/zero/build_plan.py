@@ -14,7 +14,7 @@ from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
-from shoal.zero.settings import Axes, GroupAxes, Precision, ZeroSettings
+from shoal.zero.settings import Axes, ExpertAxis, GroupAxes, Precision, ZeroSettings
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class ModelParts:
     Args:
         local: by name, the parameters of which each rank along ``tp`` (of experts: along ``ep``) holds another part, or
             that have another name in the whole model.
-        experts: names of parameters of experts: each rank along ``ep`` holds other ones.
+        experts: by name, the parameters of experts, and the axis along which ranks hold parts of one tensor: each
+            rank along ``ep`` holds other experts.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
         tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
         whole: the modules of the whole model, of which this is a pipeline stage.
@@ -32,7 +33,7 @@ class ModelParts:
 
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
-    experts: frozenset[str] = frozenset()
+    experts: Mapping[str, ExpertAxis] = field(default_factory=dict)
     tied: Mapping[str, Communicator] = field(default_factory=dict)
     whole: Sequence[tuple[str, nn.Module]] = ()
 
@@ -127,7 +128,7 @@ class BuildPlan:
                 is_partial=first in self.parts.partial,
                 is_state_sharded=self.settings.stage > 0,
                 tied=self.parts.tied.get(first),
-                is_expert=first in self.parts.experts,
+                expert=self.parts.experts.get(first),
             )
             row = row_of_stage(
                 self.settings.stage,
@@ -169,7 +170,7 @@ class BuildPlan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if name in self.parts.tied or (is_trained and name in self.sends_rows) else None
-            axes = name in self.parts.local, name in self.parts.partial, name in self.parts.experts
+            axes = name in self.parts.local, name in self.parts.partial, self.parts.experts.get(name)
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:

@@ -86,13 +86,13 @@ class EngineParameters(ParameterOwner):
         if parameter.data_ptr() != value.data_ptr():
             value.copy_(parameter.data.reshape(-1))
         axes = self._sharded.axes
-        if group.parts is not None and group.parts is axes.ep and axes.expert_data is not None:
+        if axes.expert_data is not None and buffer.comm in (axes.expert_dp, axes.expert_data):
             # Of experts that ``source`` does not hold, the rank at its place among those that do.
             place = axes.mesh.index("expert_data", source)
             axes.expert_data.broadcast(value, place, label=buffer.label).drain()
         else:
             axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
-        if axes.tp is not None and group.parts is None:
+        if axes.tp is not None and axes.tp in group.replicas:
             axes.tp.broadcast(value, axes.mesh.index("tp", source), label=buffer.label).drain()
         buffer.comm.drain()
         if part is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,8 @@ from shoal.sharding.partition import UnitRules
 from shoal.sharding.placement import Tier
 from shoal.streams import is_accelerator
 from shoal.zero.offload_policy import Tiers, from_config
+
+ExpertAxis = Literal["ep", "tp", "expert_model"]
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class Axes:
         ep: the ranks that hold different experts; None: there is one.
         expert_dp: the ranks that hold different shards of the same experts. With ``expert_data``, where ``ep`` is.
         expert_data: the ranks that hold the same experts.
+        expert_model: the ranks that hold other parts of one copy of a layer's experts, where each expert is split.
         names: the ranks that hold parameters of other names; None: all hold the same.
     """
 
@@ -160,6 +163,7 @@ class Axes:
     ep: Communicator | None = None
     expert_dp: Communicator | None = None
     expert_data: Communicator | None = None
+    expert_model: Communicator | None = None
     names: Communicator | None = None
     _pipeline_stage: Communicator | None = None  # None: the world
 
@@ -200,6 +204,7 @@ class Axes:
             beside("ep"),
             expert_dp,
             expert_dp if mesh.dp_replicate == 1 or expert_dp is None else open_axis("expert_data"),
+            open_axis("expert_model") if mesh.ep > 1 and mesh.etp > 1 else None,
             pp,
             None if mesh.pp == 1 else data if is_data_only else open_axis("pipeline_stage"),
         )
@@ -211,20 +216,21 @@ class Axes:
         is_partial: bool,
         is_state_sharded: bool,
         tied: Communicator | None = None,
-        is_expert: bool = False,
+        expert: ExpertAxis | None = None,
     ) -> GroupAxes:
         """The axes of a group of parameters.
 
         Args:
-            is_expert: each expert-parallel rank holds other experts.
+            expert: each expert-parallel rank holds other experts; along this axis, the parts of each tensor.
             is_split: each tensor-parallel rank holds another part of them.
             is_partial: the tensor-parallel ranks hold the same, and each has a summand of the gradient.
             tied: the pipeline stages that hold copies of them, each with a summand of the gradient; None: one does.
         """
         shard = "dp_shard" if self.mesh.fsdp == self.mesh.dp_shard else "fsdp"
         data, parts, comms = self.data, self.tp if is_split else None, {shard: self.shard}
-        if is_expert and self.expert_dp is not None and self.expert_data is not None:
-            shard, data, parts, comms = "expert_dp", self.expert_data, self.ep, {"expert_dp": self.expert_dp}
+        if expert is not None and self.expert_dp is not None and self.expert_data is not None:
+            parts = {"ep": self.ep, "tp": self.tp, "expert_model": self.expert_model}[expert]
+            shard, data, comms = "expert_dp", self.expert_data, {"expert_dp": self.expert_dp}
         if not is_state_sharded:
             comms = {shard: data}
         replicas = []
@@ -232,6 +238,8 @@ class Axes:
             comms["dp_replicate"] = self.replicate
             replicas.append(self.replicate)
         if shard == "expert_dp":
+            if self.mesh.etp > 1 and expert == "ep" and self.tp is not None:
+                replicas.append(self.tp)
             return GroupAxes(shard, data, comms, tuple(replicas), parts)
         if self.tp is not None and not is_split:
             replicas.append(self.tp)
@@ -245,7 +253,7 @@ class Axes:
     def distinct(self) -> list[Communicator]:
         """Each communicator of parameters, gradients and status once."""
         found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp, self._pipeline_stage]
-        found += [self.ep, self.expert_dp, self.expert_data]
+        found += [self.ep, self.expert_dp, self.expert_data, self.expert_model]
         return list({id(comm): comm for comm in found if comm is not None}.values())
 
     def map(self, change: Callable[[Communicator], Communicator]) -> Axes:

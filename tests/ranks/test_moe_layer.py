@@ -184,8 +184,3 @@ def test_nan_in_a_router_is_an_error_on_all_ranks_that_names_the_layer(ranks: Ca
     for message in ranks(2, train_with_a_bad_router, 1):
         assert "the loss of rank 1 is not finite" in message
         assert "The router of 'blocks.2.deepspeed_moe.experts.deepspeed_experts' gave weights that are not" in message
-
-
-def test_experts_split_over_tensor_parallel_ranks_are_asked_for_in_vain() -> None:
-    with pytest.warns(UserWarning, match="enable_expert_tensor_parallelism has no effect"):
-        MoE(WIDTH, TwoLinears(), EXPERTS, enable_expert_tensor_parallelism=True)

@@ -59,7 +59,6 @@ def test_a_degree_of_the_models_layers_is_named_as_theirs() -> None:
         ({"num_expert_groups": 4}, "num_expert_groups", "4, and num_limited_groups is None"),
         ({"num_expert_groups": 2, "num_limited_groups": 4}, "num_expert_groups", "2, and num_limited_groups is 4"),
         ({"has_shared_experts": True}, "has_shared_experts", "neither shared_experts_pattern nor preset_model"),
-        ({"expert_tensor_parallel_size": 2}, "expert_tensor_parallel_size", "not built yet: tensor parallel experts"),
         ({"load_balance_coeff": -1.0}, "load_balance_coeff", "-1 is not "),
         ({"score_func": "relu"}, "score_func", '"relu" is not '),
     ],

@@ -9,7 +9,8 @@ sharded by ``zero.Init``, which show shapes only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 
@@ -29,6 +30,7 @@ def divide(
     comm: Communicator | None,
     same_tokens: Communicator | None = None,
     pp: Communicator | None = None,
+    parts: Mapping[str, ParameterSpec] | None = None,
 ) -> dict[str, ParameterSpec]:
     """Give each layer its expert-parallel ranks, and keep this rank's experts of stacked parameters.
 
@@ -36,6 +38,7 @@ def divide(
         comm: the ranks along ``ep``; None: there is one.
         same_tokens: the ranks that give each layer the same tokens; None: all have their own.
         pp: the ranks that hold other layers, some of which may have no experts; None: there is one.
+        parts: by name, what this rank holds of tensors that are split over tensor-parallel ranks.
 
     Returns: by name in this rank's model, what each parameter of experts is of the whole model. Layers whose experts
         are all on every rank are not in it.
@@ -61,12 +64,13 @@ def divide(
             " a Hugging Face model.",
             code="expert-parallel-model",
         )
-    rename, found = global_names(model), {}
+    rename, found, parts = global_names(model), {}, parts or {}
     for prefix, module, held in divided:
         for name, parameter in module.named_parameters():
             local = f"{prefix}.{name}"
+            part = parts.get(local) or ParameterSpec.whole(local, tuple(parameter.shape))
             if held.form == "listed":
-                found[local] = ParameterSpec.whole(rename(local), tuple(parameter.shape))
+                found[local] = replace(part, name=rename(local))
                 continue
             is_divided = parameter.shape[:1] == (held.num_local,)  # by an engine that had the model before
             if not is_divided and parameter.shape[:1] != (held.num_experts,):
@@ -76,9 +80,12 @@ def divide(
                     code="expert-parallel-model",
                 )
             ranges = as_ranges(held.ids, unit=1)
-            found[local] = ParameterSpec.along(local, (held.num_experts, *parameter.shape[1:]), 0, ranges)
+            found[local] = ParameterSpec.part(
+                local, (held.num_experts, *part.global_shape[1:]), (ranges, *part.local[1:])
+            )
             if not is_divided:
-                keep_part(parameter, partial(cut, spec=found[local]))
+                own = ParameterSpec.along(local, (held.num_experts, *parameter.shape[1:]), 0, ranges)
+                keep_part(parameter, partial(cut, spec=own))
     return found
 
 
@@ -111,6 +118,11 @@ def _set_ranks(name: str, held: ExpertsHeld, comm: Communicator | None, size: in
             code="expert-parallel-size",
         )
     held.set_ranks(comm if held.ep_size > 1 else None)
+
+
+def wants_split(model: nn.Module) -> bool:
+    """Was a layer built for experts that are split over the tensor-parallel ranks?"""
+    return any(held.wants_split for _, _, held in modules_with_experts(model))
 
 
 def ep_size_of(model: nn.Module) -> int | None:

@@ -48,6 +48,12 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
     return len(rows) > 0 and not (rows.shape[1] % 8 or weight.shape[2] % 8 or weight.data_ptr() % 16)
 
 
+def add_bias_of_experts(rows: Tensor, bias: Tensor, counts: Sequence[int]) -> Tensor:
+    """``rows`` [rows, out], sorted by expert, plus the bias of each one's expert [experts, out]."""
+    of_rows = torch.tensor(list(counts), device=rows.device)
+    return rows + bias.repeat_interleave(of_rows, 0, output_size=len(rows)).to(rows.dtype)
+
+
 class _OneByOne(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:

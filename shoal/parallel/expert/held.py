@@ -9,12 +9,13 @@ part of the layer its parameters are, and gives it the ranks that hold the other
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
 from shoal.errors import ConfigError
 from shoal.parallel.expert.copies import ExpertCopies
@@ -22,6 +23,20 @@ from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
 
 Form = Literal["stacked", "listed"]
+
+
+@dataclass(frozen=True)
+class SplitDim:
+    """The dim of a stacked parameter that is split where each expert is split over tensor-parallel ranks.
+
+    Args:
+        fused: matrices side by side in it (gate and up), each of which is split.
+        is_interleaved: their elements alternate.
+    """
+
+    dim: int
+    fused: int = 1
+    is_interleaved: bool = False
 
 
 @dataclass
@@ -42,6 +57,9 @@ class ExpertsHeld:
         load: counts this rank's tokens by expert; None: nothing asks for them.
         router_check: whether the weights of the layer's router were finite.
         copies: the experts that every rank has a copy of; None: there are none.
+        split_dims: of stacked experts, by parameter, the dim that expert tensor parallelism splits.
+        wants_split: the layer was built for experts that are split over the tensor-parallel ranks.
+        tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
     """
 
     num_experts: int
@@ -55,6 +73,9 @@ class ExpertsHeld:
     load: ExpertLoad | None = None
     router_check: RouterCheck = field(default_factory=RouterCheck)
     copies: ExpertCopies | None = None
+    split_dims: Mapping[str, SplitDim] = field(default_factory=dict)
+    wants_split: bool = False
+    tp: Communicator | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -82,6 +103,14 @@ class ExpertsHeld:
         self.comm = comm
         self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
         self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+
+    def enter(self, rows: Tensor) -> Tensor:
+        """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""
+        return rows if self.tp is None else autograd.copy(rows, self.tp, label="experts in")
+
+    def leave(self, rows: Tensor) -> Tensor:
+        """The rows after the second matrices, before the bias. Communicates: an all-reduce of them."""
+        return rows if self.tp is None else autograd.all_reduce(rows, self.tp, label="experts out")
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """Say where the experts are now.

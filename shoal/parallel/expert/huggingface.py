@@ -23,8 +23,8 @@ from shoal.compiler import untraced
 from shoal.errors import NotBuiltError
 from shoal.parallel.expert.dispatch import Compute, run_experts
 from shoal.parallel.expert.extend import extend
-from shoal.parallel.expert.grouped import grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld, SplitDim
 from shoal.parallel.expert.router_check import RouterCheck
 from shoal.sharding.parameter_buffer import is_placeholder
 
@@ -90,16 +90,22 @@ class Dispatch:
 
 def _compute_stack(module: nn.Module, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     experts = cast(Any, module)  # each model's own attributes
+    held: ExpertsHeld = experts.experts_held
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _linear(experts, up, rows, counts)
+    inner = _linear(experts, up, held.enter(rows), counts)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    out = _linear(experts, "down_proj", inner, counts)
+    is_split = held.tp is not None  # the bias is added once, after the sum
+    out = held.leave(_linear(experts, "down_proj", inner, counts, adds_bias=not is_split))
+    if is_split and experts.has_bias:
+        out = add_bias_of_experts(out, experts.down_proj_bias, counts)
     return cast(torch.Tensor, experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out)
 
 
-def _linear(experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _linear(
+    experts: Any, name: str, rows: torch.Tensor, counts: Sequence[int], *, adds_bias: bool = True
+) -> torch.Tensor:
     weight = getattr(experts, name)
-    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias and adds_bias else None
     return grouped_linear(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts, bias)
 
 
@@ -141,8 +147,8 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
     Memory: of a list, this rank's experts; the other modules are released.
     """
     if not isinstance(experts, nn.ModuleList):
-        held, behaviour = ExpertsHeld(_num_experts(experts)), ExpertParallelStack
-        extend(experts, behaviour, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
+        held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts))
+        extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
         return
     held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
     held.set_ranks(comm)
@@ -150,6 +156,17 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
     del experts[:]
     experts.extend(own)
     extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
+
+
+def _split_dims(experts: Any) -> dict[str, SplitDim]:
+    inner, last = (2, 1) if experts.is_transposed else (1, 2)
+    up, fused = ("gate_up_proj", 2) if experts.has_gate else ("up_proj", 1)
+    is_interleaved = not getattr(experts, "is_concatenated", True)
+    return {
+        up: SplitDim(inner, fused, is_interleaved),
+        f"{up}_bias": SplitDim(1, fused, is_interleaved),
+        "down_proj": SplitDim(last),
+    }
 
 
 def _num_experts(experts: nn.Module) -> int:

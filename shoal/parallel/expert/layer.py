@@ -175,7 +175,7 @@ class MOELayer(nn.Module):
         use_tutel: has no effect: tokens are always moved by index.
     """
 
-    stays_whole = True  # no tensor-parallel plan splits its layers: tp ranks take different tokens to the experts
+    stays_whole = True  # a tensor-parallel plan need not name its layers: the router is whole, as experts may be
 
     def __init__(
         self,
@@ -232,7 +232,8 @@ class MoE(nn.Module):
         drop_tokens: False: no token is dropped and nothing has a capacity.
         use_rts: see TopKGate.
         use_tutel: has no effect: tokens are always moved by index.
-        enable_expert_tensor_parallelism: has no effect: experts are divided among the tensor-parallel ranks too, whole.
+        enable_expert_tensor_parallelism: split each expert of the model over the tensor-parallel ranks; see ``tensor``.
+            Without it in any layer these ranks hold different experts, whole.
         top2_2nd_expert_sampling: see TopKGate.
     """
 
@@ -255,12 +256,7 @@ class MoE(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        held = ExpertsHeld(num_experts, ep_size, form="listed")
-        if enable_expert_tensor_parallelism:
-            warnings.warn(
-                "enable_expert_tensor_parallelism has no effect: tensor-parallel ranks hold different experts, whole.",
-                stacklevel=2,
-            )
+        held = ExpertsHeld(num_experts, ep_size, form="listed", wants_split=enable_expert_tensor_parallelism)
         self.use_residual = use_residual
         self.enable_expert_tensor_parallelism = enable_expert_tensor_parallelism
         self.ep_size = ep_size

@@ -17,7 +17,7 @@ from shoal.models.gpt import INIT_STD, GPTConfig, Linear, residual_std
 from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.grouped import grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.held import ExpertsHeld, SplitDim
 from shoal.parallel.expert.losses import router_z_loss, switch_loss
 
 
@@ -34,7 +34,7 @@ class StackedExperts(nn.Module):
     def __init__(self, num_experts: int, hidden_size: int, inner_size: int, std: float = INIT_STD) -> None:
         super().__init__()
         self.std = std
-        self.experts_held = ExpertsHeld(num_experts)
+        self.experts_held = ExpertsHeld(num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)})
         self.up = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.down = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.reset_parameters()
@@ -49,8 +49,9 @@ class StackedExperts(nn.Module):
             rows: [rows, D], sorted by expert.
             counts: the rows of each expert that this rank holds.
         """
-        inner = F.gelu(grouped_linear(rows, self.up, counts), approximate="tanh")
-        return grouped_linear(inner, self.down, counts)
+        held = self.experts_held
+        inner = F.gelu(grouped_linear(held.enter(rows), self.up, counts), approximate="tanh")
+        return held.leave(grouped_linear(inner, self.down, counts))
 
 
 class Router(Linear):

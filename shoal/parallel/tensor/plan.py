@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -145,6 +145,7 @@ def plan_for(
     use_default_specs: bool = True,
     attention_rules: Sequence[AttentionRule] = ATTENTION_RULES,
     feed_forward_rules: Sequence[FeedForwardRule] = FEED_FORWARD_RULES,
+    keep: Callable[[Mapping[str, str]], dict[str, str]] = dict,
 ) -> dict[str, str]:
     """The plan for a model: DeepSpeed's ``layer_specs``, then Transformers' own plan, then the rules for families.
 
@@ -155,6 +156,7 @@ def plan_for(
     Args:
         layer_specs: DeepSpeed's ``partition_config.layer_specs``.
         use_default_specs: whether anything but ``layer_specs`` is looked at.
+        keep: those of the styles by module that are kept, ``layer_specs`` aside.
 
     Raises: ModelError: a model without anything to split, or a layer spec that cannot be followed.
     """
@@ -162,11 +164,12 @@ def plan_for(
     styles: dict[str, str] = {}
     if use_default_specs:
         styles.update(_own_plan(model, modules))
-        styles.update(_by_rules(modules, styles, attention_rules, feed_forward_rules))
+        styles.update(by_rules(modules, styles, attention_rules, feed_forward_rules))
         styles.update(_vocabulary(model, modules))
         for name, module in modules.items():
             if name not in styles and is_linear(module) and generic(name).endswith(REPLICATED_LINEARS):
                 styles[name] = "replicate"
+    styles = keep(styles)
     styles.update(_by_layer_specs(layer_specs, modules, model))
     if not any(parse_style(style, name).kind in ("column", "row", "vocab") for name, style in styles.items()):
         raise ModelError(
@@ -195,12 +198,13 @@ def _own_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, s
     return styles
 
 
-def _by_rules(
+def by_rules(
     modules: Mapping[str, nn.Module],
     own: Mapping[str, str],
     attention_rules: Sequence[AttentionRule],
     feed_forward_rules: Sequence[FeedForwardRule],
 ) -> dict[str, str]:
+    """The styles of attention and feed-forward modules that the rules describe, where ``own`` says nothing better."""
     styles: dict[str, str] = {}
 
     def add(parent: str, child: str, style: str) -> None:

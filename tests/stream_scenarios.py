@@ -1,4 +1,4 @@
-"""The runs in which the waits of the library are deleted: pairs of the matrix of streams, and tests of the library."""
+"""The runs in which waits are deleted: small cases, pairs of the matrix of streams, and tests of the library."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import shoal
 from shoal.comm import threads
 from shoal.simulation.check import StreamCheck
 from tests.composition import covering
+from tests.stream_cases import CASES
 from tests.stream_matrix import STREAM_AXES, checks_of, named
 
 Scenario = tuple[str, Callable[[], Any]]
@@ -33,7 +34,6 @@ TEST_FILES = tuple(
         "tensor_parallel_overlap",
         "tensor_parallel_optimizers",
         "vocab_parallel_cross_entropy",
-        "deepspeed_partitioned",
         "expert_hierarchical",
         "expert_balance",
         "expert_overlap",
@@ -54,7 +54,8 @@ TEST_FILES = tuple(
 
 
 def matrix() -> list[Scenario]:
-    return [(named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)]
+    """The small cases, and the pairs."""
+    return [*CASES.items(), *((named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4))]
 
 
 class TestRuns:

@@ -26,7 +26,7 @@ from shoal.parallel.saved_tensors import InPlaceStore
 from shoal.simulation.check import StreamCheck
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.models import HIDDEN, VOCABULARY, Plain
-from tests.ranks.sparse_models import Tables
+from tests.ranks.sparse_models import Both, Tables
 from tests.ranks.sparse_models import tokens as words
 from tests.ranks.test_expert_balance import engine_of
 from tests.ranks.test_expert_balance import train as train_experts
@@ -170,7 +170,8 @@ class OneDenseTable(Tables):
 
 
 def table_with_a_dense_gradient_on_one_rank() -> None:
-    engine = start_with(make(OneDenseTable), config(0, units={"names": []}), sgd)
+    both = partial(Both, tables=partial(torch.optim.SGD, lr=0.1))
+    engine = start_with(make(OneDenseTable), config(0, units={"names": []}), both)
     found = current_world()
     for index in range(2):
         engine.backward(engine(words(index, found.rank, found.size)))

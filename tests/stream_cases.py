@@ -265,8 +265,9 @@ def on_ranks(size: int, run: Callable[[], Any]) -> list[StreamCheck]:
     return run_ranks(size, rank)
 
 
-_GPIPE = {"pipeline": {"schedule": "gpipe"}}
 _UNUSED = [(1, {"overlap_param_gather": True}), (2, {"offload_optimizer": {"device": "cpu"}})]
+_GPIPE = {"pipeline": {"schedule": "gpipe"}}
+_HPZ = {"stage": "3", "hybrid": "hpz"}
 
 CASES: dict[str, Callable[[], list[StreamCheck]]] = {
     run.__name__: partial(on_ranks, size, run)
@@ -289,14 +290,6 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
 CASES |= {
     "muon": partial(on_ranks, 2, partial(muon_with_buffers_that_grow, 1)),
     "on meta": partial(on_ranks, 2, partial(on_meta, 1)),
-    "hpz": partial(of_matrix, {"stage": "3", "hybrid": "hpz"}, ranks=4),
-    "hpz, parameters on the host": partial(of_matrix, {"stage": "3", "hybrid": "hpz", "parameters": "host"}, ranks=4),
-    "many messages": partial(of_matrix, {"pp": "2"}, more={"gradient_accumulation_steps": 8, **_GPIPE}),
-    "an error in a pipeline": partial(
-        of_matrix, {"pp": "2"}, between="fail", more={"gradient_accumulation_steps": 6, **_GPIPE}
-    ),
-    "a script changes parameters, tp": partial(of_matrix, {"stage": "3", "tp": "2"}, between="change"),
-    "a script changes parameters, ep": partial(of_matrix, {"stage": "3", "experts": "ep 2"}, ranks=4, between="change"),
     **{
         f"an unused unit, stage {stage}, {next(iter(zero))}": partial(
             on_ranks, 2, partial(unit_that_is_never_used, stage, **zero)
@@ -309,4 +302,16 @@ CASES |= {
         )
         for stage in (1, 3)
     },
+}
+
+# Rows of the matrix with values that no axis has.
+ROWS: dict[str, Callable[[], list[StreamCheck]]] = {
+    "hpz": partial(of_matrix, _HPZ, ranks=4),
+    "hpz, parameters on the host": partial(of_matrix, {**_HPZ, "parameters": "host"}, ranks=4),
+    "many messages": partial(of_matrix, {"pp": "2"}, more={"gradient_accumulation_steps": 8, **_GPIPE}),
+    "an error in a pipeline": partial(
+        of_matrix, {"pp": "2"}, between="fail", more={"gradient_accumulation_steps": 6, **_GPIPE}
+    ),
+    "a script changes parameters, tp": partial(of_matrix, {"stage": "3", "tp": "2"}, between="change"),
+    "a script changes parameters, ep": partial(of_matrix, {"stage": "3", "experts": "ep 2"}, ranks=4, between="change"),
 }

@@ -11,7 +11,7 @@ For each order that was left out, the stream that has not waited *owes* the know
 same knowledge before anybody conflicts: then the deletion is redundant, and the wait that covers it is known.
 
 ``--out`` is written after each site. If the file is there, the sites in it are not repeated: so a run can be stopped
-and go on, and parts (``--part``) can run side by side. ``--join`` reads the files of all parts.
+and go on, and parts (``--part``) can run side by side.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ UNREACHED = {
     "shoal/sharding/gradient.py work.drain()": _AGAIN,
     "shoal/sharding/staging.py reader.drain()": _AGAIN,
     "shoal/comm/encoded.py self._work.drain()": _AGAIN,
-    "shoal/optim/muon.py self.drain()": _AGAIN,
+    "shoal/optim/muon.py .drain()": _AGAIN,
+    "shoal/parallel/partitioned.py work.drain()": _AGAIN,
+    "shoal/parallel/tensor/overlap.py work.drain()": _AGAIN,
+    "shoal/sharding/parameter_buffer.py self._work.drain()": _AGAIN,
     "shoal/parallel/sequence/direct.py work.drain()": _AGAIN,
     "shoal/sharding/sparse_sum.py work.drain()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
@@ -120,18 +123,28 @@ UNREACHED = {
     "shoal/engine/engine.py self.sharding.wait()": _NOTHING_LEFT,
     "shoal/zero/cpu_optimizer.py self.synchronize(group)": _NOTHING_LEFT,
     "shoal/zero/cpu_optimizer.py .wait()": "threads of one update on the host, which is one operation here",
-    "shoal/zero/materialize.py self._comm.broadcast(sent, 0": "the models of the scenarios do not read their buffers",
+    "shoal/sharding/gradient.py self.wait(at_step=True)": "on one rank a sum is no collective",
+    "shoal/sharding/sparse_gradient.py self.wait(at_step=True)": "``SparseGradient.wait`` does nothing",
+    "shoal/checkpoint/background.py _SHARE": "a pause of the writing thread; the order is ``_joined``",
+    "shoal/optim/host.py .wait()": "threads of one update on the host, which is one operation here",
     "shoal/device.py torch.cuda.synchronize": "needs CUDA; ``synchronize`` of the simulation takes its place",
 }
 
 
+# Reasons that hold only of a call that was run, and made no order.
+RAN = (_AGAIN, _NOTHING_LEFT)
+
+
+def reason_of(site: str) -> str | None:
+    """The entry of ``UNREACHED`` that a site has."""
+    file, _, text = site.partition(":")
+    return next((part for part in UNREACHED if part.split(" ", 1)[0] == file and part.split(" ", 1)[1] in text), None)
+
+
 def reason(site: str) -> str | None:
     """Why a site needs no order; None: it is not known."""
-    file, _, text = site.partition(":")
-    return next(
-        (why for part, why in UNREACHED.items() if part.split(" ", 1)[0] == file and part.split(" ", 1)[1] in text),
-        None,
-    )
+    found = reason_of(site)
+    return None if found is None else UNREACHED[found]
 
 
 @dataclass

@@ -15,7 +15,7 @@ import shoal
 from shoal.comm import threads
 from shoal.simulation.check import StreamCheck
 from tests.composition import covering
-from tests.stream_cases import CASES
+from tests.stream_cases import CASES, ROWS
 from tests.stream_matrix import STREAM_AXES, checks_of, named
 
 Scenario = tuple[str, Callable[[], Any]]
@@ -51,7 +51,11 @@ TEST_FILES = tuple(
 
 def matrix() -> list[Scenario]:
     """The small cases, and the pairs."""
-    return [*CASES.items(), *((named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4))]
+    return [
+        *CASES.items(),
+        *ROWS.items(),
+        *((named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)),
+    ]
 
 
 class TestRuns:

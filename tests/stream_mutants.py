@@ -493,6 +493,8 @@ def _told(run: Callable[[], Any]) -> tuple[str, str] | None:
     """The verdict and its first lines; None: nothing is reported."""
     try:
         checks = run()
+    except UsageError:
+        raise  # the scenario itself is wrong: it says nothing about a wait
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).splitlines()[0] if str(error) else ""
@@ -538,6 +540,7 @@ def main(args: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     DELETION = install()
+    from shoal.errors import UsageError
     from tests.stream_scenarios import TEST_FILES, Scenario, TestRuns, matrix, of_test
 
     main(sys.argv[1:])

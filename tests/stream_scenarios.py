@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -73,6 +74,7 @@ class TestRuns:
         self._begin = begin
         self._keeps_all = False
         self._run_ranks = threads.run_ranks
+        self._replaced: list[ModuleType] = []
 
     def run(self, names: Sequence[str]) -> None:
         self._keeps_all = len(names) == 1
@@ -83,9 +85,18 @@ class TestRuns:
     def pytest_runtest_setup(self, item: Any) -> None:
         self.checks = []
         self._begin(item.nodeid)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("tests.") and module is not sys.modules[__name__] and hasattr(module, "run_ranks"):
-                module.run_ranks = self._checked  # type: ignore[attr-defined]
+        self._replaced = [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("tests.") and not name.startswith("tests.stream_") and hasattr(module, "run_ranks")
+        ]
+        for module in self._replaced:
+            module.run_ranks = self._checked  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        for module in self._replaced:  # the cases and the matrix import helpers from tests
+            module.run_ranks = self._run_ranks  # type: ignore[attr-defined]
 
     def _checked(self, size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         def run(*args: Any) -> Any:

@@ -434,9 +434,9 @@ class Mutants:
     def _end(self) -> None:
         self._seconds[len(self._scenarios) - 1] = time.monotonic() - self._began
 
-    def run_matrix(self) -> Iterator[str]:
-        """Run the pairs as they are. Yields: what is reported, which should be nothing."""
-        for name, run in matrix():
+    def run_all(self, scenarios: Sequence[Scenario]) -> Iterator[str]:
+        """Run scenarios as they are. Yields: what is reported, which should be nothing."""
+        for name, run in scenarios:
             self._begin(name, run)
             if told := _told(run):
                 yield f"{name}: {told[1]}"
@@ -512,13 +512,13 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--sites", default="")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--most", type=int, default=4)
-    parser.add_argument("--only", choices=["matrix", "tests"])
+    parser.add_argument("--only", choices=["cases", "matrix", "tests"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(args)
     logging.getLogger("shoal").setLevel(logging.ERROR)
     mutants = Mutants(DELETION)
-    faults = [] if options.only == "tests" else list(mutants.run_matrix())
-    faults += [] if options.only == "matrix" else list(mutants.run_tests(TEST_FILES))
+    faults = [] if options.only == "tests" else list(mutants.run_all(list(CASES.items()) if options.only == "cases" else matrix()))
+    faults += list(mutants.run_tests(TEST_FILES)) if options.only in (None, "tests") else []
     print("reported without a deletion:", *faults, sep="\n  ", flush=True)
     kept = json.loads(options.out.read_text())["outcomes"] if options.out and options.out.exists() else []
     done = {each["site"] for each in kept}
@@ -541,6 +541,7 @@ def main(args: Sequence[str]) -> None:
 if __name__ == "__main__":
     DELETION = install()
     from shoal.errors import UsageError
+    from tests.stream_cases import CASES
     from tests.stream_scenarios import TEST_FILES, Scenario, TestRuns, matrix, of_test
 
     main(sys.argv[1:])

@@ -1,6 +1,6 @@
 """Deletes the waits of the library, one after the other, and looks whether the check of streams reports it.
 
-    python -m tests.stream_mutants [--sites TEXT] [--part 0/2] [--most 4] [--out FILE]
+    python -m tests.stream_mutants [--only cases] [--sites TEXT] [--part 0/2] [--most 4] [--out FILE]
 
 A *site* is a call in the library's source by which something waits or may be waited for: ``METHODS`` and ``FUNCTIONS``,
 found in the syntax tree. The library is imported with each site wrapped, in memory. To delete a site, the orders are
@@ -517,7 +517,8 @@ def main(args: Sequence[str]) -> None:
     options = parser.parse_args(args)
     logging.getLogger("shoal").setLevel(logging.ERROR)
     mutants = Mutants(DELETION)
-    faults = [] if options.only == "tests" else list(mutants.run_all(list(CASES.items()) if options.only == "cases" else matrix()))
+    scenarios = list(CASES.items()) if options.only == "cases" else matrix() if options.only != "tests" else []
+    faults = list(mutants.run_all(scenarios))
     faults += list(mutants.run_tests(TEST_FILES)) if options.only in (None, "tests") else []
     print("reported without a deletion:", *faults, sep="\n  ", flush=True)
     kept = json.loads(options.out.read_text())["outcomes"] if options.out and options.out.exists() else []

@@ -121,6 +121,13 @@ class _CheckedTrainer(composition_runs._Trainer):
     def save(self) -> None:
         self.engine.save_checkpoint(self.folder, tag="middle")
 
+    def change(self) -> None:
+        """The script changes parameters, on the first rank of each axis."""
+        parameters = list(self.engine.module.parameters())
+        with shoal.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(0.5)
+
     def fail(self) -> None:
         """An exception of the user's own in the middle of a forward, which the script catches.
 

@@ -1,6 +1,6 @@
 """Deletes the waits of the library, one after the other, and looks whether the check of streams reports it.
 
-    python -m tests.stream_mutants [--sites TEXT] [--part 0/2] [--out FILE]
+    python -m tests.stream_mutants [--only cases] [--sites TEXT] [--part 0/2] [--most 4] [--out FILE]
 
 A *site* is a call in the library's source by which something waits or may be waited for: ``METHODS`` and ``FUNCTIONS``,
 found in the syntax tree. The library is imported with each site wrapped, in memory. To delete a site, the orders are
@@ -9,6 +9,9 @@ and only the missing order can be noticed.
 
 For each order that was left out, the stream that has not waited *owes* the knowledge. A later wait may give it the
 same knowledge before anybody conflicts: then the deletion is redundant, and the wait that covers it is known.
+
+``--out`` is written after each site. If the file is there, the sites in it are not repeated: so a run can be stopped
+and go on, and parts (``--part``) can run side by side.
 """
 
 from __future__ import annotations
@@ -68,6 +71,7 @@ OUTSIDE = {
     "shoal/observe/": "measures times",
     "shoal/parallel/segment_times.py": "measures times",
     "shoal/pipeline/costs.py": "measures times",
+    "shoal/compat/async_io.py": "threads and files of the host; what is on a device is copied by copies that block",
     "shoal/compat/accelerator.py": "torch's accelerators under DeepSpeed's names",
     "shoal/compat/deepspeed/": "DeepSpeed's names",
     "shoal/checkpoint/formats/": "not streams: words of pickle and of torch's checkpoints",
@@ -104,7 +108,10 @@ UNREACHED = {
     "shoal/sharding/gradient.py work.drain()": _AGAIN,
     "shoal/sharding/staging.py reader.drain()": _AGAIN,
     "shoal/comm/encoded.py self._work.drain()": _AGAIN,
-    "shoal/optim/muon.py self.drain()": _AGAIN,
+    "shoal/optim/muon.py .drain()": _AGAIN,
+    "shoal/parallel/partitioned.py work.drain()": _AGAIN,
+    "shoal/parallel/tensor/overlap.py work.drain()": _AGAIN,
+    "shoal/sharding/parameter_buffer.py self._work.drain()": _AGAIN,
     "shoal/parallel/sequence/direct.py work.drain()": _AGAIN,
     "shoal/sharding/sparse_sum.py work.drain()": _AGAIN,
     "shoal/sharding/param_group.py self.synchronize()": _NOTHING_LEFT,
@@ -116,55 +123,28 @@ UNREACHED = {
     "shoal/engine/engine.py self.sharding.wait()": _NOTHING_LEFT,
     "shoal/zero/cpu_optimizer.py self.synchronize(group)": _NOTHING_LEFT,
     "shoal/zero/cpu_optimizer.py .wait()": "threads of one update on the host, which is one operation here",
-    "shoal/zero/materialize.py self._comm.broadcast(sent, 0": "the models of the scenarios do not read their buffers",
+    "shoal/sharding/gradient.py self.wait(at_step=True)": "on one rank a sum is no collective",
+    "shoal/sharding/sparse_gradient.py self.wait(at_step=True)": "``SparseGradient.wait`` does nothing",
+    "shoal/checkpoint/background.py _SHARE": "a pause of the writing thread; the order is ``_joined``",
+    "shoal/optim/host.py .wait()": "threads of one update on the host, which is one operation here",
     "shoal/device.py torch.cuda.synchronize": "needs CUDA; ``synchronize`` of the simulation takes its place",
 }
 
 
-# Files with a site that no scenario runs yet.
-NO_SCENARIO = frozenset(
-    {
-        "shoal/comm/autograd.py",
-        "shoal/device.py",
-        "shoal/engine/weights.py",
-        "shoal/memory/disk.py",
-        "shoal/memory/stream_copies.py",
-        "shoal/optim/host.py",
-        "shoal/optim/muon.py",
-        "shoal/optim/whole.py",
-        "shoal/parallel/cpu_offload.py",
-        "shoal/parallel/expert/dense.py",
-        "shoal/parallel/expert/losses.py",
-        "shoal/parallel/partitioned.py",
-        "shoal/parallel/sequence/context.py",
-        "shoal/parallel/sequence/direct.py",
-        "shoal/parallel/sequence/exchange.py",
-        "shoal/parallel/tensor/gathered_input.py",
-        "shoal/parallel/tensor/overlap.py",
-        "shoal/pipeline/blocks.py",
-        "shoal/pipeline/run.py",
-        "shoal/sharding/gradient.py",
-        "shoal/sharding/param_group.py",
-        "shoal/sharding/parameter_buffer.py",
-        "shoal/sharding/sparse_gradient.py",
-        "shoal/sharding/sparse_sum.py",
-        "shoal/zero/build.py",
-        "shoal/zero/engine_parameters.py",
-        "shoal/zero/materialize.py",
-        "shoal/zero/move_experts.py",
-        "shoal/zero/sharded_at_init.py",
-        "shoal/zero/step_status.py",
-    }
-)
+# Reasons that hold only of a call that was run, and made no order.
+RAN = (_AGAIN, _NOTHING_LEFT)
+
+
+def reason_of(site: str) -> str | None:
+    """The entry of ``UNREACHED`` that a site has."""
+    file, _, text = site.partition(":")
+    return next((part for part in UNREACHED if part.split(" ", 1)[0] == file and part.split(" ", 1)[1] in text), None)
 
 
 def reason(site: str) -> str | None:
     """Why a site needs no order; None: it is not known."""
-    file, _, text = site.partition(":")
-    return next(
-        (why for part, why in UNREACHED.items() if part.split(" ", 1)[0] == file and part.split(" ", 1)[1] in text),
-        None,
-    )
+    found = reason_of(site)
+    return None if found is None else UNREACHED[found]
 
 
 @dataclass
@@ -300,6 +280,15 @@ class Deletion:
                 site.teaches.add(self.scenario)
             else:
                 site.known_from.update(known_from)
+
+
+def not_imported() -> None:
+    """Add the sites of files that no scenario has imported."""
+    known = {site.file for site in SITES}
+    for path in sorted(ROOT.glob("shoal/**/*.py")):
+        file = str(path.relative_to(ROOT))
+        if file not in known and outside(file) is None and file[:-3].replace("/", ".") not in sys.modules:
+            _Wrap(file).visit(ast.parse(path.read_bytes()))
 
 
 def place() -> str:
@@ -445,9 +434,9 @@ class Mutants:
     def _end(self) -> None:
         self._seconds[len(self._scenarios) - 1] = time.monotonic() - self._began
 
-    def run_matrix(self) -> Iterator[str]:
-        """Run the pairs as they are. Yields: what is reported, which should be nothing."""
-        for name, run in matrix():
+    def run_all(self, scenarios: Sequence[Scenario]) -> Iterator[str]:
+        """Run scenarios as they are. Yields: what is reported, which should be nothing."""
+        for name, run in scenarios:
             self._begin(name, run)
             if told := _told(run):
                 yield f"{name}: {told[1]}"
@@ -504,6 +493,8 @@ def _told(run: Callable[[], Any]) -> tuple[str, str] | None:
     """The verdict and its first lines; None: nothing is reported."""
     try:
         checks = run()
+    except UsageError:
+        raise  # the scenario itself is wrong: it says nothing about a wait
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = str(error).splitlines()[0] if str(error) else ""
@@ -514,9 +505,6 @@ def _told(run: Callable[[], Any]) -> tuple[str, str] | None:
     return None
 
 
-NOTICED = ("found", "error")
-
-
 def main(args: Sequence[str]) -> None:
     import argparse
 
@@ -524,36 +512,37 @@ def main(args: Sequence[str]) -> None:
     parser.add_argument("--sites", default="")
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--most", type=int, default=4)
-    parser.add_argument("--only", choices=["matrix", "tests"])
-    parser.add_argument(
-        "--skip", type=Path, help="the output of another run, whose sites that were noticed are left out"
-    )
+    parser.add_argument("--only", choices=["cases", "matrix", "tests"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(args)
     logging.getLogger("shoal").setLevel(logging.ERROR)
     mutants = Mutants(DELETION)
-    faults = [] if options.only == "tests" else list(mutants.run_matrix())
-    faults += [] if options.only == "matrix" else list(mutants.run_tests(TEST_FILES))
+    scenarios = list(CASES.items()) if options.only == "cases" else matrix() if options.only != "tests" else []
+    faults = list(mutants.run_all(scenarios))
+    faults += list(mutants.run_tests(TEST_FILES)) if options.only in (None, "tests") else []
     print("reported without a deletion:", *faults, sep="\n  ", flush=True)
-    done = set()
-    if options.skip:
-        done = {each["site"] for each in json.loads(options.skip.read_text())["outcomes"] if each["verdict"] in NOTICED}
+    kept = json.loads(options.out.read_text())["outcomes"] if options.out and options.out.exists() else []
+    done = {each["site"] for each in kept}
     part, parts = map(int, options.part.split("/"))
+    not_imported()
     order = sorted(range(len(SITES)), key=lambda number: (SITES[number].file, SITES[number].line))
-    lines = []
-    for place_of, number in enumerate(order):
-        if place_of % parts == part and options.sites in (name := str(SITES[number])) and name not in done:
-            found = mutants.outcome(number, options.most)
-            lines.append(found.__dict__)
-            print(found, flush=True)
-    summary = {"faults": faults, "unattributed": dict(mutants.deletion.unattributed), "outcomes": lines}
-    if options.out:
-        options.out.write_text(json.dumps(summary, indent=1))
-    print(json.dumps({**summary, "outcomes": Counter(line["verdict"] for line in lines)}, indent=1))
+    chosen = [number for at, number in enumerate(order) if at % parts == part and options.sites in str(SITES[number])]
+    summary = {"faults": faults, "unattributed": dict(mutants.deletion.unattributed), "outcomes": kept}
+    for number in chosen:
+        if str(SITES[number]) in done:
+            continue
+        found = mutants.outcome(number, options.most)
+        kept.append(found.__dict__)
+        print(found, flush=True)
+        if options.out:
+            options.out.write_text(json.dumps(summary, indent=1))
+    print(json.dumps({**summary, "outcomes": Counter(each["verdict"] for each in kept)}, indent=1))
 
 
 if __name__ == "__main__":
     DELETION = install()
+    from shoal.errors import UsageError
+    from tests.stream_cases import CASES
     from tests.stream_scenarios import TEST_FILES, Scenario, TestRuns, matrix, of_test
 
     main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""The runs in which the waits of the library are deleted: pairs of the matrix of streams, and tests of the library."""
+"""The runs in which waits are deleted: small cases, pairs of the matrix of streams, and tests of the library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import shoal
 from shoal.comm import threads
 from shoal.simulation.check import StreamCheck
 from tests.composition import covering
+from tests.stream_cases import CASES, ROWS
 from tests.stream_matrix import STREAM_AXES, checks_of, named
 
 Scenario = tuple[str, Callable[[], Any]]
@@ -26,27 +28,22 @@ AXES = {
     "schedule": {"1f1b": STREAM_AXES["schedule"]["1f1b"]},
 }
 
-# What the matrix has no axis for: tests whose ranks are threads.
+# What the matrix and the cases have not: tests whose ranks are threads.
 TEST_FILES = tuple(
     f"tests/ranks/test_{name}.py"
     for name in (
         "tensor_parallel_overlap",
         "tensor_parallel_optimizers",
         "vocab_parallel_cross_entropy",
-        "deepspeed_partitioned",
         "expert_hierarchical",
         "expert_balance",
         "expert_overlap",
-        "moe_layer",
         "comm_wire",
-        "comm_autograd",
         "offload_states",
         "overlap_param_gather",
         "pipeline_access",
         "sequence_attention",
         "sequence_options",
-        "sparse_gradients",
-        "zero_access",
         "zero_gathered",
         "zero_init",
     )
@@ -54,7 +51,12 @@ TEST_FILES = tuple(
 
 
 def matrix() -> list[Scenario]:
-    return [(named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)]
+    """The small cases, and the pairs."""
+    return [
+        *CASES.items(),
+        *ROWS.items(),
+        *((named(row), partial(checks_of, row)) for row in covering(2, AXES, most_ranks=4)),
+    ]
 
 
 class TestRuns:
@@ -72,6 +74,7 @@ class TestRuns:
         self._begin = begin
         self._keeps_all = False
         self._run_ranks = threads.run_ranks
+        self._replaced: list[ModuleType] = []
 
     def run(self, names: Sequence[str]) -> None:
         self._keeps_all = len(names) == 1
@@ -82,9 +85,18 @@ class TestRuns:
     def pytest_runtest_setup(self, item: Any) -> None:
         self.checks = []
         self._begin(item.nodeid)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("tests.") and module is not sys.modules[__name__] and hasattr(module, "run_ranks"):
-                module.run_ranks = self._checked  # type: ignore[attr-defined]
+        self._replaced = [
+            module
+            for name, module in list(sys.modules.items())
+            if name.startswith("tests.") and not name.startswith("tests.stream_") and hasattr(module, "run_ranks")
+        ]
+        for module in self._replaced:
+            module.run_ranks = self._checked  # type: ignore[attr-defined]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self) -> None:
+        for module in self._replaced:  # the cases and the matrix import helpers from tests
+            module.run_ranks = self._run_ranks  # type: ignore[attr-defined]
 
     def _checked(self, size: int, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         def run(*args: Any) -> Any:

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from shoal.device import is_fake
 from shoal.engine.engine import Engine
 from shoal.engine.pipeline_data import check_length, endless, labels_of, next_batches
-from shoal.errors import NoOptimizerError, UsageError
+from shoal.errors import NoOptimizerError, NotBuiltError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
@@ -40,6 +41,13 @@ class PipelineEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if any(map(is_fake, self.module.parameters())):
+            raise NotBuiltError(
+                "a dry run cannot run a model in pipeline stages: a stage learns from the previous one what it will"
+                " receive, and there is one rank.",
+                do="set pipeline.stages and parallel.pp to 1 for the dry run.",
+                code="dry-run-pipeline",
+            )
         mesh = self.axes.mesh
         section = self.properties.config.pipeline
         module = self.module

@@ -12,6 +12,8 @@ import torch
 
 import shoal
 from shoal.errors import NotBuiltError, OutOfMemoryError, UsageError
+from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import MACHINES
@@ -21,6 +23,7 @@ from tests.unit.test_fake_step import Tower
 
 H100 = MACHINES["h100"]
 BF16 = torch.bfloat16
+ADAM = {"type": "AdamW", "params": {"lr": 1e-4}}
 
 
 def stream(name: str) -> SimulatedStream:
@@ -164,6 +167,30 @@ def test_a_disk_is_refused(tmp_path: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         with pytest.raises(NotBuiltError, match="dry run cannot offload to a disk"):
             shoal.initialize(model=model, optimizer=optimizer, config=config(2, zero_optimization=zero))
+
+
+def test_pipeline_stages_are_refused() -> None:
+    made = config(1, pipeline={"stages": 2}, optimizer=ADAM)
+    with shoal.dry_run(2):
+        model = Tower()
+        with pytest.raises(NotBuiltError, match="dry run cannot run a model in pipeline stages"):
+            shoal.initialize(model=model, config=made)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_experts_get_equally_many_tokens(stage: int) -> None:
+    shape = GPTConfig(vocab_size=256, sequence_length=64, num_layers=2, hidden_size=64, num_heads=2, num_experts=8)
+    with shoal.dry_run(4) as run:
+        model = GPT(shape, experts=ExpertFeedForward)
+        engine = shoal.initialize(model=model, config=config(stage, parallel={"ep": 2}, optimizer=ADAM))[0]
+        batch = torch.zeros(2, 64, dtype=torch.long)
+        for _ in range(2):
+            with run.step():
+                engine.backward(engine(batch, batch))
+                engine.step()
+        engine.destroy()
+    sent = 2 * 64 * shape.experts_per_token * 64 * 4 // 2  # half of the choices are of the other rank's experts
+    assert run.steps[-1].received["all_to_all"] == 2 * 4 * sent  # of two layers: there and back, twice
 
 
 def test_bad_arguments_are_errors() -> None:

@@ -23,6 +23,9 @@ from shoal.parallel.expert.dense import topkgating
 from shoal.parallel.expert.losses import global_batch_loss
 from shoal.parallel.partitioned import PartitionedStore
 from shoal.parallel.saved_tensors import InPlaceStore
+from shoal.parallel.sequence.chunks import chunks_of
+from shoal.parallel.sequence.exchange import RingPlan
+from shoal.parallel.sequence.ring import ring_attention
 from shoal.simulation.check import StreamCheck
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.models import HIDDEN, VOCABULARY, Plain
@@ -103,6 +106,15 @@ def batches_of_a_sequence() -> None:
     loader = [{"input_ids": torch.arange(8).view(1, 8) * 2}]
     for each in UlyssesSPDataLoaderAdapter(loader, found.rank, group, found.size, "cpu"):
         each["input_ids"].mul(2)
+
+
+def gradients_of_gathered_keys() -> None:
+    comm = world()
+    query, key, value = ((torch.ones(1, 2, 4, 8) * scale).requires_grad_() for scale in (0.1, 0.2, 0.3))
+    plan = RingPlan(comm, chunks_of(8, comm.size, "balanced"), True, None, 1.0, "all_gather", "attention")
+    ring_attention(query, key, value, plan).sum().backward()
+    assert key.grad is not None
+    key.grad.mul(2)
 
 
 # the engine
@@ -279,6 +291,7 @@ CASES: dict[str, Callable[[], list[StreamCheck]]] = {
         (1, saved_tensor_that_is_dropped_after_it_was_fetched),
         (1, copies_within_copies),
         (2, batches_of_a_sequence),
+        (2, gradients_of_gathered_keys),
         (2, buffers_of_the_model),
         (2, stream_that_changes_while_units_are_gathered),
         (2, table_with_a_dense_gradient_on_one_rank),

@@ -259,6 +259,7 @@ class DirectCommunicator:
         for work, _ in list(self._read):
             if work.stage is Stage.FINISHED and not work.is_private:
                 self.await_readers(work)
+        self._forget_read()
         for channel in self._channels.values():
             channel.drain()
 

@@ -169,7 +169,8 @@ def test_blocks_that_are_called_with_other_arguments_are_not_recomputed_together
 
     if kind != "same":
         with pytest.raises(
-            (ModelError, UsageError), match=f"cannot be recomputed together with .*: its argument '{argument}' is an"
+            (ModelError, UsageError),
+            match=f"cannot be recomputed together with .*: its argument '{argument}' is a different one",
         ):
             run_ranks(2, job, 2, 2)
         return

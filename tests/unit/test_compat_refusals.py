@@ -15,7 +15,7 @@ ELASTIC = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [
 QUANTIZED = {"weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": {}}}
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*tensor"),
+    ({"elasticity": {**ELASTIC, "num_gpus_per_node": 2}}, r"model_parallel_size: 2 .*model-parallel ranks"),
     ({"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True}}}, r": data efficiency"),
     ({"autotuning": {"enabled": True}}, r": autotuning"),
     ({"hybrid_engine": {"enabled": True}}, r": generation while training"),

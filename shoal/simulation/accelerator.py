@@ -140,7 +140,7 @@ class SimulatedAccelerator:
     def check_order(self) -> None:
         """Report collectives of all ranks that wait for each other in a circle."""
         if self._order is not None and (circle := self._order.circle()):
-            text = "collectives wait for each other in a circle, which hangs on NCCL:" + "".join(circle)
+            text = "collectives deadlock, each waiting for the next, which hangs on NCCL:" + "".join(circle)
             self._report(("circle",), lambda: text)
 
     def carried(self, run: Callable[[], T], thread: str) -> tuple[Callable[[], T], Callable[[], None]]:

@@ -85,9 +85,8 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
     return one[0] == other[0] and all(torch.equal(value, other[1][name]) for name, value in one[1].items())
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 2), ("bf16", 2), ("fp16", 1)])
+@pytest.mark.parametrize(("size", "stage"), [(1, 0), (1, 3), (3, 0), (3, 1), (3, 2), (3, 3)])
+@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 2), ("fp16", 1)])
 @pytest.mark.usefixtures("apart")
 def test_what_left_and_came_back_trains_on_with_the_same_bits(
     size: int, stage: int, precision: str, accumulation: int

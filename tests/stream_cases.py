@@ -207,7 +207,7 @@ def unit_that_is_never_used(stage: int, **zero: Any) -> None:
 
 
 def gather_that_is_drained() -> None:
-    """Of a shard in host memory: whoever drains the gather may read."""
+    """Of a shard in host memory: after the gather is drained, the script may read."""
     engine = start(lambda: Plain(1), config(3, zero_optimization={"offload_param": {"device": "cpu"}}), sgd)
     run_steps(engine, 1)
     unit = engine.sharded.sharded[0]

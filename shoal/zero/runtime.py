@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from shoal.zero.reducer import Reducer
 from shoal.zero.settings import Axes
 from shoal.zero.sharded_at_init import ChunkedTransfer, ShardedAtInit
 
-_IS_ATTACHED = attrgetter("gradient.is_attached")
 _RECOMPUTED = -1  # the forward in which a call was made that only backward makes (reentrant checkpointing)
 _MAX_CALLS_KEPT = 64  # of one unit, whose backward has not come
 
@@ -425,7 +423,7 @@ class ShardedModel:
             gives_gradients=not is_in_graph or accumulates_into(self._trained),
         )
         self._is_kept |= self._pass.creates_graph
-        self._hooks.listen_to_gradients(not all(map(_IS_ATTACHED, self.trained_groups)))
+        self._hooks.listen_to_gradients(not all(unit.is_attached for unit in self.reducer.units))
         if is_in_graph:
             at_end_of_backward(self.finish_backward)
         return self._pass

@@ -25,7 +25,7 @@ def test_every_wait_that_is_deleted_is_noticed_or_explained(tmp_path: Path) -> N
     assert {each["verdict"] for each in outcomes} <= VERDICTS
     needs_reason = [each for each in outcomes if each["verdict"] in ("not reached", "orders nothing", "open")]
     assert [each for each in needs_reason if reason(each["site"]) is None] == []
-    # What makes no order because somebody has waited was there, and has made none.
+    # A site whose reason is a second wait ran in some scenario, and made no order there.
     assert [each for each in needs_reason if each["verdict"] != "orders nothing" and reason(each["site"]) in RAN] == []
     assert sum(each["verdict"] in ("found", "error") for each in outcomes) >= 100
 

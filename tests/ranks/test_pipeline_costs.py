@@ -52,16 +52,32 @@ def test_all_ranks_cut_by_the_times_that_rank_0_has_measured() -> None:
         model = make(lambda: WithLoss([Waiting(rank) for rank in (0, 2, 2, 1, 1, 2)]))
         data = (torch.ones(2, 6), torch.zeros(2, 6))
         model.pipeline_sample = data
-        before = torch.get_rng_state()
         engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings(2, partition="time"))[
             0
         ]
-        assert torch.equal(torch.get_rng_state(), before)
         assert "forward" not in model.blocks.__dict__
         engine.train_batch(iter([data, data]))
         return engine.module.starts
 
     assert run_ranks(2, job) == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("method", ["time", "memory"])
+def test_measuring_blocks_draws_no_random_number_of_the_process(method: str) -> None:
+    """In one process: threads as ranks share the generator of the host."""
+
+    class Dropping(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Dropping.calls += 1
+            return nn.functional.dropout(super().forward(x))
+
+    model = WithLoss([Dropping(6, 6) for _ in range(4)])
+    before = torch.get_rng_state()
+    costs = partition_costs(model, method, (torch.ones(2, 6), torch.zeros(2, 6)), 2, CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert Dropping.calls > 4 and len(costs) in (2, 4)
 
 
 def gpt(num_layers: int = 8) -> GPT:

@@ -1,14 +1,16 @@
 """Pipelines beside their peers on CPU ranks, and the bubble of each schedule beside its formula.
 
     python -m benchmarks.pipeline --ranks 2 4                     # Shoal, torch.distributed.pipelining, DeepSpeed
+    python -m benchmarks.pipeline --ranks 4 --data-parallel 2     # two pipelines of two stages
     python -m benchmarks.pipeline --ranks 4 --bubble              # stages that sleep a known time
     python -m benchmarks.pipeline --ranks 2 --profile shoal-1     # where rank 0's processor time goes
 
 All contenders train the same stack of blocks under 1F1B with AdamW; a rank is one process with one thread and has one
 pipeline stage. They share these processes: a round is one step of each, so that a noisy machine disturbs all alike.
 A ratio is the median of the rounds' ratios (the peer's time over Shoal's with ZeRO-1), with quartiles; beside it the
-ratio of the least times, and the processor time of all ranks, which other processes disturb less. Losses must agree.
-DeepSpeed is left out where it is not installed.
+ratio of the least times, and the processor time of all ranks, which other processes disturb less. What memory a process
+happens to get changes its ratios by several percent, so ``--launches`` repeats all in new processes and shows the least
+and the largest of their medians. Losses must agree. DeepSpeed is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ Batches = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the model and of a step."""
+    """The sizes of the model and of a step; ``data_parallel`` pipelines, each with its own micro-batches."""
 
     layers: int = 8
     hidden: int = 256
     length: int = 32
     batch: int = 2
     micro: int = 8
+    data_parallel: int = 1
 
 
 def build_blocks(sizes: Sizes) -> list[nn.Module]:
@@ -61,8 +64,8 @@ def build_blocks(sizes: Sizes) -> list[nn.Module]:
     return [Block(Shape(hidden=sizes.hidden)) for _ in range(sizes.layers)]
 
 
-def build_batches(sizes: Sizes) -> Batches:
-    generator = torch.Generator().manual_seed(1)
+def build_batches(sizes: Sizes, replica: int) -> Batches:
+    generator = torch.Generator().manual_seed(1 + replica)
     shape = (sizes.micro, 2, sizes.batch, sizes.length, sizes.hidden)
     return [(inputs, targets) for inputs, targets in torch.randn(shape, generator=generator)]
 
@@ -71,7 +74,7 @@ def mean_squares(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def shoal(blocks: list[nn.Module], batches: Batches, rank: int, size: int, stage: int) -> Step:
+def shoal(blocks: list[nn.Module], batches: Batches, rank: int, size: int, num_stages: int, stage: int) -> Step:
     import shoal as library
 
     config = {
@@ -83,40 +86,57 @@ def shoal(blocks: list[nn.Module], batches: Batches, rank: int, size: int, stage
             "type": "AdamW",
             "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS, "weight_decay": WEIGHT_DECAY},
         },
-        "pipeline": {"stages": size, "schedule": "1f1b"},
+        "pipeline": {"stages": num_stages, "schedule": "1f1b"},
     }
-    model = library.PipelineModule(blocks, num_stages=size, loss_fn=mean_squares)
+    model = library.PipelineModule(blocks, num_stages=num_stages, loss_fn=mean_squares)
     initialize: Any = library.initialize
     engine, *_ = initialize(model=model, config=config)
     return lambda: float(engine.train_batch(iter(batches)))
 
 
-def torch_pipelining(blocks: list[nn.Module], batches: Batches, rank: int, size: int) -> Step:
+def torch_pipelining(blocks: list[nn.Module], batches: Batches, rank: int, size: int, num_stages: int) -> Step:
+    """Bare pipelines; with data parallelism their gradients are averaged as one tensor, as by hand."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    of_rank = len(blocks) // size
-    module = nn.Sequential(*blocks[rank * of_rank : (rank + 1) * of_rank])
-    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    replicas = size // num_stages
+    index, replica = divmod(rank, replicas)
+    of_stage = len(blocks) // num_stages
+    module = nn.Sequential(*blocks[index * of_stage : (index + 1) * of_stage])
+    # Every rank makes every group.
+    pipelines = [dist.new_group(list(range(each, size, replicas))) for each in range(replicas)]
+    copies = [dist.new_group(list(range(each * replicas, (each + 1) * replicas))) for each in range(num_stages)]
+    stage = PipelineStage(module, index, num_stages, torch.device("cpu"), group=pipelines[replica])
     schedule = Schedule1F1B(stage, len(batches), loss_fn=mean_squares)
     optimizer = adamw(module.parameters())
     inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
 
+    def mean_of_replicas(tensor: Tensor) -> Tensor:
+        if replicas > 1:
+            dist.all_reduce(tensor, group=copies[index])
+            tensor /= replicas
+        return tensor
+
     def step() -> float:
         losses: list[Tensor] = []
-        if rank == 0:
+        if index == 0:
             schedule.step(inputs)
-        elif rank == size - 1:
+        elif index == num_stages - 1:
             schedule.step(target=targets, losses=losses)
         else:
             schedule.step()
+        if replicas > 1:
+            gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            flat = mean_of_replicas(torch.cat([gradient.flatten() for gradient in gradients]))
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).detach().mean()) if losses else float("nan")
+        return float(mean_of_replicas(torch.stack(losses).detach().mean())) if losses else float("nan")
 
     return step
 
 
-def deepspeed(blocks: list[nn.Module], batches: Batches, rank: int, size: int) -> Step:
+def deepspeed(blocks: list[nn.Module], batches: Batches, rank: int, size: int, num_stages: int) -> Step:
     import deepspeed as library
     from deepspeed.pipe import PipelineModule
 
@@ -129,7 +149,7 @@ def deepspeed(blocks: list[nn.Module], batches: Batches, rank: int, size: int) -
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,
     }
-    model = PipelineModule(blocks, num_stages=size, loss_fn=mean_squares)
+    model = PipelineModule(blocks, num_stages=num_stages, loss_fn=mean_squares)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = library.initialize(model=model, optimizer=adamw(parameters), config=config)
     return lambda: float(engine.train_batch(iter(batches)))
@@ -254,10 +274,14 @@ def measure_bubble(bubble: Bubble, rank: int, size: int, micro: int, seconds: fl
 
 def measure(
     names: Sequence[str], sizes: Sizes, rank: int, size: int, rounds: int, profile: str
-) -> list[dict[str, Any]]:
-    """All contenders in turn; a time begins and ends with all ranks together. Returns: a row a contender."""
-    batches, blocks = build_batches(sizes), build_blocks(sizes)
-    steps = {name: CONTENDERS[name](copy.deepcopy(blocks), batches, rank, size) for name in names}
+) -> dict[str, dict[str, list[float]]]:
+    """All contenders in turn; a time begins and ends with all ranks together.
+
+    Returns: seconds, processor seconds of all ranks, and losses of each contender's steps.
+    """
+    num_stages = size // sizes.data_parallel
+    batches, blocks = build_batches(sizes, rank % sizes.data_parallel), build_blocks(sizes)
+    steps = {name: CONTENDERS[name](copy.deepcopy(blocks), batches, rank, size, num_stages) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
@@ -277,8 +301,21 @@ def measure(
         pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     last: list[Any] = [None] * size
     dist.all_gather_object(last, losses)
+    return {"seconds": seconds, "processor": processor, "losses": last[-1]}
+
+
+def rows_of(launches: Sequence[dict[str, dict[str, list[float]]]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row a contender, over the rounds of all launches."""
+    seconds, processor, losses = (
+        {name: [value for launch in launches for value in launch[kind][name]] for name in names}
+        for kind in ("seconds", "processor", "losses")
+    )
+    ours = names[0]
     return [
-        row_of(name, names[0], seconds, processor) | disagreement(last[-1][name], last[-1][names[0]]) for name in names
+        row_of(name, ours, seconds, processor)
+        | {"launches": [row_of(name, ours, each["seconds"], each["processor"])["ratio"] for each in launches]}
+        | disagreement(losses[name], losses[ours])
+        for name in names
     ]
 
 
@@ -305,8 +342,8 @@ def disagreement(losses: list[float], ours: list[float]) -> dict[str, Any]:
     return row
 
 
-def run(arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
-    """Rank 0's rows, from ``size`` processes. Raises: SystemExit: a process has failed."""
+def launch(arguments: argparse.Namespace, size: int) -> Any:
+    """Rank 0's result, from ``size`` new processes. Raises: SystemExit: a process has failed."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -322,8 +359,7 @@ def run(arguments: argparse.Namespace, size: int) -> list[dict[str, Any]]:
         process.join()
     if any(process.exitcode for process in processes):
         raise SystemExit(f"exit codes of the ranks: {[process.exitcode for process in processes]}")
-    rows: list[dict[str, Any]] = results.get()
-    return rows
+    return results.get()
 
 
 def run_rank(rank: int, size: int, port: int, results: Any, arguments: argparse.Namespace) -> None:
@@ -336,16 +372,16 @@ def run_rank(rank: int, size: int, port: int, results: Any, arguments: argparse.
 
     library.init_distributed()
     if arguments.bubble:
-        rows = [
+        result: Any = [
             measure_bubble(bubble, rank, size, arguments.micro, arguments.seconds, arguments.rounds)
             for bubble in BUBBLES
             if bubble.schedule in (arguments.schedules or bubble.schedule)
         ]
     else:
         sizes = Sizes(**{name: getattr(arguments, name) for name in asdict(Sizes())})
-        rows = measure(arguments.contenders, sizes, rank, size, arguments.rounds, arguments.profile)
+        result = measure(arguments.contenders, sizes, rank, size, arguments.rounds, arguments.profile)
     if rank == 0:
-        results.put(rows)
+        results.put(result)
     dist.barrier()
     os._exit(0)  # peers' destructors of process groups wait for each other
 
@@ -366,14 +402,15 @@ def show(rows: list[dict[str, Any]], is_bubble: bool) -> str:
                 ),
             ]
         )  # fmt: skip
-    head = ["contender", "ms", "ratio", "quartiles", "of least", "processor ms", "ratio", "loss"]
+    head = ["contender", "ms", "ratio", "quartiles", "of launches", "of least", "processor ms", "ratio", "loss"]
     return table(
         [
             head,
             *(
                 [
                     row["contender"], f"{row['ms']:.1f}", f"{row['ratio']:.2f}",
-                    f"{row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}", f"{row['least_ratio']:.2f}",
+                    f"{row['quartiles'][0]:.2f} to {row['quartiles'][1]:.2f}",
+                    f"{min(row['launches']):.2f} to {max(row['launches']):.2f}", f"{row['least_ratio']:.2f}",
                     f"{row['processor_ms']:.1f}", f"{row['processor_ratio']:.2f}",
                     row.get("error", f"{row['loss']:.6f}"),
                 ]
@@ -389,8 +426,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=found, help="Shoal's first")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15, help="steps of each contender, or of each schedule")
+    parser.add_argument("--launches", type=int, default=1, help="how often new processes do the rounds")
     for name, value in asdict(Sizes()).items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--profile", default="", help="a contender whose steps run under cProfile on rank 0")
     parser.add_argument("--bubble", action="store_true")
     parser.add_argument("--schedules", nargs="+", choices=[bubble.schedule for bubble in BUBBLES])
@@ -399,8 +437,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     everything = {}
     for size in arguments.ranks:
-        rows = everything[size] = run(arguments, size)
-        print(f"{size} ranks, one thread each, {arguments.micro} micro-batches, {arguments.rounds} rounds")
+        if arguments.bubble:
+            rows = launch(arguments, size)
+        else:
+            rows = rows_of([launch(arguments, size) for _ in range(arguments.launches)], arguments.contenders)
+        everything[size] = rows
+        print(
+            f"{size} ranks, {size // arguments.data_parallel} stages, one thread each, {arguments.micro} micro-batches,"
+            f" {arguments.launches} x {arguments.rounds} rounds"
+        )
         print(show(rows, arguments.bubble), flush=True)
     if arguments.out is not None:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ torch is imported only for a type that the schema does not have.
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from shoal.config.support import TYPES_NOT_BUILT
 from shoal.text import nearest
 
 Section = Literal["optimizer", "scheduler"]
+
+_IGNORING = threading.Lock()  # catch_warnings() changes filters that all threads share
 
 # Optimizers of torch that cannot run on shards, and what to do instead.
 NOT_ELEMENTWISE = {
@@ -133,7 +136,7 @@ def _trial(section: Section, factory: Any, params: Mapping[str, Any]) -> str:
     from shoal.compiler import make_optimizer
 
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    with warnings.catch_warnings():
+    with _IGNORING, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             if section == "optimizer":

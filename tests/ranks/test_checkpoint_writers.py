@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,19 @@ from tests.ranks.dying import SIZE, tiny
 from tests.ranks.failing_saves import Outcome, attempt, load, save_and_finish, steps_in
 from tests.ranks.resuming import State, differences, engine_of, micro_steps, state_of
 
-SLOW_SECONDS = 0.4
 
+class HeldUp:
+    """Blocks an engine's writer: each save until its event is set."""
 
-class Slow:
-    """Blocks the writers of ranks, and knows when they are done."""
+    def __init__(self, engine: shoal.Engine, num_saves: int = 1) -> None:
+        self.may_write = [threading.Event() for _ in range(num_saves)]
+        self._num_begun = 0
+        engine.checkpointing.on_phase = self._wait
 
-    def __init__(self) -> None:
-        self.events: list[tuple[int, str]] = []
-
-    def hold_up(self, engine: shoal.Engine, phase: str = "shard_write") -> None:
-        rank = engine.global_rank
-
-        def wait(name: str) -> None:
-            if name == phase:
-                time.sleep(SLOW_SECONDS)
-            self.events.append((rank, name))
-
-        engine.checkpointing.on_phase = wait
+    def _wait(self, phase: str) -> None:
+        if phase == "shard_write":
+            self._num_begun += 1
+            assert self.may_write[self._num_begun - 1].wait(60)
 
 
 @pytest.mark.parametrize(("phase", "victim"), [("shard_write", 0), ("shard_write", 1), ("manifest", 0)])
@@ -59,7 +53,8 @@ def test_a_writer_that_dies_is_an_error_at_the_next_step_on_all_ranks(
         engine.checkpointing.on_phase = die
         outcomes = [attempt(lambda: engine.save_checkpoint(tmp_path))]
         for step in range(1, 3):  # the files, then the commit
-            time.sleep(0.2)
+            if (save := engine.checkpointing._in_flight) is not None and save._thread is not None:
+                save._thread.join()
             have_died.wait()
             # mypy infers no lambda with a default.
             outcomes.append(attempt(lambda step=step: micro_steps(engine, run, step, 1) and "stepped"))  # type: ignore[misc]
@@ -118,15 +113,14 @@ def test_a_system_without_threads_is_an_error_on_all_ranks(tmp_path: Path, monke
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_path: Path, stage: int) -> None:
     run = tiny(stage, bf16={"enabled": True}, checkpoint={"async_save": True})
-    slow = Slow()
     noted = {"best": torch.ones(3), "list": [1, 2]}
 
-    def rank() -> tuple[State, bool]:
+    def rank() -> State:
         engine = engine_of(run)
         micro_steps(engine, run, 0, 2)
         before = state_of(engine)
         client_state = {"best": torch.ones(3), "list": [1, 2]}
-        slow.hold_up(engine)
+        held = HeldUp(engine)
         engine.save_checkpoint(tmp_path, client_state=client_state)
         # mypy takes the mixed values for objects.
         client_state["best"].fill_(9.0)  # type: ignore[attr-defined]
@@ -146,15 +140,15 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
         for state in engine.sharding.step.optimizer.state.values():
             state["step"] += 100
         engine.global_steps += 50
-        is_early = not any(name == "shard_fsync" for _, name in slow.events)
+        held.may_write[0].set()
         engine.checkpointing.finish()
         engine.destroy()
-        return before, is_early
+        return before
 
-    ranks = run_ranks(SIZE, rank)
-    assert all(is_early for _, is_early in ranks), "the writer was done before anything was changed"
-    assert differences([before for before, _ in ranks], load(run, tmp_path)) == []
-    assert [s.counters for s in load(run, tmp_path)] == [before.counters for before, _ in ranks]
+    saved = run_ranks(SIZE, rank)
+    loaded = load(run, tmp_path)
+    assert differences(saved, loaded) == []
+    assert [s.counters for s in loaded] == [before.counters for before in saved]
 
     def client_state() -> Any:
         engine = engine_of(run)
@@ -169,27 +163,27 @@ def test_what_changes_right_after_an_asynchronous_save_returns_is_not_in_it(tmp_
 
 def test_a_second_save_waits_for_a_slow_first_one_and_takes_no_more_memory(tmp_path: Path) -> None:
     run = tiny(checkpoint={"async_save": True})
-    slow = Slow()
 
-    def rank() -> tuple[list[float], set[int], int]:
+    def rank() -> tuple[list[bool], set[int], int]:
         engine = engine_of(run)
-        slow.hold_up(engine)
-        seconds, buffers = [], set()
+        may_write = HeldUp(engine, 3).may_write
+        waited, buffers = [], set()
         most_threads = 0
         for step in range(3):
             micro_steps(engine, run, step, 1)
-            began = time.monotonic()
+            if step:
+                threading.Timer(0.1, may_write[step - 1].set).start()
             engine.save_checkpoint(tmp_path)
-            seconds.append(time.monotonic() - began)
+            waited.append(may_write[step - 1].is_set())
             assert engine.checkpointing._host is not None
             buffers.add(engine.checkpointing._host.data_ptr())
             most_threads = max(most_threads, len([t for t in threading.enumerate() if t.name == "shoal-checkpoint"]))
+        may_write[-1].set()
         engine.destroy()  # waits for the last
-        return seconds, buffers, most_threads
+        return waited, buffers, most_threads
 
-    for seconds, buffers, most_threads in run_ranks(SIZE, rank):
-        assert seconds[0] < SLOW_SECONDS
-        assert min(seconds[1:]) > SLOW_SECONDS / 2
+    for waited, buffers, most_threads in run_ranks(SIZE, rank):
+        assert waited == [False, True, True]
         assert len(buffers) <= 2  # Adam's state is there from the first step on: the second snapshot may be larger
         assert most_threads <= SIZE
     assert steps_in(tmp_path) == ["global_step1", "global_step2", "global_step3"]
@@ -202,13 +196,13 @@ def test_two_jobs_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
     run = tiny(checkpoint={"async_save": True})
     first = engine_of(run)
     second = engine_of(run)
-    slow = Slow()
-    slow.hold_up(first)
+    held = HeldUp(first)
     micro_steps(first, run, 0, 1)
     first.save_checkpoint(tmp_path, tag="of the first".replace(" ", "-"))
     code, said = attempt(lambda: second.save_checkpoint(tmp_path, tag="of-the-second"))
     assert code == "checkpoint-locked"
     assert f"process {os.getpid()} on " in said
+    held.may_write[0].set()
     first.checkpointing.finish()
     assert attempt(lambda: save_and_finish(second, tmp_path)) == ("returned", True)
     first.destroy()

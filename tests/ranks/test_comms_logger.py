@@ -113,7 +113,7 @@ def test_waiting_for_a_late_rank_is_counted_separately() -> None:
         timed.barrier(label="together")
         log.clear()
         if world.rank == 1:
-            time.sleep(0.2)
+            time.sleep(0.5)
         timed.all_reduce(torch.ones(8), label="late").wait()
         if world.rank == 1:
             log.add("broadcast", 4, 1.0, size=2)  # of one rank alone: not compared
@@ -122,9 +122,9 @@ def test_waiting_for_a_late_rank_is_counted_separately() -> None:
     first, second = run_ranks(2, job)
     assert list(first) == list(second) == ["all_reduce"]
     assert first["all_reduce"][32]["count"] == 1
-    assert first["all_reduce"][32]["total_straggler_ms"] > 100
+    assert first["all_reduce"][32]["total_straggler_ms"] > 200
     assert second["all_reduce"][32]["total_straggler_ms"] == 0.0
-    assert first["all_reduce"][32]["total_comm_lat_ms"] == second["all_reduce"][32]["total_comm_lat_ms"] < 100
+    assert first["all_reduce"][32]["total_comm_lat_ms"] == second["all_reduce"][32]["total_comm_lat_ms"] < 400
 
 
 def test_deepspeeds_summary_is_of_each_rank_and_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

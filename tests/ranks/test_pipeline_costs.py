@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -14,10 +13,12 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.errors import NotBuiltError, UsageError
 from shoal.pipeline.block_costs import partition_costs
+from tests.fake_clock import FakeClock
 from tests.ranks.test_tensor_parallel_engine import GPT, LENGTH, VOCABULARY, GPTConfig, config, tokens
 from tests.ranks.training import make, sgd
 
 CPU = torch.device("cpu")
+CLOCK = FakeClock()
 
 
 class Waiting(nn.Linear):
@@ -28,7 +29,7 @@ class Waiting(nn.Linear):
         self.rank = rank
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02 if current_world().rank == self.rank else 0.001)
+        CLOCK.advance(0.02 if current_world().rank == self.rank else 0.001)
         return super().forward(x)
 
 
@@ -47,7 +48,9 @@ def settings(pp: int, **pipeline: Any) -> dict[str, Any]:
     return config(1, 1, 2) | {"pipeline": {"stages": pp, **pipeline}}
 
 
-def test_all_ranks_cut_by_the_times_that_rank_0_has_measured() -> None:
+def test_all_ranks_cut_by_the_times_that_rank_0_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.pipeline.costs.time", CLOCK)
+
     def job() -> Any:
         model = make(lambda: WithLoss([Waiting(rank) for rank in (0, 2, 2, 1, 1, 2)]))
         data = (torch.ones(2, 6), torch.zeros(2, 6))

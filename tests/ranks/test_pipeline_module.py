@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from shoal.comm.world import current_world
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
 from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from tests.fake_clock import FakeClock
 from tests.ranks.training import make, sgd
 
 TOKENS, WIDTH, NUM_MICRO = 16, 8, 4
@@ -157,14 +157,17 @@ def test_groups_of_the_grid_are_the_ranks_that_it_names() -> None:
         assert [total for total, _ in sums] == [expected for _, expected in sums]
 
 
-def test_all_ranks_take_the_split_that_rank_0_has_measured() -> None:
+def test_all_ranks_take_the_split_that_rank_0_has_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("shoal.pipeline.costs.time", clock)
+
     class Slow(nn.Module):
         def __init__(self, own_rank: int) -> None:
             super().__init__()
             self.own_rank = own_rank
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.03 if self.own_rank == current_world().rank else 0.001)
+            clock.advance(0.03 if self.own_rank == current_world().rank else 0.001)
             return 2 * x
 
     def job() -> list[int]:

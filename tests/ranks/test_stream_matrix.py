@@ -7,7 +7,7 @@ import pytest
 from tests.composition import Combination, covering
 from tests.stream_matrix import STREAM_AXES, BlockOnTwoStreams, checks_of, named, plain, reports
 
-PAIRS = covering(2, STREAM_AXES, most_ranks=4)
+PAIRS = covering(2, STREAM_AXES, seed=21, most_ranks=4)  # this seed gives fewer than others
 
 
 @pytest.mark.parametrize("combination", PAIRS, ids=map(named, PAIRS))

@@ -66,10 +66,10 @@ def test_recording_a_call_costs_less_than_two_microseconds() -> None:
     recorder = Recorder()
 
     def timed() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(2000):
             recorder.add("dp", "all_gather", "layers.0", 1024, torch.float32, "data")
-        return (time.perf_counter() - start) / 2000
+        return (time.thread_time() - start) / 2000
 
     assert min(timed() for _ in range(20)) < 2e-6
 

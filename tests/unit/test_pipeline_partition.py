@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -15,6 +14,7 @@ from shoal.pipeline.balance import balance, uniform
 from shoal.pipeline.costs import measure
 from shoal.pipeline.layers import LayerSpec, TiedLayerSpec, outline
 from shoal.pipeline.module import PipelineModule
+from tests.fake_clock import FakeClock
 
 
 def gpt(num_blocks: int = 12) -> list[Any]:
@@ -99,18 +99,20 @@ def test_counting_needs_no_memory_and_a_constructor_that_reads_values_works() ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class Sleep(nn.Module):
-    def __init__(self, seconds: float) -> None:
+class Takes(nn.Module):
+    def __init__(self, seconds: float, clock: FakeClock) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.clock = seconds, clock
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
+        self.clock.advance(self.seconds)
         return 2 * x
 
 
-def test_time_splits_by_measured_forward_and_backward() -> None:
-    layers = [LayerSpec(Sleep, seconds) for seconds in (0.05, 0.01, 0.01, 0.01, 0.01)]
+def test_time_splits_by_measured_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr("shoal.pipeline.costs.time", clock)
+    layers = [LayerSpec(Takes, seconds, clock) for seconds in (0.05, 0.01, 0.01, 0.01, 0.01)]
     assert bounds(layers, 2, "time", sample=torch.ones(2)) == [0, 1, 5]
     with pytest.raises(UsageError, match=r"(?s)'time' runs each layer.*pass sample="):
         bounds(layers, 2, "time")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -18,6 +19,10 @@ def add_ranks(rank: int, size: int, start: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def process_of(rank: int, size: int) -> int:
+    return os.getpid()
+
+
 def fail_on_rank_one(rank: int, size: int) -> None:
     if rank == 1:
         raise ValueError("rank one stumbles")
@@ -31,9 +36,9 @@ def sleep_long(rank: int, size: int) -> None:
 @pytest.mark.gloo
 def test_gloo_processes_are_reused_and_return_tensors_in_rank_order(gloo: Any) -> None:
     first = gloo(2, add_ranks, torch.tensor([10.0]))
-    begin = time.monotonic()
+    processes = gloo(2, process_of)
     second = gloo(2, add_ranks, torch.tensor([20.0]))
-    assert time.monotonic() - begin < 1.0
+    assert gloo(2, process_of) == processes != [os.getpid()] * 2
     assert [value.item() for value in first] == [21.0, 21.0]
     assert [value.item() for value in second] == [41.0, 41.0]
 

@@ -43,11 +43,12 @@ def test_a_script_may_have_timers_of_its_own() -> None:
     found("data").stop()  # was not started
     assert found("data").elapsed() == 0.0
     for _ in range(2):
+        begin = time.perf_counter()
         found("data").start()
         time.sleep(0.002)
         found("data").stop(reset=True)
     first = found("data").elapsed(reset=False)
-    assert 2 <= first < 4 + 50
+    assert 2 <= first <= 1000 * (time.perf_counter() - begin)  # of the second time alone
     assert found("data").mean() == first
     found("data").reset()
     assert found("data").elapsed() == 0.0

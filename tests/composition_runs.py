@@ -242,9 +242,7 @@ def train(settings: dict[str, Any], run: Run, device: torch.device = CPU) -> lis
         backend = CountsGraphs("aot_eager")
         with compiling() if run.compiled != "no" else nullcontext():
             folder = Path(name) / "checkpoint"
-            results = run_ranks(
-                run.world_size, lambda: _Trainer(settings, run, folder, backend).train(), device=device, timeout=200
-            )
+            results = run_ranks(run.world_size, lambda: _Trainer(settings, run, folder, backend).train(), device=device)
         if run.compiled != "no" and "activation_checkpointing" not in settings:  # recomputed segments run uncompiled
             assert backend.num_graphs > 0
         return results

@@ -18,7 +18,7 @@ import torch
 
 from tests.gloo_pool import GlooPools
 
-LINGER_SECONDS = 20.0  # what a test's threads and processes get to end by themselves
+LINGER_SECONDS = 5.0  # what a test's threads and processes get to end by themselves
 SERVICE_THREADS = ("pytest_timeout", "Thread-timeout", "execnet", "QueueFeederThread")
 
 
@@ -42,7 +42,7 @@ def _gloo_pools() -> Iterator[GlooPools]:
 
 @pytest.fixture
 def gloo(_gloo_pools: GlooPools) -> Callable[..., list[Any]]:
-    """``gloo(size, fn, *args, timeout=120)``: run ``fn(rank, size, *args)`` in ``size`` processes joined over Gloo.
+    """``gloo(size, fn, *args, timeout=45)``: run ``fn(rank, size, *args)`` in ``size`` processes joined over Gloo.
 
     ``fn`` is a function at the top of its module; arguments and results are tensors, numbers, strings, lists and dicts.
     The processes are kept for the next test: ``fn`` leaves the default process group as it found it.

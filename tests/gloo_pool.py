@@ -59,7 +59,7 @@ class GlooPool:
     def pids(self) -> set[int]:
         return {process.pid for process in self._processes if process.pid is not None}
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout: float = 45.0) -> list[Any]:
         """Run ``function(rank, size, *args)`` on every rank.
 
         Returns: the results in rank order.
@@ -125,7 +125,7 @@ class GlooPools:
     def __init__(self) -> None:
         self._pools: dict[int, GlooPool] = {}
 
-    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def call(self, size: int, function: Callable[..., Any], *args: Any, timeout: float = 45.0) -> list[Any]:
         _name(function)  # refused before any process is started
         pool = self._pools.get(size)
         if pool is None or not pool.is_alive:

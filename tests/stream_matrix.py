@@ -173,7 +173,7 @@ def checks_of_run(settings: dict[str, Any], run: Run) -> list[StreamCheck]:
                 _CheckedTrainer(settings, run, Path(name) / "checkpoint", CountsGraphs("aot_eager")).train()
             return check
 
-        return run_ranks(run.world_size, rank, timeout=200)
+        return run_ranks(run.world_size, rank, timeout=120)
 
 
 def reports(checks: list[StreamCheck]) -> str:

@@ -42,7 +42,7 @@ class Nursery:
         self._context.set_forkserver_preload(_PRELOADED)
         self._run_all(_nothing, [()], 60.0)
 
-    def run(self, function: Callable[..., Any], out: Path, *args: Any, timeout: float = 90.0) -> list[int]:
+    def run(self, function: Callable[..., Any], out: Path, *args: Any, timeout: float = 30.0) -> list[int]:
         """``function(rank, *args)`` in each process of a pair.
 
         Args:

@@ -177,7 +177,7 @@ engine.save_checkpoint(sys.argv[1])
 
 def test_a_process_that_ends_in_good_order_waits_for_its_save(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ENDS_ITSELF, str(tmp_path)], capture_output=True, text=True, timeout=150
+        [sys.executable, "-c", ENDS_ITSELF, str(tmp_path)], capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "latest").read_text() == "global_step1"

@@ -181,7 +181,7 @@ def test_saving_and_loading_take_little_host_memory(stage: int, tmp_path: Path) 
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed leaves the process at once
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=50,
     )
     assert done.returncode == 0, done.stderr
     gauge, saving, loading = map(float, done.stdout.split())

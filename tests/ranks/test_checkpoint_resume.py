@@ -236,6 +236,7 @@ def train_noisy(rank: int, size: int, stage: int, folder: str, is_resumed: bool)
 
 
 @pytest.mark.gloo
+@pytest.mark.timeout(120)  # it starts four processes
 def test_new_processes_draw_the_dropout_that_the_old_ones_would_have(gloo: Callable[..., Any], tmp_path: Path) -> None:
     """In the middle of an accumulation; the generators of torch, numpy and Python go on, each rank's its own."""
     straight = {stage: gloo(2, train_noisy, stage, str(tmp_path / str(stage)), False) for stage in (0, 3)}

@@ -93,7 +93,7 @@ def test_a_rank_that_fails_stops_the_others(tmp_path: Path, shared_memory: bool,
     try:
         for rank, process in enumerate(processes):
             if rank != DOOMED:
-                process.join(120)
+                process.join(40)
                 assert not process.is_alive(), f"rank {rank} still waits"
         failed_at = float((tmp_path / f"rank-{DOOMED}").read_text())
         for rank in set(range(SIZE)) - {DOOMED}:

@@ -69,7 +69,7 @@ def run_rank(rank: int, folder: str, port: int, doomed: int, how: str) -> None:
 def run(nursery: Nursery, folder: Path, doomed: int, how: str) -> dict[int, tuple[float, str]]:
     """Of each other rank: seconds until it knew, and the error."""
     port = free_port()
-    nursery._run_all(run_rank, [(rank, str(folder), port, doomed, how) for rank in range(SIZE)], 120.0)
+    nursery._run_all(run_rank, [(rank, str(folder), port, doomed, how) for rank in range(SIZE)], 40.0)
     ended = float((folder / f"rank-{doomed}").read_text().split()[1])
     found = {}
     for rank in set(range(SIZE)) - {doomed}:

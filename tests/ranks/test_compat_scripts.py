@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("compat_script.py")
 
 def start(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=150, check=False)
+    return subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=50, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_module_is_started_as_deepspeeds_launcher_does_with_the_given_port(tmp
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=50,
         check=False,
     )
     assert sorted(done.stdout.splitlines()) == [

@@ -318,7 +318,7 @@ def test_the_script_beside_a_checkpoint_runs(tmp_path: Path) -> None:
         [sys.executable, str(script), str(tmp_path / "saved"), str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=50,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parent.parent)},
     )

@@ -57,7 +57,7 @@ def wait_until(condition, seconds: float = 20.0) -> bool:  # type: ignore[no-unt
 def test_each_line_bears_its_rank_and_each_rank_its_environment(tmp_path: Path) -> None:
     script = write(tmp_path, "print(os.environ['WORLD_SIZE'], os.environ['MASTER_ADDR'], sys.argv[1:])")
     job = start(2, script, "--size", "a b")
-    out, err = job.communicate(timeout=150)
+    out, err = job.communicate(timeout=50)
     assert job.returncode == 0, err
     assert sorted(out.splitlines()) == [
         "[rank 0] 2 127.0.0.1 ['--size', 'a b']",
@@ -77,7 +77,7 @@ time.sleep(0.2)
 raise RuntimeError('Connection closed by peer')
 """
     job = start(2, write(tmp_path, text))
-    _, err = job.communicate(timeout=150)
+    _, err = job.communicate(timeout=50)
     assert job.returncode == 7
     assert "shoal: rank 1 failed first: it ended with exit code 7." in err
     assert err.rstrip().endswith("ValueError: the cause")
@@ -90,7 +90,7 @@ if rank == 0:
 raise ValueError('the cause')
 """
     job = start(2, write(tmp_path, text))
-    _, err = job.communicate(timeout=150)
+    _, err = job.communicate(timeout=50)
     assert job.returncode == 1
     assert err.rstrip().endswith("ValueError: the cause")
 
@@ -102,7 +102,7 @@ try:
 except ZeroDivisionError as error:
     raise ValueError('outer') from error
 """
-    _, err = start(1, write(tmp_path, text)).communicate(timeout=150)
+    _, err = start(1, write(tmp_path, text)).communicate(timeout=50)
     report = err[err.index("shoal: rank 0 failed first") :]
     assert "ZeroDivisionError" in report
     assert report.rstrip().endswith("ValueError: outer")
@@ -110,7 +110,7 @@ except ZeroDivisionError as error:
 
 def test_a_rank_ended_by_a_signal_gives_128_and_its_number(tmp_path: Path) -> None:
     job = start(1, write(tmp_path, "os.abort()"))
-    _, err = job.communicate(timeout=150)
+    _, err = job.communicate(timeout=50)
     assert job.returncode == 128 + signal.SIGABRT
     assert "it was ended by SIGABRT" in err
 
@@ -124,7 +124,7 @@ if rank == {victim}:
 time.sleep(30)
 """
     job = start(2, write(tmp_path, text))
-    _, err = job.communicate(timeout=150)
+    _, err = job.communicate(timeout=50)
     assert job.returncode == 128 + signal.SIGTERM
     assert f"shoal: rank {victim} failed first: it was ended by SIGTERM." in err
 

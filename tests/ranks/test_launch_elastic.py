@@ -130,6 +130,7 @@ def test_a_machine_that_is_lost_and_comes_back_changes_no_loss(tmp_path: Path, s
         assert loss == pytest.approx(straight[int(step)], rel=1e-5), (step, size)
 
 
+@pytest.mark.timeout(200)
 def test_ranks_of_one_machine_start_anew_when_one_fails(tmp_path: Path, straight: list[float]) -> None:
     line, environment = command(tmp_path, "--num_gpus", "2")
     done = subprocess.run(

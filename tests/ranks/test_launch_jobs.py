@@ -20,6 +20,7 @@ def shoal(*args: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_each_example_learns_on_two_ranks(example: Path, tmp_path: Path) -> None:
     done = shoal("run", "--ranks", "2", str(example), folder=tmp_path)
@@ -29,6 +30,7 @@ def test_each_example_learns_on_two_ranks(example: Path, tmp_path: Path) -> None
     assert "[rank 0]" in done.stdout
 
 
+@pytest.mark.timeout(120)
 def test_a_failing_script_gives_its_exit_code_and_its_traceback_last(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("import sys\nassert sys.argv[1:] == ['--flag', '-n', '3']\nraise KeyError('gone')\n")
@@ -37,6 +39,7 @@ def test_a_failing_script_gives_its_exit_code_and_its_traceback_last(tmp_path: P
     assert done.stderr.rstrip().endswith("KeyError: 'gone'")
 
 
+@pytest.mark.timeout(120)
 def test_training_on_two_ranks_with_zero_3_learns_and_reports(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
     done = shoal(

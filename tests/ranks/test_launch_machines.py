@@ -65,6 +65,7 @@ def machines(tmp_path: Path) -> tuple[Path, dict[str, str], list[str]]:
     return tmp_path, environment, [*command, "--master_addr", "127.0.0.1", "--master_port", str(port)]
 
 
+@pytest.mark.timeout(120)
 def test_ranks_of_two_machines_train_together(machines: tuple[Path, dict[str, str], list[str]]) -> None:
     folder, environment, command = machines
     (folder / "train.py").write_text(SCRIPT)
@@ -81,6 +82,7 @@ def test_ranks_of_two_machines_train_together(machines: tuple[Path, dict[str, st
     assert {(place, extra) for *_, place, extra in found} == {(str(folder), "went along")}
 
 
+@pytest.mark.timeout(120)
 def test_when_one_machine_fails_the_others_are_ended(machines: tuple[Path, dict[str, str], list[str]]) -> None:
     folder, environment, command = machines
     (folder / "fails.py").write_text(
@@ -96,6 +98,7 @@ def test_when_one_machine_fails_the_others_are_ended(machines: tuple[Path, dict[
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_launcher_ends_all_machines(
     machines: tuple[Path, dict[str, str], list[str]], number: signal.Signals

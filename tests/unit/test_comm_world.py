@@ -132,7 +132,7 @@ def test_a_process_that_ends_keeps_no_group_and_so_none_of_its_threads_alive() -
         "_process.close()  # what runs at exit\n"
         "print('gone' if group() is None else 'held')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout.split()[-1:]) == (0, ["gone"]), done.stderr
 
 

@@ -38,7 +38,7 @@ def run(code: str, **variables: str) -> Any:
     """What a new interpreter prints as JSON on its last line."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -158,7 +158,7 @@ def test_a_spawned_process_and_a_fork_server_follow(tmp_path: Path) -> None:
 def test_a_module_below_the_alias_runs_as_a_program() -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "shoal.compat.deepspeed", "-m", "deepspeed.utils.zero_to_fp32", "--help"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0 and "checkpoint_dir" in done.stdout, done.stderr
 
 

@@ -349,7 +349,7 @@ def in_a_new_process(program: str, *arguments: str) -> Any:
     """What a new interpreter prints as JSON on its last line."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=150, check=False
+        [sys.executable, "-c", program, *arguments], env=env, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -486,5 +486,5 @@ def test_a_package_without_a_file_has_no_submodule_but_its_own() -> None:
 def test_a_module_of_programs_runs_with_m(above: str, name: str) -> None:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", TARGET, "-m", f"{above}.{name}", "--help"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 0 and done.stdout.startswith("usage: "), done.stderr

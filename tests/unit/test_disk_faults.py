@@ -327,7 +327,7 @@ except OutOfMemoryError as error:
 print(sorted(os.listdir(tier.path)))
 """
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     expected = ["tier-no-room True True", "['extent-0000.bin', 'owner.json']"]
     assert done.stdout.splitlines() == expected, done.stderr
     assert list(tmp_path.iterdir()) == []

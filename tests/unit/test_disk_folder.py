@@ -226,7 +226,7 @@ os.waitpid(child, 0)
 print(sorted(os.listdir(tier.path)), flush=True)
 """
     command = [sys.executable, "-W", "ignore", "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.stdout.splitlines() == ["tier-forked", "['extent-0000.bin', 'owner.json']"], done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -109,7 +109,7 @@ def snippets(page: str) -> list[str]:
 def test_the_snippet_that_checks_streams_runs() -> None:
     program = snippets("debugging.md")[2]
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"\d{3} operations, 0 faults\.", done.stdout.splitlines()[-1])
@@ -125,7 +125,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
         [timeout, precision, "engine.destroy()", units, micro_batch, record, micro_batch, "engine.step()", memory]
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "torch.bfloat16" in done.stdout
@@ -147,7 +147,7 @@ def test_the_snippets_of_the_how_to_pages_run() -> None:
 def test_the_first_snippet_of_a_page_prints_what_the_page_says(page: str, printed: str) -> None:
     program, *_ = snippets(page)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed
@@ -169,7 +169,7 @@ def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, comma
     script.write_text(program, encoding="utf-8")
     arguments = [part.format(script=script) for part in command]
     done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = [line.removeprefix("[rank 0] ") for line in done.stdout.splitlines()]
@@ -179,7 +179,7 @@ def test_the_script_of_a_concept_page_prints_what_the_page_says(page: str, comma
 def test_the_snippets_of_the_page_on_profiles_run() -> None:
     program = "\n".join(snippets("profile.md"))
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "Flops Profiler: step 0" in done.stdout

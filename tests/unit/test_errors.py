@@ -99,7 +99,7 @@ def test_an_error_of_a_process_pool_arrives_as_it_was_raised() -> None:
     from concurrent.futures import ProcessPoolExecutor
 
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        error = pool.submit(load_wrong).exception(timeout=150)
+        error = pool.submit(load_wrong).exception(timeout=50)
     assert isinstance(error, ConfigProblems)
     assert [problem.path for problem in error.problems] == ["gradient_cliping", "fp16.enabled"]
 

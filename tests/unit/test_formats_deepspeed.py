@@ -325,7 +325,7 @@ def test_reading_takes_the_memory_of_one_parameter_not_of_the_model(stage: int, 
     small = MADE / f"stage{stage}-fp32" / "checkpoint"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(small)],
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, timeout=50, check=False,
         # So that malloc keeps nothing that was given back; by itself it keeps up to 32 MiB.
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip

@@ -281,7 +281,7 @@ def test_reading_takes_the_memory_of_one_parameter_not_of_the_model(stage: int, 
     torch.save({"param_groups": [{"lr": 0.1, "params": [0]}]}, tmp_path / "zero" / "optimizer_state.pt")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path), str(universal("stage1-fp32", tmp_path / "small"))],
-        capture_output=True, text=True, timeout=150, check=False,
+        capture_output=True, text=True, timeout=50, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

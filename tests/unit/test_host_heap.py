@@ -41,7 +41,7 @@ print(faults, (kept - resident_nbytes()) // MIB)
 
 
 def faults_and_given_mib(mode: str) -> tuple[int, int]:
-    done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True, timeout=50)
     faults, given = done.stdout.split()
     return int(faults), int(given)
 
@@ -135,7 +135,7 @@ print(sum(start <= tensor.data_ptr() < end for tensor in large), len(large))
 
 
 def num_inside_of_the_heap(when: str) -> int:
-    done = subprocess.run([sys.executable, "-c", LASTS, when], capture_output=True, text=True, check=True, timeout=150)
+    done = subprocess.run([sys.executable, "-c", LASTS, when], capture_output=True, text=True, check=True, timeout=50)
     inside, large = (int(word) for word in done.stdout.split()[-2:])
     assert large == 12  # of four weights: main_parameters and two moments each
     return inside

@@ -285,7 +285,7 @@ def test_no_class_name_is_used_twice() -> None:
 
 def in_a_new_process(program: str) -> object:
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -305,7 +305,7 @@ def test_import_shoal_starts_no_thread_and_says_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "import torch, threading; n = threading.active_count(); import shoal; "
          "assert threading.active_count() == n"],
-        capture_output=True, text=True, timeout=150, cwd=ROOT, check=False,
+        capture_output=True, text=True, timeout=50, cwd=ROOT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -358,6 +358,6 @@ def test_the_smallest_script_of_the_readme_runs() -> None:
     program = program[: program.index("```")]
     assert "shoal.initialize(" in program
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=150, cwd=ROOT, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, cwd=ROOT, check=False
     )
     assert done.returncode == 0, done.stderr

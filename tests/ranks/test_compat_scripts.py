@@ -16,6 +16,7 @@ import torch
 import shoal
 from tests.ranks.test_comm_failures import free_port
 
+pytestmark = pytest.mark.timeout(120)  # launchers and their ranks, some after another
 ROOT = Path(shoal.__file__).resolve().parent.parent
 SCRIPT = Path(__file__).with_name("compat_script.py")
 

@@ -295,6 +295,7 @@ def run(folder: Path, end: str) -> int:
     return done.returncode
 
 
+@pytest.mark.timeout(120)  # it starts three processes, one after another
 def test_files_go_with_the_process_and_after_a_kill_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "of-another").mkdir()
     (tmp_path / "of-another" / "extent-0000.bin").write_bytes(b"mine")

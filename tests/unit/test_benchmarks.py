@@ -18,6 +18,7 @@ from benchmarks.contenders import Task
 from benchmarks.memory import formula_bytes
 from benchmarks.offload import TrainingPlan, num_parameters, run
 
+pytestmark = pytest.mark.timeout(120)  # contenders are processes
 WITH_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 WITH_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 

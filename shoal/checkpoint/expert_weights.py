@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.checkpoint.formats.huggingface import SafetensorsWeights
+from shoal.checkpoint.formats.quantized import DequantizedWeights, QuantizedTensor
 from shoal.checkpoint.formats.safetensors_file import StoredTensor
 
 _PART = re.compile(r"(?P<prefix>(?:.+\.)?experts)\.(?P<expert>\d+)\.(?P<weight>\w+)\.weight")
@@ -41,6 +41,7 @@ class JoinedTensor:
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
+    dtype: torch.dtype
 
     @property
     def numel(self) -> int:
@@ -54,13 +55,13 @@ class ExpertWeights:
         names: of the model's parameters, with or without a prefix.
     """
 
-    def __init__(self, weights: SafetensorsWeights, names: Collection[str]) -> None:
+    def __init__(self, weights: DequantizedWeights, names: Collection[str]) -> None:
         self.url = weights.url
         self._weights = weights
         old, new = _RENAMED
         is_renamed = not any(old in name for name in names)
         self._names = {name.replace(old, new) if is_renamed else name: name for name in weights.tensors}
-        self.tensors: dict[str, StoredTensor | JoinedTensor] = {
+        self.tensors: dict[str, StoredTensor | QuantizedTensor | JoinedTensor] = {
             name: weights.tensors[stored] for name, stored in self._names.items()
         }
         self._join({name.rpartition("experts.")[2] for name in names if "experts." in name})
@@ -76,10 +77,11 @@ class ExpertWeights:
                 parts = tuple(f"{prefix}.{e}.{weight}.weight" for e in range(num_experts) for weight in weights)
                 shapes = {self.tensors[part].shape if part in self.tensors else () for part in parts}
                 if stack in wanted and len(shapes) == 1 and len(shape := shapes.pop()) == 2:
+                    dtype = min((self.tensors[part].dtype for part in parts), key=lambda dtype: dtype.itemsize)
                     for part in parts:
                         del self.tensors[part]
                     shape = (num_experts, len(weights) * shape[0], shape[1])
-                    self.tensors[f"{prefix}.{stack}"] = JoinedTensor(shape, parts)
+                    self.tensors[f"{prefix}.{stack}"] = JoinedTensor(shape, parts, dtype)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, whole."""

@@ -25,6 +25,8 @@ from torch import nn
 
 from shoal.checkpoint.expert_weights import ExpertWeights
 from shoal.checkpoint.formats.huggingface import SafetensorsWeights
+from shoal.checkpoint.formats.quantized import DEQUANTIZE, DequantizedWeights
+from shoal.checkpoint.tree import name_of
 from shoal.errors import CheckpointError, UsageError
 from shoal.parallel.expert.held import global_names, modules_with_experts
 from shoal.sharding.layout import ParameterSpec
@@ -55,9 +57,9 @@ def load_hf(
 ) -> nn.Module:
     """Fill a model with the weights in a folder of safetensors (or one such file, or an fsspec URL).
 
-    Values are cast to the parameter's dtype. Tied weights are read once. A model may be built under ``shoal.zero.Init``
-    or be trained by a live engine already, whose main parameters are then set too. Names may lack the model's
-    ``base_model_prefix``, or have it where the model does not.
+    Values are cast to the parameter's dtype; quantised ones (fp8, mxfp4) are dequantised. Tied weights are read once. A
+    model may be built under ``shoal.zero.Init`` or be trained by a live engine already, whose main parameters are then
+    set too. Names may lack the model's ``base_model_prefix``, or have it where the model does not.
 
     Args:
         model_or_config: a module, or a configuration of ``transformers``, whose model is built under
@@ -68,17 +70,18 @@ def load_hf(
             what ``parallelize_grid`` returned. Those of a live engine's model are known.
 
     Returns: the model.
-    Raises: CheckpointError: the folder cannot be read, or differs from the model: every difference is listed, and the
-        model is as it was. UsageError: a model on the meta device, or ``dtype`` for one that an engine holds.
+    Raises: CheckpointError: the folder cannot be read, is quantised in a format that is not read, or differs from the
+        model: every difference is listed, and the model is as it was. UsageError: a model on the meta device, or
+        ``dtype`` for one that an engine holds.
     Communicates: nothing; every rank calls it and reads the same folder, so all find the same differences. Building
         from a configuration communicates as ``shoal.zero.Init`` does; inside an open context of it, parameters that
         code has accessed are broadcast first.
-    Memory: the largest range that this rank reads, once in the file's dtype.
+    Memory: the largest range that this rank reads, once in the file's dtype; of quantised weights also once in fp32.
     """
     with suspended(), SafetensorsWeights(folder) as stored:
         model = model_or_config if isinstance(model_or_config, nn.Module) else _build(model_or_config, dtype)
         parameters, buffers = _homes(model)
-        weights = ExpertWeights(stored, [name for home in parameters for name in home.names])
+        weights = ExpertWeights(DequantizedWeights(stored), [name for home in parameters for name in home.names])
         _refuse(parameters, dtype)
         known = {**_parts_of_engines(parameters), **(parts or {})}
         found = _matched(model, [*parameters, *buffers], weights, strict, known)
@@ -91,7 +94,16 @@ def load_hf(
                 name = found.get(home.names)
                 if name is not None:
                     home.tensor.copy_(weights.read(name))
+    _remove_quantization(model)
     return model
+
+
+def _remove_quantization(model: nn.Module) -> None:
+    """Remove ``quantization_config`` from the model's configuration: its parameters are not quantised."""
+    config = getattr(model, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        if hasattr(each, "__dict__"):
+            vars(each).pop("quantization_config", None)
 
 
 def _parts_of_engines(homes: Sequence[_Home]) -> dict[str, ParameterSpec]:
@@ -178,9 +190,10 @@ def _matched(
         found[home.names] = present[0]
         part = parts.get(home.names[0])
         ours = tuple(home.tensor.shape) if part is None else part.global_shape
-        theirs = weights.tensors[present[0]].shape
-        if theirs != ours:
-            shapes.append(f"{home.names[0]} is {list(theirs)} in the folder and {list(ours)} in the model")
+        stored = weights.tensors[present[0]]
+        if stored.shape != ours:
+            shapes.append(f"{home.names[0]} is {list(stored.shape)} in the folder and {list(ours)} in the model")
+        _check_dtype(home, stored.dtype, weights.url)
     is_elsewhere = _experts_elsewhere(model)
     unexpected = [name for name in weights.tensors if name not in used and not is_elsewhere(name)]
     missing = _unignored(missing, model, "_keys_to_ignore_on_load_missing")
@@ -196,6 +209,20 @@ def _matched(
             code="checkpoint-mismatch",
         )
     return found
+
+
+def _check_dtype(home: _Home, stored: torch.dtype, url: str) -> None:
+    """Raises: CheckpointError: values of a quantised parameter that have no scales, or integers."""
+    is_narrow = stored.itemsize == 1 or not (stored.is_floating_point or stored.is_complex)
+    ours = home.tensor.dtype
+    if is_narrow and isinstance(home.tensor, nn.Parameter) and ours.is_floating_point and ours.itemsize > 1:
+        raise CheckpointError(
+            f"{home.names[0]!r} is {name_of(stored)} in the folder, without scales that Shoal knows, and"
+            f" {name_of(ours)} in the model.",
+            where=url,
+            do=DEQUANTIZE,
+            code="checkpoint-quantized",
+        )
 
 
 def _renaming(model: nn.Module, homes: Sequence[_Home], present: Mapping[str, object]) -> Callable[[str], str]:

@@ -14,6 +14,7 @@ from shoal.text import did_you_mean
 
 PRESETS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "minimax_m3",
+    "llama4", "dbrx",
 )  # fmt: skip
 
 

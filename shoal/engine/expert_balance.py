@@ -71,7 +71,7 @@ class ExpertBalance:
             self._check_buffers()
         self._max_copies = config.expert_parallel.hot_experts if self._move_every else 0
         for layer in self._layers if self._max_copies else ():
-            if layer.held.form == "stacked" and layer.held.comm is not None:
+            if layer.held.form == "stacked" and layer.held.rows == 1 and layer.held.comm is not None:
                 layer.held.copies = ExpertCopies(layer.module)
 
     def _check_biases(self) -> None:

@@ -161,6 +161,6 @@ def _exchange(
 def _renamed(spec: ParameterSpec, prefix: str, held: ExpertsHeld, place: int) -> ParameterSpec:
     """What the parameter is of the whole model, now that this rank holds other experts."""
     if held.form == "stacked":
-        return replace(spec, local=(as_ranges(held.ids, unit=1), *spec.local[1:]))
+        return replace(spec, local=(as_ranges(held.ids, unit=held.rows), *spec.local[1:]))
     rest = spec.name.removeprefix(f"{prefix}.").partition(".")[2]
     return replace(spec, name=f"{prefix}.{held.ids[place]}.{rest}")

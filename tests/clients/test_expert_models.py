@@ -46,6 +46,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "topk_method": "group_limited_greedy"}),
     "deepseek_v3": ("DeepseekV3Config", _DEEPSEEK),
     "gpt_oss": ("GptOssConfig", {**_SHAPE, "num_local_experts": 8, "head_dim": 8, "sliding_window": 16}),
+    "llama4": (
+        "Llama4TextConfig",
+        {
+            **_SHAPE,
+            "num_local_experts": 8,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "head_dim": 8,
+            "interleave_moe_layer_step": 2,
+            "num_hidden_layers": 4,
+            "attention_chunk_size": 4,
+        },
+    ),
+    "dbrx": (
+        "DbrxConfig",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "vocab_size": 67,
+            "max_seq_len": 32,
+            "bos_token_id": 0,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+            "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
+        },
+    ),
     "olmoe": ("OlmoeConfig", {**_SHAPE, "num_experts": 8}),
 }
 
@@ -85,7 +113,7 @@ def compare(model: nn.Module, size: int, inputs: dict[str, Any] | None = None, *
         specs = use_experts(mine, **section)
         assert [name for name, _ in mine.named_parameters()] == list(wanted)
         for _, module, held in modules_with_experts(mine):
-            assert all(len(each) == 8 // size for each in module.parameters())
+            assert all(len(each) == 8 // size * held.rows for each in module.parameters())
             assert held.ids == tuple(range(rank * 8 // size, (rank + 1) * 8 // size))
         outputs = mine(input_ids=batches[rank], labels=batches[rank], **(inputs or {}))
         torch.testing.assert_close(outputs.loss, expected[rank].loss, rtol=1e-6, atol=1e-6)
@@ -145,7 +173,7 @@ def test_all_tokens_on_one_expert_of_each_choice(family: str, size: int) -> None
     compare(model, size)
 
 
-@pytest.mark.parametrize("family", list(FAMILIES)[:6])
+@pytest.mark.parametrize("family", list(FAMILIES)[:7])
 def test_shoals_router_scores_as_the_familys(family: str) -> None:
     """A key that says what the model does already puts Shoal's router in the place of the model's."""
     model = build(family)

@@ -60,7 +60,9 @@ def train(engine: Any, tokens: torch.Tensor | None = None) -> dict[str, torch.Te
     return values
 
 
-@pytest.mark.parametrize(("family", "stage"), [("mixtral", 0), ("gpt_oss", 1), ("deepseek_v3", 2), ("mixtral", 3)])
+@pytest.mark.parametrize(
+    ("family", "stage"), [("mixtral", 0), ("gpt_oss", 1), ("deepseek_v3", 2), ("mixtral", 3), ("llama4", 3)]
+)
 def test_a_family_trains_as_on_one_rank(family: str, stage: int) -> None:
     model = build(family)
     copies = [copy.deepcopy(model) for _ in TOKENS]
@@ -69,6 +71,35 @@ def test_a_family_trains_as_on_one_rank(family: str, stage: int) -> None:
     def job() -> dict[str, torch.Tensor]:
         engine, *_ = shoal.initialize(model=copies[current_world().rank], config=settings(stage))
         return train(engine)
+
+    for found in run_ranks(2, job):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("dbrx", {"expert_parallel": {"enabled": True, "autoep_size": 2, "rebalance_every": 1}}),
+        ("llama4", {"parallel": {"tp": 2}, "train_micro_batch_size_per_gpu": 2}),
+    ],
+    ids=["DBRX, whose experts move", "Llama 4 beside tp"],
+)
+def test_a_family_with_a_layout_of_its_own_is_loaded_by_ranks_that_hold_their_experts(
+    tmp_path: Path, family: str, more: dict[str, Any]
+) -> None:
+    model = build(family, use_cache=False)
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = [type(model)(copy.deepcopy(model.config)) for _ in range(2)]
+    expected = train_alone(model)
+
+    def job() -> dict[str, torch.Tensor]:
+        mine = empty[current_world().rank]
+        engine, *_ = shoal.initialize(model=mine, config=settings(1, **more))
+        load_hf(mine, tmp_path)
+        return train(engine, TOKENS if "parallel" in more else None)
 
     for found in run_ranks(2, job):
         assert found.keys() == expected.keys()

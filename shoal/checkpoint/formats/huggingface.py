@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from shoal.text import listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
 _INDEX_ENDING = ".safetensors.index.json"
 _MAX_INDEX_NBYTES = 64 << 20
 _FORMAT = {"format": "pt"}  # transformers refuses a file that does not say so
@@ -98,6 +100,19 @@ class SafetensorsWeights:
             if not file.endswith(".safetensors"):
                 raise unsafe(f"{name} names {file!r}, which is no safetensors file.", self.url)
         return table
+
+    def config(self) -> dict[str, Any]:
+        """The ``config.json`` beside the files; empty: there is none.
+
+        Raises: CheckpointError: it cannot be read.
+        """
+        if _CONFIG not in self._folder.names():
+            return {}
+        try:
+            content = json.loads(self._folder.read(_CONFIG, _MAX_INDEX_NBYTES))
+        except (ValueError, RecursionError) as error:
+            raise damaged_copy(f"{_CONFIG} cannot be read: {type(error).__name__}: {error}.", self.url) from error
+        return content if isinstance(content, dict) else {}
 
     def _header(self, name: str) -> Header:
         with self._folder.open(name) as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from shoal.comm.protocol import Communicator
@@ -11,6 +13,7 @@ from shoal.parallel.expert.bias import add_bias, bias_of
 from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.huggingface import INTERFACE, Dispatch, check_experts, is_stack, use_experts
+from shoal.parallel.expert.own_layouts import adapt
 from shoal.parallel.expert.patterns import (
     PRESETS,
     ExpertParallelBlock,
@@ -65,13 +68,15 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
         check_experts(name, module, comm)
     dispatch = Dispatch(section.score_apply == "pre", section.overlap)
     for layer in layers:
+        adapt(layer.block, layer.experts)
         if layer.routing is not None:
             replace_router(layer.router, layer.routing, needs_bias=section.load_balance_coeff is not None)
         if layer.returns_logits is not None:
             names = layer.names
             extend(layer.block, ExpertParallelBlock, layer_names=names, returns_logits=layer.returns_logits)
     for module in found.values():
-        use_experts(module, comm, dispatch)
+        is_before = section.score_apply == "auto" and getattr(module, "score_before", False)
+        use_experts(module, comm, replace(dispatch, score_before=True) if is_before else dispatch)
     return list(found)
 
 

@@ -72,19 +72,18 @@ def divide(
             if held.form == "listed":
                 found[local] = replace(part, name=rename(local))
                 continue
-            is_divided = parameter.shape[:1] == (held.num_local,)  # by an engine that had the model before
-            if not is_divided and parameter.shape[:1] != (held.num_experts,):
+            num_rows = held.num_experts * held.rows
+            is_divided = parameter.shape[:1] == (num_rows // size,)  # by an engine that had the model before
+            if not is_divided and parameter.shape[:1] != (num_rows,):
                 raise ModelError(
                     f"parameter {local!r} of shape {tuple(parameter.shape)} is not one of {held.num_experts} experts.",
                     do="give every parameter of stacked experts the experts as its first dimension.",
                     code="expert-parallel-model",
                 )
-            ranges = as_ranges(held.ids, unit=1)
-            found[local] = ParameterSpec.part(
-                local, (held.num_experts, *part.global_shape[1:]), (ranges, *part.local[1:])
-            )
+            ranges = as_ranges(held.ids, unit=held.rows)
+            found[local] = ParameterSpec.part(local, (num_rows, *part.global_shape[1:]), (ranges, *part.local[1:]))
             if not is_divided:
-                own = ParameterSpec.along(local, (held.num_experts, *parameter.shape[1:]), 0, ranges)
+                own = ParameterSpec.along(local, (num_rows, *parameter.shape[1:]), 0, ranges)
                 keep_part(parameter, partial(cut, spec=own))
     return found
 

@@ -46,8 +46,8 @@ class ExpertsHeld:
     Args:
         num_experts: of the whole layer.
         ep_size: the ranks among which they are divided.
-        form: ``stacked``: dim 0 of each parameter is the experts (``[num_local, ...]``); ``listed``: the module is a
-            list of the local experts, each a module.
+        form: ``stacked``: dim 0 of each parameter is the experts (``[num_local * rows, ...]``); ``listed``: the module
+            is a list of the local experts, each a module.
         comm: the ranks of expert parallelism, in order; None: before the engine has set them, or one rank has all.
         ids: the experts that this rank holds, in the order of its parameters.
         same_tokens: the tensor-parallel ranks, where they hold the same tokens; None: each rank has its own.
@@ -60,6 +60,7 @@ class ExpertsHeld:
         split_dims: of stacked experts, by parameter, the dim that expert tensor parallelism splits.
         wants_split: the layer was built for experts that are split over the tensor-parallel ranks.
         tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
+        rows: of stacked experts, the elements of dim 0 that each has.
     """
 
     num_experts: int
@@ -76,6 +77,7 @@ class ExpertsHeld:
     split_dims: Mapping[str, SplitDim] = field(default_factory=dict)
     wants_split: bool = False
     tp: Communicator | None = None
+    rows: int = 1
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)

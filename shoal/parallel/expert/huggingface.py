@@ -25,6 +25,7 @@ from shoal.parallel.expert.dispatch import Compute, run_experts
 from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim
+from shoal.parallel.expert.own_layouts import rows_per_expert
 from shoal.parallel.expert.router_check import RouterCheck
 from shoal.sharding.parameter_buffer import is_placeholder
 
@@ -44,8 +45,10 @@ class ExpertParallelStack(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         self.router_check.note(top_k_weights.sum())
-        compute = partial(_compute_stack, self)
-        return self.dispatch.run(hidden_states, top_k_index, top_k_weights, compute, self.experts_held)
+        compute = getattr(self, "compute_rows", None) or partial(_compute_stack, self)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
+        out = self.dispatch.run(tokens, top_k_index, top_k_weights, compute, self.experts_held)
+        return out.view(hidden_states.shape)
 
 
 class ExpertParallelList(nn.ModuleList):
@@ -147,7 +150,8 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
     Memory: of a list, this rank's experts; the other modules are released.
     """
     if not isinstance(experts, nn.ModuleList):
-        held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts))
+        rows = rows_per_expert(experts)
+        held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts) if rows == 1 else {}, rows=rows)
         extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
         return
     held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")

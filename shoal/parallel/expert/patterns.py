@@ -25,6 +25,7 @@ from shoal.config.experts import ExpertParallel
 from shoal.errors import ModelError
 from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.huggingface import INTERFACE, is_stack
+from shoal.parallel.expert.own_layouts import has_own_layout
 from shoal.parallel.expert.router import Routing
 
 
@@ -81,6 +82,15 @@ PRESETS: dict[str, ExpertPreset] = {
     "minimax_m3": ExpertPreset(
         num_experts="num_local_experts", score="sigmoid", normalises=True, shared="shared_experts"
     ),
+    "llama4": ExpertPreset(
+        layers=r"layers\.\d+\.feed_forward",
+        router="router",
+        num_experts="num_local_experts",
+        score="sigmoid",
+        normalises=False,
+        shared="shared_expert",
+    ),
+    "dbrx": ExpertPreset(layers=r"blocks\.\d+\.ffn", router="router"),
 }
 _ROUTER_KEYS = (
     "score_func", "route_norm", "route_scale", "routed_scaling_factor", "top_k", "top_k_attr", "num_expert_groups",
@@ -288,7 +298,7 @@ def _child(block: nn.Module, wanted: str) -> str | None:
 
 def _check_experts(name: str, experts: nn.Module, preset: ExpertPreset, config: Any) -> int:
     """The number of experts. Raises: ModelError: they are of neither form, or lack an attribute."""
-    if is_stack(experts):
+    if is_stack(experts) or has_own_layout(experts):
         return int(cast(Any, experts).num_experts)
     if not isinstance(experts, nn.ModuleList) or not len(experts):
         raise _misfit(name, f"{type(experts).__name__} is neither {INTERFACE}, nor a list of modules")

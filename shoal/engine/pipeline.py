@@ -8,7 +8,7 @@ parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from shoal.errors import NoOptimizerError, NotBuiltError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
+from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
@@ -110,8 +111,9 @@ class PipelineEngine(Engine):
     def no_sync(self) -> NoReturn:
         self._refuse(
             "engine.no_sync()",
-            "call engine.train_batch(data_iter): below stage 3 it reduces once a step, whatever the number of"
-            " micro-batches (gradient_accumulation_steps).",
+            "call engine.train_batch(data_iter): each call steps, for which it needs reduced gradients. It reduces once"
+            " a step, whatever the number of micro-batches (gradient_accumulation_steps); at stage 3 where the stages"
+            " fit in stage3_max_live_parameters.",
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -287,13 +289,17 @@ class PipelineEngine(Engine):
         """The micro-batches of a step, on which all stages of this pipeline agree."""
         source = data_iter if data_iter is not None else self._data_iterator()
         schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
-        return next_batches(source, self._checked, num_micro, schedule, self.axes.pp, self.device)
+        arguments: dict[str, Any] = {}
+        if self.module.training:  # before the batches: an iterator may read the curriculum's place
+            arguments = self.run_state.curriculum.into(arguments, self.global_steps)
+        checked = partial(self._checked, arguments.get("curriculum_seqlen"))
+        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.pp, self.device)
 
-    def _checked(self, batch: Any) -> Any:
+    def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
-            check_length(batch, self.axes.tp.size)
+            check_length(batch, self.axes.tp.size, None if isinstance(self.module, PipelineModule) else longest)
         return batch
 
     def _data_iterator(self) -> Iterator[Any] | None:

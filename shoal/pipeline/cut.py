@@ -207,7 +207,7 @@ class CutModel(StageModule):
         self.training = mode
         return self
 
-    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+    def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         if batch is None:
             raise UsageError(
                 f"pipeline stage {stage} has no micro-batch, but the model computes its masks and positions from it.",
@@ -229,9 +229,10 @@ class CutModel(StageModule):
         try:
             with running_from(container, begin), self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):
-                    output = model(**inputs)
+                    output = model(**{**inputs, **arguments})
                 else:
-                    output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+                    args = inputs if isinstance(inputs, tuple | list) else (inputs,)
+                    output = model(*args, **arguments)
         except EndOfStage as ended:
             return ended.message
         finally:

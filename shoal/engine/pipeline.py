@@ -60,7 +60,7 @@ class PipelineEngine(Engine):
         self._compute = _EngineCompute(self)
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
-        self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
+        self._stage_ranks = self.schedule().stage_ranks
         has_inner_collectives = any(
             axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp, self.axes.ep)
         )
@@ -258,11 +258,12 @@ class PipelineEngine(Engine):
         """A schedule, and this rank's actions of it with those that communicate."""
         found = self._schedules.get((is_training, num_micro))
         if found is None:
-            schedule = build_schedule(
-                self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
-            )
-            if not is_training:
-                schedule = forward_schedule(schedule.stage_ranks, num_micro)
+            if is_training:
+                schedule = build_schedule(
+                    self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
+                )
+            else:  # a file is for one number of micro-batches
+                schedule = forward_schedule(self._stage_ranks, num_micro)
             num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
             actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
             found = self._schedules[is_training, num_micro] = schedule, actions

@@ -216,6 +216,13 @@ class CutModel(StageModule):
                 code="pipeline-batch",
             )
         inputs = batch if self._cut_loss is None else batch[0]
+        if isinstance(self.whole_model, nn.Sequential) and isinstance(inputs, tuple | list) and len(inputs) > 1:
+            raise UsageError(
+                f"an nn.Sequential takes one argument and has no loss, and the micro-batch has {len(inputs)} parts.",
+                where="pipeline",
+                do="pass PipelineModule(model, loss_fn=...) to initialize(): its micro-batches are (inputs, labels).",
+                code="pipeline-batch",
+            )
         tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         begin, end = self._cut_bounds[stage : stage + 2]

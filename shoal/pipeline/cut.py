@@ -332,8 +332,7 @@ class CutModel(StageModule):
                     replace(parent._modules, member.key, RecordedModule(parent._modules[member.key], forward.record))
             elif is_module:
                 check = partial(forward.check_beside, member.name, member.side)
-                keep = partial(forward.guard, of=repr(member.name))
-                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
+                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, forward.guard))
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
         model, name = self.whole_model, self.cut_blocks.container

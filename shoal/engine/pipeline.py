@@ -8,7 +8,7 @@ parameters of stage 3 exceed ``stage3_max_live_parameters``, each pass gathers u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +21,7 @@ from shoal.errors import NoOptimizerError, NotBuiltError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
+from shoal.pipeline.module import PipelineModule
 from shoal.pipeline.run import Failure, MicroBatch, PipelineRun
 from shoal.pipeline.schedule import Action, PipelineSchedule, build_schedule, forward_schedule
 from shoal.pipeline.stage import StageModule
@@ -59,7 +60,7 @@ class PipelineEngine(Engine):
         self._compute = _EngineCompute(self)
         for group in self.sharded.trained_groups:
             group.gradient.adds_in_place = True  # no script sees parameter.grad between micro-batches
-        self._stage_ranks = self._schedule(1, is_training=False)[0].stage_ranks
+        self._stage_ranks = self.schedule().stage_ranks
         has_inner_collectives = any(
             axis is not None for axis in (self.axes.tp, self.axes.sp, self.axes.cp, self.axes.ep)
         )
@@ -110,8 +111,9 @@ class PipelineEngine(Engine):
     def no_sync(self) -> NoReturn:
         self._refuse(
             "engine.no_sync()",
-            "call engine.train_batch(data_iter): below stage 3 it reduces once a step, whatever the number of"
-            " micro-batches (gradient_accumulation_steps).",
+            "call engine.train_batch(data_iter): each call steps, for which it needs reduced gradients. It reduces once"
+            " a step, whatever the number of micro-batches (gradient_accumulation_steps); at stage 3 where the stages"
+            " fit in stage3_max_live_parameters.",
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -256,11 +258,12 @@ class PipelineEngine(Engine):
         """A schedule, and this rank's actions of it with those that communicate."""
         found = self._schedules.get((is_training, num_micro))
         if found is None:
-            schedule = build_schedule(
-                self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
-            )
-            if not is_training:
-                schedule = forward_schedule(schedule.stage_ranks, num_micro)
+            if is_training:
+                schedule = build_schedule(
+                    self._name, self._num_pipeline_ranks, num_micro, virtual_stages=self._virtual_stages
+                )
+            else:  # a file is for one number of micro-batches
+                schedule = forward_schedule(self._stage_ranks, num_micro)
             num_gathered = len(self.module.stages) if self._compute.keeps_gathered else None
             actions = lower(schedule, max_active_stages=num_gathered)[self._pipeline_rank]
             found = self._schedules[is_training, num_micro] = schedule, actions
@@ -287,13 +290,17 @@ class PipelineEngine(Engine):
         """The micro-batches of a step, on which all stages of this pipeline agree."""
         source = data_iter if data_iter is not None else self._data_iterator()
         schedule = f"{self._name} {self._num_pipeline_ranks} {self._virtual_stages} {num_micro}"
-        return next_batches(source, self._checked, num_micro, schedule, self.axes.pp, self.device)
+        arguments: dict[str, Any] = {}
+        if self.module.training:  # before the batches: an iterator may read the curriculum's place
+            arguments = self.run_state.curriculum.into(arguments, self.global_steps)
+        checked = partial(self._checked, arguments.get("curriculum_seqlen"))
+        return next_batches(source, checked, num_micro, schedule, arguments, self.axes.pp, self.device)
 
-    def _checked(self, batch: Any) -> Any:
+    def _checked(self, longest: int | None, batch: Any) -> Any:
         """A micro-batch as the stages get it. Raises: UsageError: no stage could run it."""
         batch = batch if self._batch_fn is None else self._batch_fn(batch)
         if self.axes.tp is not None and self.properties.config.parallel.tp_sequence_parallel:
-            check_length(batch, self.axes.tp.size)
+            check_length(batch, self.axes.tp.size, None if isinstance(self.module, PipelineModule) else longest)
         return batch
 
     def _data_iterator(self) -> Iterator[Any] | None:

@@ -22,6 +22,7 @@ def next_batches(
     batch_fn: Callable[[Any], Any] | None,
     num_micro: int,
     schedule: str,
+    arguments: Mapping[str, Any],
     comm: Communicator | None,
     device: torch.device,
 ) -> tuple[list[MicroBatch], Failure | None]:
@@ -31,6 +32,7 @@ def next_batches(
         source: None: this rank has no data.
         batch_fn: changes each micro-batch; None: nothing does.
         schedule: what all stages must have alike.
+        arguments: of the model, beside each micro-batch.
         comm: the ranks along ``pp``; None: there is one.
 
     Communicates: one exchange of 3 numbers, and one for each micro-batch.
@@ -46,7 +48,7 @@ def next_batches(
         state = _ENDED
     except Exception as raised:
         state, error = _ENDED, raised
-    signatures = [signature_of(batch) for batch in found] + [0] * (num_micro - len(found))
+    signatures = [signature_of(batch, arguments) for batch in found] + [0] * (num_micro - len(found))
     number = int.from_bytes(hashlib.sha256(schedule.encode()).digest()[:6], "big")
     rows = [[state, float(len(found)), float(number), *map(float, signatures)]]
     if comm is not None:
@@ -98,16 +100,20 @@ def labels_of(batch: Any) -> torch.Tensor:
     return labels
 
 
-def check_length(batch: Any, size: int) -> None:
+def check_length(batch: Any, size: int, longest: int | None) -> None:
     """Under sequence parallelism over ``size`` tensor-parallel ranks, which stages decide on alone.
+
+    Args:
+        longest: to how many tokens the model cuts sequences; None: it does not.
 
     Raises: UsageError: the sequences of token numbers do not divide.
     """
     for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
-            if leaf.shape[1] % size:
+            length = min(leaf.shape[1], longest or leaf.shape[1])
+            if length % size:
                 raise UsageError(
-                    f"a sequence of {leaf.shape[1]} tokens does not divide by {size} tensor-parallel ranks, over which"
+                    f"a sequence of {length} tokens does not divide by {size} tensor-parallel ranks, over which"
                     " pipeline stages split it.",
                     do=f"pad sequences to a multiple of {size}, also those to evaluate; or turn"
                     " parallel.tp_sequence_parallel off.",

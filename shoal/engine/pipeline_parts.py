@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from shoal.engine.over_stages import from_stages
 from shoal.engine.settings import Plan
 from shoal.errors import ConfigError, NotBuiltError
 from shoal.mesh import Mesh, tied_axis
+from shoal.parallel.sequence.context import SequenceContext, sequence_parallel
 from shoal.pipeline.block_costs import partition_costs
 from shoal.pipeline.cut import CutModel, Partition, cut
 from shoal.pipeline.module import PipelineModule
@@ -41,12 +43,12 @@ def stages_of(
     """
     mesh = axes.mesh
     sharded = {name: p for name, p in model.named_parameters() if isinstance(OWNERS.get(p), ShardedAtInit)}
-    added = [name for name in ("curriculum_learning", "progressive_layer_drop") if getattr(config, name).enabled]
-    if added:
+    if config.progressive_layer_drop.enabled:
         raise NotBuiltError(
-            f"{added[0]} of a model in pipeline stages, whose layers take no further arguments.",
-            do="change the micro-batches by engine.set_batch_fn(fn), or in the loader; shapes may change at any time.",
-            code="pipeline-curriculum",
+            "progressive_layer_drop of a model in pipeline stages: a stage runs from its first block to its last one,"
+            " and each of them must be called in every forward.",
+            do="disable the section, and let each block skip its own computation in its forward.",
+            code="pipeline-layer-drop",
         )
     section = config.pipeline
     num_micro = max(int(config.gradient_accumulation_steps), 1)
@@ -71,7 +73,8 @@ def stages_of(
     if isinstance(model, PipelineModule):
         _follow_config(model, section)
         if model.is_whole:
-            model.keep_stages(topology_of_mesh(mesh), schedule.stage_ranks, section.partition)
+            with _attention_of(axes):
+                model.keep_stages(topology_of_mesh(mesh), schedule.stage_ranks, section.partition)
     elif section.seed_layers:
         raise NotBuiltError(
             f"pipeline.seed_layers = true of a {type(model).__name__}, whose modules exist already.",
@@ -85,7 +88,7 @@ def stages_of(
             schedule.num_stages,
             stages_of_rank=own,
             split_points=split,
-            partition="uniform" if split else _partition(model, section, schedule.num_stages, world, mesh),
+            partition="uniform" if split else _partition(model, section, schedule.num_stages, world, axes),
             first_stage=section.first_stage,
             last_stage=section.last_stage,
             every_stage=section.every_stage,
@@ -172,44 +175,44 @@ def recomputed_blocks(model: nn.Module, config: Config) -> list[str]:
 
 
 def _partition(
-    model: nn.Module, section: Pipeline, num_stages: int, world: World, mesh: Mesh
+    model: nn.Module, section: Pipeline, num_stages: int, world: World, axes: Axes
 ) -> Partition | Sequence[float] | Sequence[Sequence[float]]:
     """What stages have as equal a share of.
 
-    Raises: NotBuiltError: blocks are to be measured beside tensor, sequence or context parallelism. UsageError: there
-        is no micro-batch to measure them with.
-    Communicates: of measured blocks, rank 0's costs.
+    Raises: UsageError: there is no micro-batch to measure blocks with.
+    Communicates: of measured blocks, what their passes do beside tensor, sequence and context parallelism, and rank 0's
+        costs.
     """
     known: dict[str, Partition] = {"best": "best", "parameters": "parameters", "uniform": "uniform"}
     method = section.partition.casefold()
     if method in known:
         return known[method]
     is_measured = not method.startswith("type:")
-    inner = [axis for axis in ("tp", "sp", "cp") if getattr(mesh, axis) > 1]
-    if is_measured and inner:
-        raise NotBuiltError(
-            f'pipeline.partition = "{section.partition}" beside {inner[0]} above 1: a block alone cannot be measured.',
-            do=f"measure once without {inner[0]}, and name the first block of each later stage in"
-            " pipeline.split_points.",
-            code="pipeline-partition",
+    with _attention_of(axes):
+        costs = partition_costs(
+            model,
+            section.partition,
+            None,
+            num_stages,
+            world.device,
+            virtual_stages=num_stages // axes.mesh.pp,
+            checkpoint_interval=int(section.activation_checkpoint_interval),
+            first_stage=section.first_stage,
+            last_stage=section.last_stage,
+            every_stage=section.every_stage,
         )
-    costs = partition_costs(
-        model,
-        section.partition,
-        None,
-        num_stages,
-        world.device,
-        virtual_stages=num_stages // mesh.pp,
-        checkpoint_interval=int(section.activation_checkpoint_interval),
-        first_stage=section.first_stage,
-        last_stage=section.last_stage,
-        every_stage=section.every_stage,
-    )
     if not is_measured:
         return costs
     comm = world.communicator("world", Mesh.of(world.size))
     found: Sequence[float] | Sequence[Sequence[float]] = comm.gather_objects(costs, label="costs of blocks")[0]
     return found
+
+
+def _attention_of(axes: Axes) -> AbstractContextManager[None]:
+    """Attention as the engine will compute it, for blocks and layers that are measured before there is one."""
+    if axes.sp is None and axes.cp is None:
+        return nullcontext()
+    return sequence_parallel(SequenceContext(sp=axes.sp, cp=axes.cp))
 
 
 def of_own_units(plan: Plan, model: StageModule, pp: Communicator | None) -> Plan:

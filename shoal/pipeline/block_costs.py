@@ -145,7 +145,7 @@ def _measured_call(
             return None if any(kind.__name__ == "Cache" for kind in type(leaf).__mro__) else leaf
 
         own_args, own_kwargs = tree_map(argument, (args, kwargs))
-        return made(*own_args, **own_kwargs)
+        return made.forward(*own_args, **own_kwargs)  # hooks run once, around what is measured
 
     with torch.enable_grad():
         cost, output = measure_call(made, call, None if hidden is None else leaves[hidden], device)

@@ -207,7 +207,7 @@ class CutModel(StageModule):
         self.training = mode
         return self
 
-    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+    def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         if batch is None:
             raise UsageError(
                 f"pipeline stage {stage} has no micro-batch, but the model computes its masks and positions from it.",
@@ -216,6 +216,13 @@ class CutModel(StageModule):
                 code="pipeline-batch",
             )
         inputs = batch if self._cut_loss is None else batch[0]
+        if isinstance(self.whole_model, nn.Sequential) and isinstance(inputs, tuple | list) and len(inputs) > 1:
+            raise UsageError(
+                f"an nn.Sequential takes one argument and has no loss, and the micro-batch has {len(inputs)} parts.",
+                where="pipeline",
+                do="pass PipelineModule(model, loss_fn=...) to initialize(): its micro-batches are (inputs, labels).",
+                code="pipeline-batch",
+            )
         tensors = [leaf for leaf in tree_leaves((received, inputs)) if isinstance(leaf, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         begin, end = self._cut_bounds[stage : stage + 2]
@@ -229,9 +236,10 @@ class CutModel(StageModule):
         try:
             with running_from(container, begin), self._replaced(stage, forward, container) as model:
                 if isinstance(inputs, Mapping):
-                    output = model(**inputs)
+                    output = model(**{**inputs, **arguments})
                 else:
-                    output = model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+                    args = inputs if isinstance(inputs, tuple | list) else (inputs,)
+                    output = model(*args, **arguments)
         except EndOfStage as ended:
             return ended.message
         finally:
@@ -324,8 +332,7 @@ class CutModel(StageModule):
                     replace(parent._modules, member.key, RecordedModule(parent._modules[member.key], forward.record))
             elif is_module:
                 check = partial(forward.check_beside, member.name, member.side)
-                keep = partial(forward.guard, of=repr(member.name))
-                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, keep))
+                replace(parent._modules, member.key, StandIn(member.meta, repr(member.name), check, forward.guard))
             else:
                 replace(parent.__dict__, member.key, forward.guard(member.meta, of=repr(member.name)))
         model, name = self.whole_model, self.cut_blocks.container

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -250,11 +250,11 @@ def _text(form: MessageForm) -> str:
     return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in form.tensors) or "no tensor"
 
 
-def signature_of(batch: Any) -> int:
-    """A number of the shapes and dtypes in a micro-batch, below 2**52; 0 for no batch."""
+def signature_of(batch: Any, arguments: Mapping[str, Any]) -> int:
+    """A number of the shapes and dtypes in a micro-batch and of the arguments beside it, below 2**52; 0: no batch."""
     if batch is None:
         return 0
-    parts: list[str] = []
+    parts = [f"{name}={value}" for name, value in arguments.items()]
 
     def visit(item: Any) -> None:
         if isinstance(item, torch.Tensor):

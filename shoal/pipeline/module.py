@@ -205,8 +205,13 @@ class PipelineModule(StageModule):
         if leaf not in module._parameters:
             module.register_parameter(leaf, parameter)
 
-    def forward(self, stage: int, received: Any, batch: Any) -> Any:
-        """Apply the layers of one pipeline stage to what it received, or to the inputs of ``(inputs, labels)``."""
+    def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
+        """Apply the layers of one pipeline stage to what it received, or to the inputs of ``(inputs, labels)``.
+
+        Args:
+            arguments: of the curriculum; not used, since a layer takes one argument: the loader, or the function of
+                ``set_batch_fn``, truncates inputs and labels.
+        """
         value = _part(batch, 0) if stage == 0 else received
         self._num_runs[stage] += 1
         layers, num_runs = self._layers[stage], self._num_runs[stage]

@@ -21,7 +21,7 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.parallel.recompute import checkpoint
 from shoal.pipeline.blocks import ModelBlocks, Side
-from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by
+from shoal.pipeline.stand_in import Delegate, guard, guard_error, guarded_by, line_of_model
 
 
 class EndOfStage(Exception):  # no error: ends the model's forward after the last block of a stage
@@ -104,7 +104,7 @@ class OneForward:
         # Another one each time for reentrant recomputation, which changes the graph of what is returned.
         if hidden is None or not torch.is_grad_enabled() or self.is_over:
             first = next(iter(self._received.values()))
-            hidden = self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}")
+            hidden = self._hidden = self.guard(first, f"the output of {self.blocks.name(position)!r}{line_of_model()}")
         output = _map(lambda _, leaf: hidden if leaf == "hidden" else None, self.form, "")
         return SkippedOutput(output) if isinstance(output, dict) else output
 
@@ -197,8 +197,8 @@ class OneForward:
         is_guard = any(leaf is tensor for tensor in self._guards)
         of = guarded_by(leaf) if leaf.requires_grad else ("a module or block" if is_guard else None)
         if of is not None:
-            name = self.blocks.name(position)
-            raise guard_error(of, f"argument {key!r} of {name!r} (shape {list(leaf.shape)}) is computed from it")
+            name = f"{self.blocks.name(position)!r}{line_of_model()}"
+            raise guard_error(of, f"argument {key!r}, of shape {list(leaf.shape)}, of {name} is computed from it")
 
     def _is_produced(self, tensor: torch.Tensor) -> bool:
         known = self._produced.get(id(tensor))

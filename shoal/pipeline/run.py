@@ -358,9 +358,12 @@ class PipelineRun:
                 visit.outputs = [end.clone() if end._is_view() or end.is_leaf else end for end in ends]
                 pairs = [(end, start) for end, start in zip(visit.outputs, starts, strict=True) if end.requires_grad]
                 edges = [torch.autograd.graph.get_gradient_edge(end) for end, _ in pairs]
-                found, visit.weight_groups = stage_backward_input(
-                    visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
-                )
+                try:
+                    found, visit.weight_groups = stage_backward_input(
+                        visit.outputs, starts, visit.inputs, iter(self._compute.weights(stage))
+                    )
+                except RuntimeError as error:  # torch's has the shapes alone
+                    raise error.__cause__ or error from None
                 if all(gradient is None for gradient in found):  # no weight is on the way to an input
                     visit.weight_groups = (edges, [start for _, start in pairs])
                 elif len(edges) > 1:  # one output may depend on an input, and another one on weights alone

@@ -27,13 +27,14 @@ class StageModule(nn.Module):
     tied: Mapping[str, tuple[int, ...]]
     is_dynamic: bool = False
 
-    def forward(self, stage: int, received: Any, batch: Any) -> Any:
+    def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         """Run one pipeline stage on one micro-batch.
 
         Args:
             received: what the stage before returned; None on stage 0. Tensors in tuples, lists, dicts; None.
             batch: the micro-batch, as the data iterator gave it. Where only the first and the last stage have one, it
                 is None elsewhere.
+            arguments: in training, what the curriculum gives the model's forward (``curriculum_seqlen``).
 
         Returns: what the next stage receives: tensors in tuples, lists, dicts; None. Of the last stage: the model's
             output.

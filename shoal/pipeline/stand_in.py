@@ -8,15 +8,20 @@ backward pass raises where a gradient arrives at one, and arguments of blocks ar
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shoal import compiler
 from shoal.errors import ModelError
 
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), compiler.__file__)
 _MAX_NODES = 200  # of the autograd graph that are visited for one argument; a guard is near where it is misused
 
 
@@ -47,6 +52,15 @@ def guard(like: torch.Tensor, device: torch.device, of: str) -> torch.Tensor:
     anchor = torch.empty(0, device=device, requires_grad=True)  # so that the guard has a gradient, where there are any
     guarded: torch.Tensor = _Guarded.apply(anchor, like, of)
     return guarded
+
+
+@compiler.untraced
+def line_of_model() -> str:
+    """The line of the model's code that runs, in parentheses; empty: there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODELS):
+        frame = frame.f_back
+    return "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def guarded_by(tensor: torch.Tensor) -> str | None:
@@ -104,6 +118,10 @@ class Delegate:
         return getattr(self._module, name)
 
 
+class _KeepGuard(Protocol):
+    def __call__(self, like: torch.Tensor, of: str) -> torch.Tensor: ...
+
+
 class StandIn(Delegate):
     """Called in place of a module that is on other stages: returns guards of the shapes that the module returns.
 
@@ -112,17 +130,15 @@ class StandIn(Delegate):
         check: called first; raises where the module must not be called.
     """
 
-    def __init__(
-        self, module: nn.Module, of: str, check: Callable[[], None], keep: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, module: nn.Module, of: str, check: Callable[[], None], keep: _KeepGuard) -> None:
         super().__init__(module)
         self._of = of
         self._check = check
-        self._guard = keep
+        self._keep = keep
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return self._guard(value) if isinstance(value, nn.Parameter) else value
+        return self._keep(value, f"{self._of}{line_of_model()}") if isinstance(value, nn.Parameter) else value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
@@ -135,7 +151,8 @@ class StandIn(Delegate):
                 do="write a PipelineModule.",
                 code="pipeline-cut",
             ) from error
-        return tree_map_only(torch.Tensor, self._guard, output)
+        of = f"{self._of}{line_of_model()}"
+        return tree_map_only(torch.Tensor, lambda tensor: self._keep(tensor, of), output)
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ def test_a_function_that_raises_before_the_step_raises_on_all_ranks_and_the_next
         engine.before_step.clear()
         with pytest.raises(UsageError, match=r"before_step\.append"):
             engine.clip_grad_norm_(1.0)
-        with pytest.raises(UsageError, match="reduces once a step"):
+        with pytest.raises(UsageError, match="needs reduced gradients"):
             engine.no_sync()
         return float(engine.train_batch(batches(engine.axes.batch.rank, 0, 4)))
 

@@ -13,8 +13,10 @@ import shoal
 from shoal.comm.threads import run_ranks
 from shoal.errors import ConfigError, NonFiniteError, NotBuiltError, UsageError
 from shoal.zero import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from tests.ranks.pipeline_cases import engine_of_layers
+from tests.ranks.pipeline_cases import engine_of_layers, mean_square
 from tests.ranks.pipeline_layers import WIDTH, batches
+from tests.ranks.pipeline_layers import settings as pipeline_settings
+from tests.ranks.training import make, sgd
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "auto_cast": True}}
 
@@ -158,13 +160,60 @@ def test_timers_and_the_flops_profiler_work_beside_a_pipeline() -> None:
     assert run_ranks(2, lambda: job(flops_profiler=profiler)) == expected
 
 
-def test_a_curriculum_is_refused_beside_a_pipeline() -> None:
-    schedule = {"total_curriculum_step": 10, "difficulty_step": 8}
-    section = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
-               "schedule_type": "fixed_linear", "schedule_config": schedule}  # fmt: skip
+LENGTHS = [2, 4, 6]
+SECTION = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 2, "max_difficulty": 6,
+           "schedule_type": "fixed_discrete",
+           "schedule_config": {"difficulty": LENGTHS, "max_step": [1, 2]}}  # fmt: skip
 
+
+class Shortened(nn.Module):
+    """Truncates sequences to the length that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*linears())
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, *, curriculum_seqlen: int | None = None) -> torch.Tensor:
+        return mean_square(self.blocks(x[:, :curriculum_seqlen]), labels[:, :curriculum_seqlen])
+
+
+@pytest.mark.parametrize("given", ["tuple", "dict", "layers"])
+def test_lengths_of_a_curriculum_change_what_stages_send(given: str) -> None:
+    """A model gets the length as an argument; layers get what the function of ``set_batch_fn`` has truncated."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(2, 6, WIDTH, generator=generator), torch.randn(2, 6, WIDTH, generator=generator))] * 2
+
+    def alone() -> list[float]:
+        model, losses = make(Shortened), []
+        optimizer = sgd(model.parameters())
+        for length in LENGTHS:
+            loss = model(*data[0], curriculum_seqlen=length)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return [*losses, model(*data[0]).item()]
+
+    def job() -> list[float]:
+        if given == "layers":
+            engine = engine_of_layers(linears, 2, 1, num_micro=2, curriculum_learning=SECTION)
+            place = engine.curriculum_scheduler_legacy.get_current_difficulty
+            engine.set_batch_fn(lambda batch: tuple(t[:, : place()] if engine.module.training else t for t in batch))
+        else:
+            model = make(Shortened)
+            own = pipeline_settings(1, 2, 2, "1f1b", 1, curriculum_learning=SECTION)
+            engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=own)[0]
+        batches = [dict(zip(("x", "labels"), batch, strict=True)) if given == "dict" else batch for batch in data]
+        losses = [float(engine.train_batch(iter(batches))) for _ in LENGTHS]
+        return [*losses, float(engine.eval_batch(iter(batches)))]
+
+    assert run_ranks(2, job) == [pytest.approx(alone(), rel=1e-6)] * 2
+
+
+def test_layers_to_skip_are_refused_because_a_stage_calls_all_its_blocks() -> None:
     def job() -> None:
-        with pytest.raises(NotBuiltError, match="curriculum"):
-            engine_of_layers(linears, 2, 1, curriculum_learning=section)
+        with pytest.raises(NotBuiltError, match="progressive_layer_drop"):
+            engine_of_layers(linears, 2, 1, progressive_layer_drop={"enabled": True})
 
     run_ranks(2, job)

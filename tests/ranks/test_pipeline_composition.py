@@ -175,7 +175,9 @@ def test_a_batch_that_is_too_short_is_an_error_on_all_stages_and_the_next_one_ru
     assert all(loss == first[0] for loss, _ in others)
 
 
-@pytest.mark.parametrize(("stage", "schedule", "virtual"), [(1, "1f1b", 1), (3, "interleaved_1f1b", 2)])
+@pytest.mark.parametrize(
+    ("stage", "schedule", "virtual"), [(1, "1f1b", 1), (1, "zb_h1", 1), (3, "interleaved_1f1b", 2)]
+)
 @pytest.mark.parametrize("is_backward", [False, True])
 @pytest.mark.parametrize("failing", [0, 3])
 def test_a_stage_that_raises_is_named_on_all_ranks_and_the_next_batch_runs(

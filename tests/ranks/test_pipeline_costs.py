@@ -11,10 +11,10 @@ from torch import nn
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import NotBuiltError, UsageError
+from shoal.errors import UsageError
 from shoal.pipeline.block_costs import partition_costs
 from tests.fake_clock import FakeClock
-from tests.ranks.test_tensor_parallel_engine import GPT, LENGTH, VOCABULARY, GPTConfig, config, tokens
+from tests.ranks.test_tensor_parallel_engine import GPT, LENGTH, ROWS, VOCABULARY, GPTConfig, config, tokens
 from tests.ranks.training import make, sgd
 
 CPU = torch.device("cpu")
@@ -138,10 +138,55 @@ def test_blocks_of_a_class_are_divided() -> None:
 
 
 def test_what_is_missing_for_a_measurement_is_said() -> None:
-    def job(parallel: dict[str, int], error: type[Exception], match: str) -> None:
+    def job() -> None:
         model = make(gpt)
-        with pytest.raises(error, match=match):
-            shoal.initialize(model=model, config=settings(2, partition="time") | {"parallel": parallel})
+        with pytest.raises(UsageError, match=r"set model\.pipeline_sample to one micro-batch"):
+            shoal.initialize(model=model, config=settings(2, partition="time"))
 
-    run_ranks(2, job, {}, UsageError, "set model.pipeline_sample to one micro-batch")
-    run_ranks(4, job, {"tp": 2}, NotBuiltError, "beside tp above 1")
+    run_ranks(2, job)
+
+
+@pytest.mark.parametrize("method", ["time", "memory"])
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2}, {"tp": 2, "tp_sequence_parallel": True, "tp_loss_parallel": True}, {"sp": 2}, {"cp": 2}]
+)
+def test_blocks_are_measured_as_the_ranks_along_the_other_axes_run_them(
+    method: str, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank runs its part, so a block's states (tp) or activations (sp, cp) are half of the whole one's."""
+    measured: list[Any] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        measured.append(partition_costs(*args, **kwargs))
+        return measured[-1]
+
+    monkeypatch.setattr("shoal.engine.pipeline_parts.partition_costs", recorded)
+    splits_sequence = "tp" not in parallel
+    rows = [tokens(micro, 1) for micro in range(2)]
+
+    def job() -> Any:
+        model = make(gpt)
+        if splits_sequence:
+            model.attend_by(shoal.attention)
+        sample = torch.zeros(ROWS, LENGTH // (2 if splits_sequence else 1), dtype=torch.long)
+        model.pipeline_sample = (sample, sample)
+        asked = settings(2, partition=method) | {"parallel": parallel}
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=asked)[0]
+        batches: list[Any] = [(batch[:, :-1], batch[:, 1:]) for batch in rows]
+        if (context := engine.sequence_context) is not None:
+            positions = context.positions(LENGTH, CPU)
+            batches = [(*(context.shard(tensor) for tensor in batch), positions) for batch in batches]
+        return engine.module.starts, float(engine.train_batch(iter(batches)))
+
+    model, batch = make(gpt), torch.zeros(ROWS, LENGTH, dtype=torch.long)
+    expected = sum(model(batch[:, :-1], batch[:, 1:]).item() for batch in rows) / 2
+    (starts, loss), *others = run_ranks(4, job)
+    assert others == [(starts, loss)] * 3 and loss == pytest.approx(expected, rel=1e-6)
+    if method == "memory":
+        whole: Any = partition_costs(model, method, (batch, batch), 2, CPU)
+        kept = whole[0][1] - whole[1][1]  # the activations of the micro-batch more that stage 0 keeps
+        for costs in measured:
+            if splits_sequence:
+                assert costs[0][1] - costs[1][1] < 0.75 * kept
+            else:
+                assert costs[1][1] < 0.75 * whole[1][1]

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import shoal
 from shoal.comm.threads import run_ranks
 from shoal.compat.deepspeed.checkpoint.ds_to_universal import main as ds_to_universal
 from shoal.compat.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.ranks.pipeline_cases import alone, assert_as_alone, engine_of_layers, trained_parameters
-from tests.ranks.pipeline_layers import STEPS, WIDTH, batches
+from shoal.pipeline.module import PipelineModule
+from tests.ranks.pipeline_cases import alone, assert_as_alone, engine_of_layers, mean_square, trained_parameters
+from tests.ranks.pipeline_layers import STEPS, WIDTH, batches, settings
 from tests.ranks.training import make, sgd
 
 NUM_CLASSES, ROWS = 5, 4
@@ -44,6 +46,24 @@ def test_compiled_layers(schedule: str, virtual: int, stage: int) -> None:
 
     for found in run_ranks(4, job):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=1e-6)
+
+
+def test_a_schedule_of_a_file_trains_and_evaluates_any_number_of_micro_batches(tmp_path: Any) -> None:
+    """Stage 0 and stage 1 are on the ranks whose lines have them."""
+    file = tmp_path / "schedule.txt"
+    file.write_text("1F0 1F1 1B1 1B0\n0F0 0F1 0B1 0B0\n")
+    model = nn.Sequential(*make(layers))  # type: ignore[arg-type]
+    ends = [sum(mean_square(model(x), y).item() for x, y in batches(0, 0, num)) / num for num in (2, 3)]
+
+    def job() -> list[float]:
+        module = make(lambda: PipelineModule(layers(), num_stages=2, loss_fn=mean_square, stage_to_rank=[1, 0]))
+        config = settings(1, 2, 2, str(file), 1)
+        engine = shoal.initialize(model=module, optimizer=sgd(module.parameters()), config=config)[0]
+        assert engine.is_first_stage() == (engine.global_rank == 1)
+        evaluated = float(engine.eval_batch(batches(0, 0, 3), num_micro_batches=3))
+        return [float(engine.train_batch(batches(0, 0, 2))), evaluated]
+
+    assert run_ranks(2, job) == [pytest.approx(ends, rel=1e-6)] * 2
 
 
 def classifier() -> list[nn.Module]:

@@ -272,7 +272,8 @@ def _suggestion(name: str, model: type[Section], path: str) -> str:
     if name in NEVER_EXISTED:
         return f"{NEVER_EXISTED[name]}."
     elsewhere = _places()
-    if name.strip() in elsewhere and not path.endswith(".params"):
+    is_typo = path.endswith(".params") or nearest(name, names_of(model), cutoff=0.85)
+    if name.strip() in elsewhere and not is_typo:
         return f"it belongs elsewhere: did you mean {_either(elsewhere[name.strip()][:3])}?"
     near = nearest(name, names_of(model), limit=4)
     if near:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 
-def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
+def nearest(name: str, candidates: Iterable[str], limit: int = 3, cutoff: float = 0.6) -> list[str]:
     """The candidates most like ``name``, the likest first; upper and lower case are one.
 
     >>> nearest("gradient_clipp1ng", ["gradient_clipping", "steps_per_print"])
@@ -16,7 +16,7 @@ def nearest(name: str, candidates: Iterable[str], limit: int = 3) -> list[str]:
     by_folded: dict[str, str] = {}
     for candidate in candidates:
         by_folded.setdefault(candidate.casefold(), candidate)
-    found = difflib.get_close_matches(name.strip().casefold(), by_folded, n=limit, cutoff=0.6)
+    found = difflib.get_close_matches(name.strip().casefold(), by_folded, n=limit, cutoff=cutoff)
     return [by_folded[folded] for folded in found]
 
 

@@ -16,8 +16,10 @@ import contextlib
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import TracebackType
 
@@ -36,6 +38,7 @@ _SHARDED_WRITE = (
     " engine.load_module_state_dict(state_dict)."
 )
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 _LINGER_SECONDS = 2.0
 _KEY = "failure"
 _SEEN = "seen"
@@ -215,9 +218,10 @@ class ExceptHook:
             self._report(error)
         module = str(getattr(self._previous, "__module__", ""))
         prints_only = self._previous is sys.__excepthook__ or module.startswith("torch.")
-        if isinstance(error, ShoalError) and error.__cause__ is None and prints_only and not wants_tracebacks():
+        if isinstance(error, ShoalError) and prints_only and not wants_tracebacks() and not _is_from_script(error):
             trace = _frames_of_script(trace)
             error.with_traceback(trace)
+            error.__cause__, error.__suppress_context__ = None, True  # its message is part of the error's
         self._previous(kind, error, trace)
 
     def remove(self) -> None:
@@ -225,6 +229,15 @@ class ExceptHook:
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous
         self._report = _report_nothing
+
+
+def _is_from_script(error: BaseException) -> bool:
+    """Was the error raised because of another one, in code that is neither this package's nor a library's?"""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is None:
+        return False
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
+    return not all(file.startswith((_PACKAGE, *_LIBRARIES, "<frozen")) for file in files) or _is_from_script(cause)
 
 
 def _frames_of_script(trace: TracebackType | None) -> TracebackType | None:

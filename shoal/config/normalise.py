@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from shoal.config.base import Section
 from shoal.config.coerce import coerce
+from shoal.config.optimizer import OPTIMIZERS, SCHEDULERS
 from shoal.config.problems import HIDDEN, Problem, shown
 from shoal.config.schema import Schema
 from shoal.config.support import SUPPORT, SWITCHES
@@ -269,21 +271,31 @@ def _is_flat(name: str) -> bool:
 def _suggestion(name: str, model: type[Section], path: str) -> str:
     if name in NEVER_EXISTED:
         return f"{NEVER_EXISTED[name]}."
+    elsewhere = _places()
+    is_typo = path.endswith(".params") or nearest(name, names_of(model), cutoff=0.85)
+    if name.strip() in elsewhere and not is_typo:
+        return f"it belongs elsewhere: did you mean {_either(elsewhere[name.strip()][:3])}?"
     near = nearest(name, names_of(model), limit=4)
     if near:
         return f"did you mean {_either(near)}?"
-    elsewhere: dict[str, list[str]] = {}
+    if path:
+        return f"it takes {', '.join(sorted(keys_of(model)))}."
+    far = [place for spelling in nearest(name, elsewhere, limit=2) for place in elsewhere[spelling][:2]]
+    return f"did you mean {_either(far)}?" if far else "leave it out."
+
+
+@cache
+def _places() -> Mapping[str, list[str]]:
+    """The paths of every spelling in the schema, and of the common arguments of optimizers and schedules."""
+    places: dict[str, list[str]] = {}
     for there, key in walk(Schema):
         for spelling in (key.name, *key.aliases):
-            elsewhere.setdefault(spelling, []).append(there)
-    if name.strip() in elsewhere:
-        return f"it belongs elsewhere: did you mean {_either(elsewhere[name.strip()][:3])}?"
-    far = [place for spelling in nearest(name, elsewhere, limit=2) for place in elsewhere[spelling][:2]]
-    if far:
-        return f"did you mean {_either(far)}?"
-    if path.endswith(".params"):
-        return f"it takes {', '.join(sorted(names_of(model)))}."
-    return "leave it out."
+            places.setdefault(spelling, []).append(there)
+    for kind, models in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        for model in models.values():
+            for spelling in keys_of(model):
+                places.setdefault(spelling, [f"{kind}.params.{spelling}"])
+    return places
 
 
 def _either(names: list[str]) -> str:

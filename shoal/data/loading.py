@@ -100,6 +100,16 @@ class Loader:
         self._num_workers = num_workers
         self._pin_memory = pin_memory
         self._is_stream = isinstance(dataset, IterableDataset)
+        is_loader = isinstance(dataset, DataLoader)
+        if is_loader or not (self._is_stream or (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))):
+            raise UsageError(
+                f"a loader needs a data set with a length and indices, or an IterableDataset, not"
+                f" {'a DataLoader' if is_loader else type(dataset).__name__}.",
+                where="training_data",
+                do="pass the DataLoader's .dataset; or leave training_data out and read your own loader."
+                if is_loader
+                else "pass a list or a torch.utils.data.Dataset.",
+            )
         num_samples = 1 if self._is_stream else len(cast(Any, dataset))
         if num_samples < (self.global_batch if drop_last and not self._is_stream else 1):
             raise UsageError(

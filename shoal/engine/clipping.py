@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import clip_grad
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from shoal.engine.accumulation import Accumulation
 from shoal.errors import UsageError
@@ -59,18 +61,27 @@ _REPLACED = (
 class ClippingCheck:
     """Engines that live, and the replacement of torch's functions while there are any.
 
+    A hook of torch looks at every optimizer's ``step()`` too: one that the script made beside the engine would update
+    parameters by gradients of this rank alone, or by none.
+
     ``is_error``: False: a warning, as scripts written for DeepSpeed run with a call that does nothing.
     """
 
     def __init__(self) -> None:
         self.is_error = True
         self._steps: weakref.WeakKeyDictionary[ParameterOwner, Accumulation] = weakref.WeakKeyDictionary()
+        self._untrained: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()  # of engines without an optimizer
+        self._step_hook: RemovableHandle | None = None
         self._lock = threading.Lock()
 
-    def add(self, owner: ParameterOwner, accumulation: Accumulation) -> None:
-        """An engine lives from now on, until ``remove``."""
+    def add(self, owner: ParameterOwner, accumulation: Accumulation, *, trains: bool) -> None:
+        """An engine lives from now on, until ``remove``. ``trains``: it has an optimizer."""
         with self._lock:
             self._steps[owner] = accumulation
+            if not trains:
+                self._untrained.add(owner)
+            if self._step_hook is None:
+                self._step_hook = register_optimizer_step_pre_hook(self._check_step)
             for replaced in _REPLACED:
                 replaced.cell.cell_contents = partial(self._checked, replaced)
 
@@ -78,7 +89,11 @@ class ClippingCheck:
         """The engine was destroyed. Idempotent."""
         with self._lock:
             self._steps.pop(owner, None)
+            self._untrained.discard(owner)
             if not self._steps:
+                if self._step_hook is not None:
+                    self._step_hook.remove()
+                    self._step_hook = None
                 for replaced in _REPLACED:
                     replaced.cell.cell_contents = replaced.wrapper.__wrapped__
 
@@ -93,6 +108,33 @@ class ClippingCheck:
             warnings.warn(f"{what} To clip, {torchs.do}", stacklevel=torchs.stacklevel)
         else:
             torchs.wrapper.__wrapped__(given, *args, **kwargs)
+
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Before each ``step()`` of an optimizer.
+
+        Raises: UsageError: the script made it from parameters of an engine on several ranks.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        of_engine = [parameter for parameter in parameters if OWNERS.get(parameter) in self._steps]
+        if not of_engine:
+            return
+        name, is_missing = type(optimizer).__name__, all(parameter.grad is None for parameter in of_engine)
+        if is_missing and any(map(self._has_gradient, of_engine)):
+            what = "finds no gradients: the engine holds them"
+        elif not is_missing and any(self._is_untrained(parameter) for parameter in of_engine):
+            what = "would update each rank by its own gradients: the engine has no optimizer, so it sums none"
+        else:
+            return
+        raise UsageError(
+            f"step() of an {name} that the engine does not have {what}.",
+            do="pass the optimizer to initialize(), and call engine.step().",
+            code="optimizer-outside",
+        )
+
+    def _is_untrained(self, parameter: torch.Tensor) -> bool:
+        """Has the parameter a gradient of this rank alone?"""
+        owner = OWNERS.get(parameter)
+        return parameter.grad is not None and owner in self._untrained and owner is not None and owner.comm.size > 1
 
     def _has_gradient(self, parameter: torch.Tensor) -> bool:
         owner = OWNERS.get(parameter)

@@ -17,6 +17,7 @@ from shoal.compiler import refuse_cuda_graphs
 from shoal.config.batch import MICRO
 from shoal.device import in_backward
 from shoal.engine.accumulation import Accumulation, NumTokens, check_for_backward, check_for_scale
+from shoal.engine.attention_check import AttentionCheck
 from shoal.engine.checkpointing import Checkpointing
 from shoal.engine.clipping import CLIPPING
 from shoal.engine.expert_balance import ExpertBalance
@@ -123,6 +124,7 @@ class Engine(nn.Module):
         self._compiled: list[nn.Module] = []  # by the config
         self._is_batch_checked = False
         self._same_inputs = SameInputs(properties.axes.tp)
+        self._attention_check = AttentionCheck(properties.axes, properties.world.recorder)
         self._expert_balance = ExpertBalance(sharding, properties)
         self._stop_signal = StopSignal() if properties.config.checkpoint.save_on_signal else None
         self._stop_number = 0  # of the signal that ends the run after this step
@@ -137,7 +139,7 @@ class Engine(nn.Module):
         use_sequence_context(self._attention_context)
         for parameter in self.module.parameters():
             OWNERS.put(parameter, self.access)
-        CLIPPING.add(self.access, accumulation)
+        CLIPPING.add(self.access, accumulation, trains=sharding.step is not None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -172,8 +174,10 @@ class Engine(nn.Module):
             if self.plan.autocast_dtype is not None
             else nullcontext()
         )
+        watching = self._attention_check.watching(is_training=self.module.training)
         with self._failing("forward", (args, kwargs)), self.timers.phase("forward"), autocast, self.sharded.searching():
-            output = self.module(*args, **kwargs)
+            with watching:
+                output = self.module(*args, **kwargs)
         self.sharding.check.after_forward()
         return output
 
@@ -331,6 +335,7 @@ class Engine(nn.Module):
         accumulation.mean_loss = self._mean_loss(status)
         self._norm = status.norm * accumulation.gradient_scale()
         sharding.refuse_unused(status, self.global_steps)
+        sharding.warn_without_gradients(status, self.global_steps)
         self._was_step_applied = False
         try:
             self._was_step_applied = self._nonfinite.judge(
@@ -354,6 +359,9 @@ class Engine(nn.Module):
         self.checkpointing.poll()
         if not self._has_stepped:
             self._has_stepped = True
+            if self.sharded_optimizer is not None:
+                # Torch's schedules warn if they are stepped before optimizer.step(), which engine.step() replaces.
+                self.sharded_optimizer.__dict__["_opt_called"] = True
             note = self._activations.after_first_step(self.axes.world)
             if note is not None:
                 say_on_rank_0(self.global_rank, note)

@@ -105,8 +105,9 @@ class NonFinite:
         where = f"step {step}" + (f", first parameter {first!r}" if first else "")
         experts = f" The router of {router!r} gave weights that are not finite." if router else ""
         if status.bad_loss_ranks:
-            ranks = ", ".join(map(str, status.bad_loss_ranks))
-            return f"the loss of rank {ranks} is not finite.{experts}", f"rank {ranks}, {where}"
+            numbers = status.bad_loss_ranks
+            ranks = f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+            return f"the loss of {ranks} is not finite.{experts}", f"{ranks}, {where}"
         if is_loss_known:
             return f"the gradients are not finite though the loss is.{experts}", where
         return f"the gradients are not finite.{experts}", where

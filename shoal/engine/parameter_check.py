@@ -46,6 +46,9 @@ class ParameterCheck:
             for group in sharded.groups
             for slot, parameter in enumerate(group.buffer.parameters)
         }
+        trained = {id(p) for group in sharded.trained_groups for p in group.buffer.parameters}
+        frozen = [(name, p) for name, p in model.named_parameters() if trained and not p.requires_grad]
+        self._frozen = {id(p): name for name, p in frozen if id(p) not in trained}
         self._next = 0
         self._forwards = 0
         self._record_model()
@@ -92,8 +95,22 @@ class ParameterCheck:
             if parameters.get(name) is not parameter:
                 check_unchanged(self._model, self._sharded)
             self._check_memory(parameter)
+            if self._frozen and parameter.requires_grad and id(parameter) in self._frozen:
+                self._warn_of_unfrozen()
         self.follow()
         self._before = [p._version for _, _, p in self._members] if is_due and not self._has_warned else None
+
+    def _warn_of_unfrozen(self) -> None:
+        names = [self._frozen[id(p)] for _, _, p in self._members if p.requires_grad and id(p) in self._frozen]
+        self._frozen = {}
+        if self._sharded.axes.world.rank == 0:
+            logger.warning(
+                "%s frozen at initialize() and require a gradient now, but have no optimizer state, so they are"
+                " not trained: %s. Call requires_grad_() before initialize(), or destroy() the engine and initialize"
+                " again.",
+                f"{counted(len(names), 'parameter')} {'was' if len(names) == 1 else 'were'}",
+                listed(names),
+            )
 
     def _check_memory(self, parameter: nn.Parameter) -> None:
         bucket, slot = self._home[id(parameter)]

@@ -66,6 +66,8 @@ class RunState:
 
         Args:
             arguments: of the schedule's own ``step``.
+
+        Raises: UsageError: a schedule by a metric got none.
         """
         schedule = self.lr_scheduler
         if schedule is None:
@@ -79,6 +81,13 @@ class RunState:
                 "the script calls step() of the learning-rate schedule (%s), and engine.step() does so too: it runs"
                 " twice as fast. Leave the call out, or do not pass the schedule to initialize().",
                 type(schedule).__name__,
+            )
+        if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and "metrics" not in arguments:
+            raise UsageError(
+                "ReduceLROnPlateau.step() needs a metric, and engine.step() was given none.",
+                do='call engine.step(lr_kwargs={"metrics": loss}); or do not pass it to initialize(), and call its'
+                " step(metric) yourself.",
+                code="schedule-metric",
             )
         schedule.step(**arguments)
         self._count = _count_of(schedule)

@@ -6,6 +6,7 @@ The engine reads and changes parameters, gradients and optimizer state through t
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
@@ -17,13 +18,17 @@ from shoal.checkpoint.local_shards import LocalShards, owned_range
 from shoal.engine.accumulation import Accumulation
 from shoal.engine.parameter_check import ParameterCheck
 from shoal.engine.properties import Properties
+from shoal.errors import UsageError
 from shoal.observe.ledger import Ledger, account
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.placement import Tier
+from shoal.text import counted, listed
 from shoal.zero.engine_parameters import EngineParameters
 from shoal.zero.runtime import ShardedModel
 from shoal.zero.step import ShardedStep
 from shoal.zero.step_status import GlobalStatus, refuse_unused, synchronize_status
+
+logger = logging.getLogger("shoal")
 
 
 class Sharding:
@@ -51,6 +56,7 @@ class Sharding:
         self._axes = properties.axes
         self._device = properties.device
         self._is_scale_known = not accumulation.counts_tokens  # before the step's status is exchanged
+        self._has_warned = False
         self.failure: Exception | None = None  # set when the state is no longer usable
         self.check = ParameterCheck(module, model)
         self.access = EngineParameters(
@@ -84,7 +90,18 @@ class Sharding:
     # the step
 
     def reduce_all(self) -> None:
-        """Reduce every gradient that no backward pass has reduced."""
+        """Reduce every gradient that no backward pass has reduced.
+
+        Raises: UsageError: the script has assigned gradients, which would be added to the reduced ones.
+        """
+        assigned = [name for group in self.groups for name in group.gradient.assigned()]
+        if assigned:
+            raise UsageError(
+                f"parameter.grad of {counted(len(assigned), 'parameter')} was assigned after backward(), but the engine"
+                f" holds the reduced gradients: {listed(assigned)}.",
+                do="call shoal.zero.safe_set_full_grad(parameter, value) on every rank.",
+                code="grad-assigned",
+            )
         self.check.follow()  # before the update overwrites what the script has changed
         self.model.reducer.complete_step()
 
@@ -104,6 +121,18 @@ class Sharding:
         """Raises: UnusedParametersError: parameters got no gradient, and the config refuses that."""
         if not self._plan.ignores_unused:
             refuse_unused(status, step)
+
+    def warn_without_gradients(self, status: GlobalStatus, step: int) -> None:
+        """Warn once where a step has no gradient at all: the loss came from another model, or from a copy."""
+        if self._has_warned or not status.has_grad or any(any(flags) for flags in status.has_grad.values()):
+            return
+        self._has_warned = True
+        logger.warning(
+            "rank %d, step %d: the loss depends on no parameter of this engine, so nothing is trained. Compute it from"
+            " the output of engine(...), not from a copy of the model or from another model.",
+            self._axes.world.rank,
+            step,
+        )
 
     def update(self, status: GlobalStatus, gradient_scale: float, *, is_clipped: bool) -> None:
         """Run the optimizer on this rank's range, then gather the parameters where their placement asks for it.

@@ -7,9 +7,11 @@ monitor.write_events([("train/loss", 2.5, 10), ("train/learning_rate", 1e-3, 10)
 from __future__ import annotations
 
 import csv
+import errno
 import importlib
 import json
 import math
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -312,4 +314,17 @@ def make_monitor(config: Config, rank: int) -> Monitor | None:
 
 
 def _folder(section: Any, kind: str) -> Path:
-    return Path(str(section.output_path or Path("runs") / kind), str(section.job_name))
+    """The folder of a writer's files. Raises: UsageError: it cannot be made or written to."""
+    folder = Path(str(section.output_path or Path("runs") / kind), str(section.job_name))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(
+            f"the folder for {kind} files cannot be used: {error.strerror}.",
+            where=str(folder),
+            do="set output_path to a folder that this user may write to.",
+            code="monitor-folder",
+        ) from None
+    return folder

@@ -104,6 +104,7 @@ class GradientBuffer:
         self.accumulator = Accumulator(parameters, staging, dtype, is_whole=self.is_whole)
         self._unsynced = UnsyncedGradient(self.layout, parameters.full.device)
         self._shown: list[torch.Tensor] = []  # by parameter, what ``.grad`` was set to
+        self._left: list[torch.Tensor | None] = []  # by parameter, the ``.grad`` that the last pass left; not views
         self._work: Work | None = None
         self._after: Callable[[], None] | None = None
         self._moved: dict[str, Any] | None = None  # what ``export`` gave, while ``offload_states`` has it
@@ -324,6 +325,7 @@ class GradientBuffer:
 
     def reset(self) -> None:
         """Drop the gradient of this step. The memory stays, unless it is offloaded or a view of the script's."""
+        self._left = []
         if self._shown or self.adds_in_place:
             self._shown, self.is_attached = [], False
             for parameter in self.parameters:
@@ -355,6 +357,8 @@ class GradientBuffer:
 
     def show(self) -> None:
         """A pass has ended: from now on ``parameter.grad`` is a view of the sum, where ``is_view``."""
+        if not self.is_view:
+            self._left = [parameter.grad for parameter in self.parameters]
         if not self.is_view or self.state is not GradientState.REDUCED:
             return
         if self._has_new() and self.buffer.comm.size == 1:  # arrived after the reduction
@@ -362,6 +366,13 @@ class GradientBuffer:
             self.wait(at_step=True)
         if not self._has_new():
             self._show()
+
+    def assigned(self) -> list[str]:
+        """Parameters whose ``.grad`` the script has set since the last pass, where it is no view of the sum."""
+        if self.state is not GradientState.REDUCED:
+            return []
+        pairs = zip(self.parameters, self._left, self.layout.specs, strict=False)
+        return [spec.name for p, left, spec in pairs if p.grad is not None and p.grad is not left]
 
     def _show(self) -> None:
         # torch refuses a gradient of another dtype than the parameter's.

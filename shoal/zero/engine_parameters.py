@@ -378,6 +378,13 @@ class EngineParameters(ParameterOwner):
             for part_range, segment in group.ranges_of(slot):
                 held = self._step.optimizer.state[part_range.param]
                 if key not in held:
+                    if held:
+                        raise UsageError(
+                            f"the optimizer has no state {key!r}; it has {', '.join(map(repr, held))}.",
+                            where=f"parameter {group.buffer.layout.specs[slot].name!r}",
+                            do="pass one of these names, 'fp32_param' for the main parameter.",
+                            code="access-state",
+                        )
                     held[key] = torch.zeros_like(part_range.param.detach())
                 numel = segment.stop - segment.start
                 held[key][segment.start : segment.stop].copy_(flat[done : done + numel])

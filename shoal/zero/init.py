@@ -79,6 +79,12 @@ class Init:
                 )
         if (zero_quantized_weights or zero_quantized_nontrainable_weights) and enabled:
             raise NotBuiltError("zero.Init(zero_quantized_weights=True): quantized weights are not built yet.")
+        if remote_device not in (None, "none", "cpu", "nvme"):
+            raise UsageError(
+                f"zero.Init(remote_device={remote_device!r}): there is no such device for shards.",
+                do='pass None, "cpu" or "nvme"; offload_param in the config decides after initialize().',
+                code="zero-init-device",
+            )
         self._shard_device = torch.device("cpu") if remote_device not in (None, "none") else None
         self._enabled = enabled
         source = config_dict_or_path or config

@@ -116,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # So this one object has others until `let_go`; mypy lets nobody assign a method.
         self.optimizer.state_dict = self.state_dict  # type: ignore[method-assign]
         self.optimizer.load_state_dict = self.load_state_dict  # type: ignore[method-assign]
+        self.optimizer.add_param_group = self.add_param_group  # type: ignore[method-assign]
         self._user_groups = [group["params"] for group in self.optimizer.param_groups]
         self._step_hook = self.optimizer.register_step_pre_hook(self._refuse_client_step)
         self.sharded_step = step
@@ -129,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def let_go(self) -> None:
         """The wrapped optimizer is its own again, and keeps nothing of the engine alive."""
-        for name in ("state_dict", "load_state_dict"):
+        for name in ("state_dict", "load_state_dict", "add_param_group"):
             vars(self.optimizer).pop(name, None)
         self._step_hook.remove()
 
@@ -207,7 +208,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise OptimizerError(
             "a parameter group cannot be added after initialize(): its parameters have no place in the buckets.",
-            do="give the optimizer all its groups first.",
+            do="give the optimizer all its groups before initialize(); to add one later, destroy() the engine and"
+            " initialize again.",
             code="optimizer-add-group",
         )
 

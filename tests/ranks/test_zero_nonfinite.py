@@ -77,7 +77,7 @@ def test_a_nan_loss_is_found_even_where_its_gradients_are_finite() -> None:
         return caught.value.what
 
     for stage in STAGES:
-        assert run_ranks(2, job, stage) == ["the loss of rank 0, 1 is not finite."] * 2
+        assert run_ranks(2, job, stage) == ["the loss of ranks 0, 1 is not finite."] * 2
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -222,7 +222,7 @@ def test_the_excepthook_reports_calls_the_one_before_it_and_goes(monkeypatch: py
     assert sys.excepthook is before
 
 
-@pytest.mark.parametrize("case", ["plain", "asked for", "a hook of the user's", "a cause"])
+@pytest.mark.parametrize("case", ["plain", "an inner cause", "asked for", "a hook of the user's", "a cause"])
 def test_an_uncaught_error_of_shoals_shows_the_frames_of_the_script_alone(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,13 +236,17 @@ def test_an_uncaught_error_of_shoals_shows_the_frames_of_the_script_alone(
     with pytest.raises(ConfigError) as caught:
         load({"train_micro_batch_size_per_gpu": 1, "tpye": 1})
     error = caught.value
-    error.__cause__ = ValueError("x") if case == "a cause" else None
+    if "cause" in case:
+        with pytest.raises(ConfigError) as caught_before:
+            load({"tpye": 2})
+        trace = caught_before.tb  # the first frame is this file's; without it, the cause is the package's own
+        error.__cause__ = caught_before.value.with_traceback(trace.tb_next if "inner" in case else trace)
     sys.excepthook(type(error), error, error.__traceback__)
     assert reported == [error]
     hook.remove()
     shown = capsys.readouterr().err
     assert f"{Path(__file__).name}" in shown and "[config] tpye: no such key" in shown
-    assert ("in load" in shown) is (case != "plain")
+    assert ("in load" in shown) is (case not in ("plain", "an inner cause"))
 
 
 def test_of_a_long_traceback_the_end_is_kept() -> None:

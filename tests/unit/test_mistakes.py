@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
 import shoal
@@ -210,3 +211,45 @@ def test_conversions_say_what_they_read_cast_and_dropped(tmp_path: Path) -> None
     assert not (tmp_path / "wide").exists()
     listed = CliRunner().invoke(app, ["checkpoint", "list", str(tmp_path / "own")])
     assert "not every byte: shoal checkpoint verify" in listed.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "do"),
+    [
+        ({"lr": 0.1}, "it belongs elsewhere: did you mean 'optimizer.params.lr'?"),
+        ({"optimizer": {"type": "SGD", "lr": 0.1}}, "it belongs elsewhere: did you mean 'optimizer.params.lr'?"),
+        ({"warmup_num_steps": 10}, "it belongs elsewhere: did you mean 'scheduler.params.warmup_num_steps'?"),
+        ({"offload_optimizer": {}}, "it belongs elsewhere: did you mean 'zero_optimization.offload_optimizer'?"),
+        ({"optimizer": {"type": "SGD", "params": {"betas": [0.9, 0.99]}}}, "it takes capturable, dampening, "),
+        ({"parallel": {"tensor": 2}}, "it takes cp, dp_replicate, dp_shard, ep, pp, sp, tp, "),
+    ],
+)
+def test_a_misplaced_key_is_told_its_place_and_an_unknown_one_the_keys_of_its_section(
+    config: dict[str, Any], do: str
+) -> None:
+    with pytest.raises(ConfigProblems) as caught:
+        load(config)
+    assert caught.value.do.startswith(do)
+
+
+def test_a_folder_that_a_monitor_cannot_use_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    section = {"enabled": True, "output_path": str(tmp_path / "file"), "job_name": "run"}
+    for name in ("tensorboard", "csv_monitor"):
+        with pytest.raises(UsageError, match="cannot be used: Not a directory") as caught:
+            engine_of(**{name: section})
+        assert (caught.value.code, caught.value.where) == ("monitor-folder", str(tmp_path / "file" / "run"))
+
+
+@pytest.mark.parametrize(
+    ("data", "do"), [((torch.ones(8) for _ in range(4)), "pass a list"), (DataLoader([1, 2]), "pass the DataLoader's")]
+)
+def test_training_data_that_has_no_indices_is_an_error(data: Any, do: str) -> None:
+    with pytest.raises(UsageError, match=do):
+        shoal.initialize(model=model(), config={"train_micro_batch_size_per_gpu": 4}, training_data=data)
+
+
+def test_zero_init_refuses_a_device_that_does_not_exist() -> None:
+    with pytest.raises(UsageError) as caught:
+        shoal.zero.Init(remote_device="tpu")
+    assert caught.value.code == "zero-init-device"

@@ -61,8 +61,8 @@ _REPLACED = (
 class ClippingCheck:
     """Engines that live, and the replacement of torch's functions while there are any.
 
-    A hook of torch looks at every optimizer's ``step()`` too: one that the script made beside the engine would update
-    parameters by gradients of this rank alone, or by none.
+    A hook of torch looks at every optimizer's ``step()`` too: one that the script made beside an engine without an
+    optimizer would update parameters by gradients of this rank alone.
 
     ``is_error``: False: a warning, as scripts written for DeepSpeed run with a call that does nothing.
     """
@@ -112,24 +112,15 @@ class ClippingCheck:
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Before each ``step()`` of an optimizer.
 
-        Raises: UsageError: the script made it from parameters of an engine on several ranks.
+        Raises: UsageError: it has parameters of an engine without an optimizer, on several ranks.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        of_engine = [parameter for parameter in parameters if OWNERS.get(parameter) in self._steps]
-        if not of_engine:
-            return
-        name, is_missing = type(optimizer).__name__, all(parameter.grad is None for parameter in of_engine)
-        if is_missing and any(map(self._has_gradient, of_engine)):
-            what = "finds no gradients: the engine holds them"
-        elif not is_missing and any(self._is_untrained(parameter) for parameter in of_engine):
-            what = "would update each rank by its own gradients: the engine has no optimizer, so it sums none"
-        else:
-            return
-        raise UsageError(
-            f"step() of an {name} that the engine does not have {what}.",
-            do="pass the optimizer to initialize(), and call engine.step().",
-            code="optimizer-outside",
-        )
+        if any(self._is_untrained(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"step() of this {type(optimizer).__name__} would update each rank by its own gradients: the engine was"
+                " made without an optimizer, so it sums none.",
+                do="pass the optimizer to initialize(), and call engine.step().",
+                code="optimizer-outside",
+            )
 
     def _is_untrained(self, parameter: torch.Tensor) -> bool:
         """Has the parameter a gradient of this rank alone?"""

@@ -369,7 +369,7 @@ class GradientBuffer:
 
     def assigned(self) -> list[str]:
         """Parameters whose ``.grad`` the script has set since the last pass, where it is no view of the sum."""
-        if self.state is not GradientState.REDUCED:
+        if self.state is not GradientState.REDUCED or self.is_sparse:
             return []
         pairs = zip(self.parameters, self._left, self.layout.specs, strict=False)
         return [spec.name for p, left, spec in pairs if p.grad is not None and p.grad is not left]

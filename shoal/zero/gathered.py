@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
@@ -54,10 +53,8 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._enabled = enabled
         self._stack = ExitStack()
-        # Parameters whose changes would be lost, with their memory and version at the beginning. Those of ``_checked``
-        # are compared over the ranks (``enable_sanity_checks``), those of ``_watched`` on this rank alone.
+        # Parameters whose changes would be lost, with their memory and version at the beginning.
         self._checked: list[tuple[torch.Tensor, Communicator, int, int]] = []
-        self._watched: list[tuple[torch.Tensor, int]] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -77,12 +74,6 @@ class GatheredParameters:
                 for p in parameters
                 if owner.checks_changes and owner.is_sharded(p)
             ]
-            self._watched = [
-                (p, p._version)
-                for owner, parameters in groups
-                for p in parameters
-                if not owner.checks_changes and owner.is_sharded(p)
-            ]
         return self
 
     def __exit__(
@@ -91,13 +82,6 @@ class GatheredParameters:
         if not self._enabled:
             return
         checked, self._checked = self._checked, []
-        watched, self._watched = self._watched, []
-        if error is None and any(p._version != version for p, version in watched):
-            warnings.warn(
-                "parameters were changed inside GatheredParameters with modifier_rank=None: the change is lost. Pass"
-                " modifier_rank=0 to give all ranks rank 0's values.",
-                stacklevel=2,
-            )
         changed = _lost_changes(checked) if error is None else None
         self._stack.__exit__(kind, error, trace)
         if changed is not None:

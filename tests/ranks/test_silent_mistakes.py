@@ -74,22 +74,6 @@ def test_an_optimizer_beside_an_engine_without_one_is_an_error_on_several_ranks(
     assert run_ranks(2, job) == ["optimizer-outside"] * 2
 
 
-def test_an_optimizer_beside_that_of_the_engine_is_an_error_and_one_of_another_model_is_none() -> None:
-    def job() -> str:
-        model, other = layers(), nn.Linear(1, 1)
-        engine = engine_of(model, 1)
-        of_other = torch.optim.SGD(other.parameters(), lr=0.1)
-        other(torch.ones(1, 1)).sum().backward()
-        engine.backward(engine(torch.ones(2, 4)).square().mean())
-        of_other.step()
-        code = code_of(torch.optim.SGD(model.parameters(), lr=0.1).step)
-        engine.step()
-        engine.destroy()
-        return code
-
-    assert run_ranks(2, job) == ["optimizer-outside"] * 2
-
-
 def test_a_group_added_to_the_clients_optimizer_is_an_error_until_the_engine_is_destroyed() -> None:
     model = layers()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -158,21 +142,6 @@ def test_a_state_that_the_optimizer_does_not_have_is_an_error_that_lists_its_own
         shoal.zero.safe_set_full_optimizer_state(weight, torch.zeros(4, 4), "momentum")
     assert caught.value.code == "access-state"
     engine.destroy()
-
-
-def test_a_change_in_gathered_parameters_that_is_lost_is_warned_of() -> None:
-    def job() -> None:
-        engine = engine_of(layers())
-        weight = engine.module[0].weight
-        with shoal.zero.GatheredParameters(weight):
-            weight.detach().sum()
-        with shoal.zero.GatheredParameters(weight, modifier_rank=0):
-            nn.init.zeros_(weight)
-        with pytest.raises(UserWarning, match="modifier_rank=0"), shoal.zero.GatheredParameters(weight):
-            nn.init.zeros_(weight)
-        engine.destroy()
-
-    run_ranks(2, job)
 
 
 def test_a_schedule_of_torchs_that_is_made_after_initialize_does_not_warn_and_one_by_a_metric_gets_it() -> None:

@@ -75,7 +75,6 @@ def test_changes_of_the_modifier_rank_reach_all_ranks_and_their_main_parameters(
         assert (weight[:2] > 6.9).all()
 
 
-@pytest.mark.filterwarnings("ignore:parameters were changed inside GatheredParameters")
 def test_without_a_modifier_rank_changes_of_sharded_parameters_are_lost() -> None:
     def job() -> torch.Tensor:
         engine = start(Plain, config(3))

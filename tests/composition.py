@@ -104,7 +104,7 @@ AXES: dict[str, Values] = {
     # last bit of a parameter and so the next gradient: the bounds are some last bits (2**-8 in bf16, 2**-11 in fp16),
     # for activations that are split are rounded on each rank.
     "precision": {
-        "fp32": _run(bound=1e-6),
+        "fp32": _run(bound=1e-6, steps=5),
         "bf16": {"bf16": {"enabled": True}, **_run(dtype="bfloat16", bound=2**-6)},
         "fp16": {"fp16": {"enabled": True, "initial_scale_power": 7}, **_run(dtype="float16", scale=128, bound=2**-9)},
         "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **_run(autocast=True, bound=2**-6)},

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shoal import compiler
+from shoal.compiler import untraced
 from shoal.errors import ModelError
 
-_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), compiler.__file__)
+_NOT_THE_MODELS = (str(Path(torch.__file__).parent), str(Path(__file__).parent), untraced.__code__.co_filename)
 _MAX_NODES = 200  # of the autograd graph that are visited for one argument; a guard is near where it is misused
 
 
@@ -54,7 +54,7 @@ def guard(like: torch.Tensor, device: torch.device, of: str) -> torch.Tensor:
     return guarded
 
 
-@compiler.untraced
+@untraced
 def line_of_model() -> str:
     """The line of the model's code that runs, in parentheses; empty: there is none."""
     frame: FrameType | None = sys._getframe(1)

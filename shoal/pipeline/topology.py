@@ -250,6 +250,15 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> Any:
         return self._group("tp")
 
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.dp_group
+
+    # names of Megatron's ``mpu``
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+
     def _ranks(self, axis: str) -> list[int]:
         return list(self._mesh.ranks_along(axis, self.global_rank))
 

@@ -91,6 +91,9 @@ def test_the_grid_of_a_rank() -> None:
         assert (grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()) == (1, 2)
         assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (3, 4)
         assert (grid.pp_group, grid.dp_group, grid.slice_group) == ([1, 7], [7, 9, 11], [6, 7])
+        assert grid.get_data_parallel_group_ranks() == [7, 9, 11]
+        assert (grid.get_pipeline_model_parallel_rank(), grid.get_pipeline_model_parallel_world_size()) == (1, 2)
+        assert (grid.get_tensor_model_parallel_rank(), grid.get_tensor_model_parallel_world_size()) == (1, 2)
         assert (grid.is_first_stage, grid.is_last_stage) == (False, True)
         assert [grid.stage_to_global(0), grid.stage_to_global(1, data=2), grid.stage_to_global(0, model=0)] == [
             1,

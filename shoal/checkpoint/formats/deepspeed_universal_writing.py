@@ -69,7 +69,7 @@ class _UniversalFiles(DeepSpeedFiles):
     ) -> None:
         if files_of_experts(source.about.parameters):
             raise CheckpointError(
-                "it has experts of DeepSpeed's MoE layer, which its universal format does not hold.",
+                "it has experts of DeepSpeed's MoE layer, and they are not written in its universal format.",
                 where=source.about.path,
                 do="convert to deepspeed, for a run with data- and expert-parallel ranks.",
                 code="checkpoint-format",

@@ -33,6 +33,7 @@ class Target(StrEnum):
     dcp = "dcp"
     fp32 = "fp32"
     deepspeed = "deepspeed"
+    deepspeed_universal = "deepspeed_universal"
 
 
 class Origin(StrEnum):
@@ -55,6 +56,7 @@ class Loading(NamedTuple):
     ranks: int | None
     stage: int | None
     config: Path | None
+    row_parallel: tuple[str, ...]
 
 
 def convert(
@@ -75,12 +77,20 @@ def convert(
     ] = None,
     stage: Annotated[
         int | None,
-        typer.Option(help="--to deepspeed: ZeRO stage of the run that will load it. Default: the configuration's."),
+        typer.Option(help="--to deepspeed*: ZeRO stage of the run that will load it. Default: the configuration's."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
-            help="--to deepspeed: JSON configuration of the run that will load it. Default: that of the source."
+            help="--to deepspeed*: JSON configuration of the run that will load it. Default: that of the source."
+        ),
+    ] = None,
+    row_parallel: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REGEX",
+            help="--to deepspeed_universal: names of weights that a model which splits its own tensors (Megatron's)"
+            " splits along dim 1; others along dim 0. AutoTP needs none. Repeatable.",
         ),
     ] = None,
 ) -> None:
@@ -92,12 +102,8 @@ def convert(
     # Without a terminal lines are not truncated.
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
-        if to is not Target.deepspeed and (ranks, stage, config) != (None, None, None):
-            what = (
-                f"--ranks, --stage and --config describe the DeepSpeed run that will load it, and --to is {to.value}."
-            )
-            raise UsageError(what, do="leave them out.", code="checkpoint-format")
-        loading = Loading(ranks, stage, config)
+        loading = Loading(ranks, stage, config, tuple(row_parallel or ()))
+        _check_loading(to, loading)
         notes = _convert(console, source, target, to, from_, tag, dtype, max_file_gb, loading)
     except ShoalError as error:
         console.print(f"[red]{escape(str(error))}[/red]")
@@ -105,6 +111,22 @@ def convert(
     for note in notes:
         console.print(f"note: {escape(note)}")
     print(target)
+
+
+def _check_loading(to: Target, loading: Loading) -> None:
+    """Raises: UsageError: an option that the target does not take."""
+    taken = {
+        Target.deepspeed: ("ranks", "stage", "config"),
+        Target.deepspeed_universal: ("stage", "config", "row_parallel"),
+    }
+    given = [name for name, value in loading._asdict().items() if value not in (None, ())]
+    wrong = ["--" + name.replace("_", "-") for name in given if name not in taken.get(to, ())]
+    if wrong:
+        what = f"--to {to.value} takes no {' and no '.join(wrong)}: it describes the DeepSpeed run that will load it."
+        do = "leave it out."
+        if to is Target.deepspeed_universal:
+            do = "leave it out; a universal checkpoint is for any number of ranks."
+        raise UsageError(what, do=do, code="checkpoint-format")
 
 
 def _convert(
@@ -124,7 +146,7 @@ def _convert(
     from shoal.checkpoint.manifest import MODEL
     from shoal.checkpoint.tree import dtype_of
 
-    keeps_all = to in (Target.shoal, Target.dcp, Target.deepspeed)
+    keeps_all = to in (Target.shoal, Target.dcp, Target.deepspeed, Target.deepspeed_universal)
     if dtype is not None and keeps_all:
         raise CheckpointError(
             f"--dtype casts weights for use, and {to.value} keeps them for training, as they are.",
@@ -174,14 +196,19 @@ def _convert(
             from shoal.checkpoint.native import write_shoal
 
             write_shoal(watched, target, tag)
-        elif to is Target.deepspeed:
+        elif to in (Target.deepspeed, Target.deepspeed_universal):
+            from shoal.checkpoint.formats.deepspeed_universal_writing import write_deepspeed_universal
             from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
             from shoal.config.source import open_source as open_config
 
-            config = open_config(loading.config)[0].value if loading.config is not None else None
-            notes = write_deepspeed(
-                watched, target, num_ranks=loading.ranks, stage=loading.stage, config=config, tag=tag
-            )
+            ranks, stage, path, row_parallel = loading
+            config = open_config(path)[0].value if path is not None else None
+            if to is Target.deepspeed:
+                notes = write_deepspeed(watched, target, num_ranks=ranks, stage=stage, config=config, tag=tag)
+            else:
+                notes = write_deepspeed_universal(
+                    watched, target, stage=stage, config=config, tag=tag, row_parallel=row_parallel
+                )
         else:
             from shoal.checkpoint.formats.plain import write_plain
 
@@ -189,7 +216,7 @@ def _convert(
     if to is Target.shoal:
         left_out = _not_there(opened)
     else:
-        left_out = [] if to is Target.deepspeed else _left_out(opened, to)
+        left_out = [] if keeps_all and to is not Target.dcp else _left_out(opened, to)
     return [*opened.about.notes, *notes, *left_out]
 
 

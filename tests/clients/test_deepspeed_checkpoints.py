@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 import shoal
 from shoal.checkpoint.formats.deepspeed import DeepSpeedSource
+from shoal.checkpoint.formats.deepspeed_universal_writing import write_deepspeed_universal
 from shoal.checkpoint.formats.deepspeed_writing import write_deepspeed
 from shoal.checkpoint.native import ShoalSource, write_shoal
 from shoal.comm.threads import run_ranks
@@ -32,6 +33,7 @@ from tests.fixtures.deepspeed.make_experts import EXPERT_CASES, WithExperts
 from tests.fixtures.deepspeed.model import build_model, groups_of, tokens_of
 from tests.ranks.test_checkpoint_from_deepspeed import go_on
 from tests.ranks.test_checkpoint_of_experts_of_deepspeed import split_groups
+from tests.unit.deepspeed_made import MADE, everything, made
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(300)]
 
@@ -151,6 +153,37 @@ def test_deepspeed_resumes_what_shoal_saved_with_every_tensor_and_goes_on(
         assert found["loss_scale"] == run["loss_scale"], case
         assert found["client_state"] == [2, 1.5, [0, 1, 2]], case
         assert found["rates"] != [1.0, 1.0], case
+
+
+@pytest.mark.parametrize(
+    "cases", [["tp2-stage2", "tp2-stage3"], ["pp2-stage1", "pp2-tied-stage1-bf16", "pp2-tp2-stage1"]]
+)
+def test_deepspeed_resumes_tensor_and_pipeline_parallel_runs_from_the_universal_format(
+    cases: list[str], python: str, tmp_path: Path
+) -> None:
+    """DeepSpeed's recorded checkpoint becomes Shoal's, then a universal one; what DeepSpeed then saves is the first."""
+    for case in cases:
+        write_shoal(made(case), tmp_path / case / "shoal")
+        config = {
+            "zero_optimization": {"stage": int(case[case.index("stage") + 5])},
+            "bf16": {"enabled": "bf16" in case},
+        }
+        rows = [r"\d+\.down\.weight"] if case.startswith("pp2-tp2") else []
+        write_deepspeed_universal(
+            ShoalSource(tmp_path / case / "shoal"), tmp_path / case / "converted", config=config, row_parallel=rows
+        )
+    train(python, 4, tmp_path, cases, "resume_universal")
+    for case in cases:
+        old, new = everything(made(case)), everything(DeepSpeedSource(tmp_path / case / "resumed"))
+        assert old.keys() == new.keys() and len(old) > 50, case
+        assert [key for key in old if not torch.equal(old[key], new[key])] == [], case
+        run = json.loads((MADE / case / "run.json").read_text())
+        found = json.loads((tmp_path / case / "resumed.json").read_text())
+        # At stage 3 DeepSpeed itself gives all groups the rate of the first.
+        assert found["rates"] == ([0.01, 0.01] if "stage3" in case else [0.01, 0.02]), case
+        bound = 1e-6 if "stage3" not in case else 2e-2
+        assert found["losses"] == [pytest.approx(each, abs=bound) for each in run["losses"][3:]], case
+        assert (found["counters"][0], found["epoch"]) == (3, 2), case
 
 
 @pytest.mark.parametrize(

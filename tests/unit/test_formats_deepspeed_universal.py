@@ -254,7 +254,19 @@ def test_a_parameters_name_leads_nowhere_else(name: str, tmp_path: Path) -> None
     assert caught.value.code == "checkpoint-unsafe"
 
 
-def test_experts_are_not_built(tmp_path: Path) -> None:
+def test_experts_of_one_expert_parallel_rank_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """With more ranks ds_to_universal itself fails."""
+    folder = universal("ep1-stage1-fp32", tmp_path)
+    old, new = everything(made("ep1-stage1-fp32")), everything(DeepSpeedSource(folder))
+    assert old.keys() == new.keys() and len(old) == 87
+    assert [key for key in old if not torch.equal(old[key], new[key])] == []
+    path = folder / "mp_rank_00_model_states.pt"
+    rewrite(path, {**open_file(path, verify=True), "num_experts": [8, 4]})
+    with pytest.raises(NotBuiltError, match="12 experts in the universal format, without all"):
+        DeepSpeedSource(folder)
+
+
+def test_experts_of_autoep_are_not_built(tmp_path: Path) -> None:
     folder = universal("stage1-fp32", tmp_path)
     path = folder / "zero" / "norm.bias" / "fp32.pt"
     rewrite(path, {**open_file(path, verify=True), "is_expert_param": True})

@@ -20,7 +20,13 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.formats.deepspeed_experts import ep_sizes, holders_of, read_experts, read_unnamed_experts
+from shoal.checkpoint.formats.deepspeed_experts import (
+    ep_sizes,
+    files_of_experts,
+    holders_of,
+    read_experts,
+    read_unnamed_experts,
+)
 from shoal.checkpoint.formats.deepspeed_files import CheckpointFiles, Turns, find_files, not_built, open_file
 from shoal.checkpoint.formats.deepspeed_layout import in_given_order
 from shoal.checkpoint.formats.deepspeed_model import ModelFile
@@ -144,9 +150,9 @@ class _RankFiles:
             self._collect()
             return
         model = open_file(files.model[0], verify=turns.take())
-        experts = read_experts(files.folder, files.experts, model.get("num_experts"), turns)
-        if experts and self.is_universal:
-            raise not_built("mixture-of-experts layers in the universal format", str(files.folder))
+        experts = {}
+        if not self.is_universal:  # there they are parameters like others
+            experts = read_experts(files.folder, files.experts, model.get("num_experts"), turns)
         self.module = ModelFile(
             model, str(files.model[0]), is_stage_3=files.is_stage_3, aliases=aliases, experts=experts
         )
@@ -158,7 +164,13 @@ class _RankFiles:
         if files.universal is None:
             self.trained, self.scale = _trained(files, self.module, size, names, turns)
         else:
-            self.trained, self.scale = read_universal(files.universal, self.module, turns)
+            trained, self.scale = read_universal(files.universal, self.module, turns)
+            self.trained = trained
+            number = sum(map(int, model.get("num_experts") or ()))
+            if number != len(files_of_experts(trained.group_of)):
+                raise not_built(
+                    f"{number} experts in the universal format, without all of their weights", self.module.file
+                )
         self._collect()
 
     def _collect(self) -> None:

@@ -71,15 +71,13 @@ def write_deepspeed(
         num_ranks if num_ranks is not None else about.num_ranks or 1,
         (about.parameters[name].dtype for name in about.group_of if name in about.parameters),
     )
-    files = _Files(source, settings, dict(about.config if config is None else config))
-    tag = tag if tag is not None else f"global_step{about.counters.get('global_steps', 0)}"
-    with new_folder(folder) as (storage, staging):
-        storage.make_folder(f"{staging}/{tag}")
-        files.write(storage, f"{staging}/{tag}")
-        storage.flush_folder(f"{staging}/{tag}")
-        with storage.create(f"{staging}/latest") as sink:
-            sink.write(memoryview(tag.encode()))
-            sink.flush()
+    files = DeepSpeedFiles(source, settings, dict(about.config if config is None else config))
+    if keys := parallel_keys(about.config if config is None else config):
+        files.notes.append(
+            f"the files are for data-parallel ranks: leave {listed(keys)} out of the configuration that loads them, or"
+            " convert to deepspeed_universal."
+        )
+    files.save(folder, tag, "latest")
     return files.notes
 
 
@@ -100,7 +98,7 @@ class _FlatTensor:
         return self.layout.numel(rank) + (self.layout.paddings[rank] if self.pads else 0)
 
 
-class _Files:
+class DeepSpeedFiles:
     """The files of one checkpoint."""
 
     def __init__(self, source: Source, settings: DeepSpeedSettings, config: dict[str, Any]) -> None:
@@ -109,10 +107,6 @@ class _Files:
         self._about = about = source.about
         zero = {**(config.get("zero_optimization") or {}), "stage": settings.stage}
         self._config = {**config, "zero_optimization": zero}
-        if keys := parallel_keys(config):
-            self.notes.append(
-                f"the files are for data-parallel ranks: leave {listed(keys)} out of the configuration that loads them."
-            )
         self._weights = source.tensors(MODEL)
         self._kinds = [kind for kind in source.kinds() if kind.startswith(OPTIMIZER)]
         self._expert_files = files_of_experts(about.parameters)
@@ -204,6 +198,17 @@ class _Files:
         return {key: int(value) if key == "step" else value for key, value in held[most].items()}
 
     # what the files hold
+
+    def save(self, folder: str | os.PathLike[str], tag: str | None, latest: str) -> None:
+        """Write the files of ``tag``, and its name into the file ``latest``."""
+        tag = tag if tag is not None else f"global_step{self._about.counters.get('global_steps', 0)}"
+        with new_folder(folder) as (storage, staging):
+            storage.make_folder(f"{staging}/{tag}")
+            self.write(storage, f"{staging}/{tag}")
+            storage.flush_folder(f"{staging}/{tag}")
+            with storage.create(f"{staging}/{latest}") as sink:
+                sink.write(memoryview(tag.encode()))
+                sink.flush()
 
     def write(self, storage: Storage, folder: str) -> None:
         settings = self._settings
@@ -348,7 +353,7 @@ class _Files:
 
     # writing
 
-    def _write(self, storage: Storage, names: Sequence[str], values: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, storage: Storage, names: Sequence[str], values: Sequence[Any]) -> None:
         """Write the same file of each rank: their tensors are of the same kinds, in the same order."""
         with ExitStack() as open_sinks:
             sinks = [open_sinks.enter_context(storage.create(name)) for name in names]

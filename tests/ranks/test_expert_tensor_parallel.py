@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from tests.ranks.expert_cases import ExpertModel
-from tests.ranks.expert_layers import WIDTH, Block, Gated, StackLayer
+from tests.ranks.expert_layers import TOP_K, WIDTH, Block, Gated, StackLayer
 from tests.ranks.models import VOCABULARY
 from tests.ranks.training import batch, config, make, sgd, start_with
 
@@ -290,3 +291,31 @@ def test_whole_experts_in_a_list_are_left_out_of_the_plan_of_tensor_parallelism(
     expected = ranks(2, partial(rank, 1, 1))[0]
     for values in ranks(4, partial(rank, 2, 2)):
         assert_close(values, expected)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_recorded_collectives_and_bytes_held_equal_the_formula(ep: int, ranks: Callable[..., Any]) -> None:
+    """Each layer of stacked experts: one all-reduce over tp of its rows, and one of their gradients in backward."""
+
+    def rank() -> tuple[dict[str, list[int]], int]:
+        engine = start_with(make(partial(Model, "stacked")), settings("stacked", 0, ep))
+        nbytes = sum(4 * p.numel() for name, p in engine.module.named_parameters() if name.endswith("_proj"))
+        with current_world().recorder.recording() as entries:
+            train(engine, range(1))
+        found: dict[str, list[int]] = {"experts out": [], "experts in backward": []}
+        for entry in entries:
+            if entry.label in found:
+                assert (entry.op, entry.axis) == ("all_reduce", "tp")
+                found[entry.label].append(entry.nbytes)
+        return found, nbytes
+
+    whole = make(partial(Model, "stacked"))
+    stacks = sum(4 * p.numel() for name, p in whole.named_parameters() if name.endswith("_proj"))
+    found = ranks(4, rank)
+    for sent, nbytes in found:
+        assert nbytes == stacks // (2 * ep)
+        assert [len(sizes) for sizes in sent.values()] == [2, 2]
+    rows = sum(sum(sent["experts out"]) for sent, _ in found) // (WIDTH * 4)
+    # On 2 batch ranks, each of whose tokens both tensor-parallel ranks compute: 2 experts of each token, in 2 layers.
+    assert rows == 2 * 2 * batch(0, 0, 2)[0].numel() * TOP_K * 2
+    assert rows == sum(sum(sent["experts in backward"]) for sent, _ in found) // (WIDTH * 4)

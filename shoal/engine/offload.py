@@ -16,12 +16,13 @@ from torch import nn
 from shoal.comm.protocol import Communicator
 from shoal.device import Device, is_fake
 from shoal.engine.properties import Properties
-from shoal.errors import NotBuiltError, OutOfMemoryError, ShoalError, TierError
+from shoal.errors import OutOfMemoryError, ShoalError, TierError
 from shoal.memory.aligned import host_too_small
 from shoal.memory.available import host_available_nbytes
 from shoal.memory.disk import DiskTier
 from shoal.memory.disk_store import DiskStore
 from shoal.memory.tier_error import free_nbytes
+from shoal.memory.unwritten_disk import UnwrittenDisk
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.placement import Tier
 from shoal.zero.disk_state import DiskOptimizerState, Disks
@@ -143,15 +144,8 @@ class Offload:
         """Make this rank's folders and reserve room.
 
         Raises: TierError, OutOfMemoryError: on every rank, if one rank's folder has no room. The folders are removed.
-            NotBuiltError: in a dry run, whose tensors have nothing to write.
         Communicates: each rank's error, or none.
         """
-        if (parameter_nbytes or state_nbytes) and any(map(is_fake, self._model.parameters())):
-            raise NotBuiltError(
-                "a dry run cannot offload to a disk: its tensors have no values to write.",
-                do='set device to "cpu" in offload_param and offload_optimizer for the dry run.',
-                code="dry-run-disk",
-            )
         tiers: dict[str, DiskTier] = {}
         problem: ShoalError | None = None
         found = Disks()
@@ -194,6 +188,8 @@ class Offload:
         )
 
     def _tier(self, path: str) -> DiskTier:
+        if any(map(is_fake, self._model.parameters())):
+            return UnwrittenDisk()
         aio = self._config.aio
         threads = max(2, int(aio.intra_op_parallelism))
         return DiskTier(

@@ -117,6 +117,10 @@ class DiskTier:
         """Bytes that the file system has free beyond what was reserved and is not allocated yet."""
         return max(0, free_nbytes(str(self.path)) - self._promised_nbytes)
 
+    def memory(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+        """Host memory that is read and written where it lies. Shape: [nbytes], uint8; the values are arbitrary."""
+        return aligned_empty(nbytes, is_pinned=is_pinned)
+
     def reserve(self, nbytes: int, *, num_ranks: int = 1) -> None:
         """Make sure that ``nbytes`` more will fit; allocations use up what was reserved. Writes nothing.
 
@@ -215,22 +219,19 @@ class DiskTier:
                 f"{tensor.nbytes} bytes at offset {offset} are not inside {extent.name!r}, which has {extent.nbytes}.",
                 do="allocate a larger extent, or move a smaller tensor.",
             )
-        transfer = DiskTransfer(
-            extent,
-            tensor,
-            offset,
-            is_write=is_write,
-            way=self._way,
-            open_file=self._folder.open,
-            traffic=self.traffic,
-        )
         if is_write:
             waited = host_transfer(f"disk write of {extent.name!r}", reads=[tensor])
         else:
             waited = host_transfer(f"disk read of {extent.name!r}", writes=[tensor])
-        ticket = self._threads.submit(transfer)
+        ticket = self._start(extent, tensor, offset, is_write=is_write)
         ticket.on_waited = waited
         return ticket
+
+    def _start(self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
+        way, open_file = self._way, self._folder.open
+        return self._threads.submit(
+            DiskTransfer(extent, tensor, offset, is_write=is_write, way=way, open_file=open_file, traffic=self.traffic)
+        )
 
     def _own(self, extent: FileExtent) -> None:
         if self._extents.get(extent.name) is not extent or extent.is_free:

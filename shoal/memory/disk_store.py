@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.memory.aligned import PAGE, aligned_empty, round_up
+from shoal.memory.aligned import PAGE, round_up
 from shoal.memory.disk import DiskTier
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import CopyDone, mark
@@ -193,7 +193,7 @@ class DiskStore:
         if self._max_ahead is not None and self.host_nbytes > self._max_ahead[1]:
             self._free.clear()  # of other sizes
             self._free_nbytes = 0
-        return aligned_empty(size, is_pinned=self._is_pinned)
+        return self.tier.memory(size, is_pinned=self._is_pinned)
 
     def _reclaim(self, size: int) -> None:
         """Free the memory of a buffer of this size whose write has ended."""

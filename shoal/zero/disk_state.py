@@ -176,13 +176,13 @@ class DiskOptimizerState:
     def _copy_into(self, group: ParameterGroup, stored: _Stored) -> None:
         assert stored.disk.memory is not None
         views = _views(group.owned_numel, stored.fields, stored.disk.memory)
-        if MAIN in views and views[MAIN].data_ptr() != group.main.data_ptr():
+        if MAIN in views and not _is_same_range(views[MAIN], group.main):
             views[MAIN].copy_(group.main)
         for part in group.ranges:
             for key, value in group.state_of(part).items():
                 if key in views and isinstance(value, torch.Tensor) and value.dim() == 1:
                     target = views[key][part.start : part.stop]
-                    if target.data_ptr() != value.data_ptr():
+                    if not _is_same_range(target, value):
                         target.copy_(value)
 
     def _point(self, group: ParameterGroup, flats: dict[str, torch.Tensor]) -> None:
@@ -227,3 +227,9 @@ def _views(numel: int, fields: Sequence[Field], memory: torch.Tensor) -> dict[st
         views[key] = memory[at : at + numel * dtype.itemsize].view(dtype)
         at += round_up(numel * dtype.itemsize, PAGE)
     return views
+
+
+def _is_same_range(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Do both begin at the same place of one storage? Tensors of a dry run have no addresses."""
+    is_same_storage = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return is_same_storage and one.storage_offset() == other.storage_offset()

@@ -17,7 +17,7 @@ from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
 from shoal.simulation.dry_run import DryRun
 from shoal.simulation.machines import MACHINES
-from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, HOST, KINDS, UPDATE, Cost, StreamTimes, exposed
+from shoal.simulation.times import COMMUNICATION, COMPUTE, COPY, DISK, HOST, KINDS, UPDATE, Cost, StreamTimes, exposed
 from tests.ranks.training import config
 from tests.unit.test_fake_step import Tower
 
@@ -160,13 +160,24 @@ def test_host_memory_is_that_of_the_machine() -> None:
             shoal.initialize(model=model, optimizer=optimizer, config=made)
 
 
-def test_a_disk_is_refused(tmp_path: Path) -> None:
-    zero = {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    with shoal.dry_run(2):
-        model = Tower()
-        optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(NotBuiltError, match="dry run cannot offload to a disk"):
-            shoal.initialize(model=model, optimizer=optimizer, config=config(2, zero_optimization=zero))
+def test_state_on_a_disk_is_read_and_written_in_the_time_of_the_disks(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    run = third_step(1, 128, stage=2, offload_optimizer=disk)
+    nbytes = 720_896 * 2 * 3 * 4  # main parameters and two states: read, and written
+    assert run.steps[-1].busy[DISK] == pytest.approx(nbytes / H100.disk_bandwidth, rel=0.01)
+    assert 0 < run.steps[-1].by_kind[DISK] <= run.steps[-1].busy[DISK]
+    assert not list(tmp_path.iterdir())
+
+
+def test_parameters_on_a_disk_are_read_for_forward_and_backward(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}
+    on_host, on_disk = (
+        third_step(1, 128, stage=3, offload_optimizer={"device": "cpu"}, offload_param=more).steps[-1]
+        for more in ({"device": "cpu"}, disk)
+    )
+    assert on_host.busy[DISK] == 0.0
+    assert on_disk.busy[DISK] > 2 * 720_896 * 2 / H100.disk_bandwidth  # read once at least, and written
+    assert on_disk.seconds > on_host.seconds
 
 
 def test_pipeline_stages_are_refused() -> None:

@@ -36,8 +36,9 @@ def _tp(**keys: Any) -> dict[str, Any]:
     return {"parallel": {"tp": 2, "tp_plan": _PLAN, **keys}, **_run(tp=2)}
 
 
-def _experts(ep: int) -> dict[str, Any]:
-    return {"parallel": {"ep": ep, "tp_plan": {"blocks.*.router": "replicate"}}, **_run(experts=4)}
+def _experts(ep: int, **keys: Any) -> dict[str, Any]:
+    plan = {"blocks.*.router": "replicate"}
+    return {"parallel": {"ep": ep, "tp_plan": plan}, "expert_parallel": keys, **_run(experts=4)}
 
 
 def _optimizer(name: str, **params: Any) -> dict[str, Any]:
@@ -70,8 +71,15 @@ AXES: dict[str, Values] = {
         "zb_h1": {"pipeline": {"schedule": "zb_h1"}},
         "zbv": {"pipeline": {"schedule": "zbv", "virtual_stages": 2}, **_run(blocks=4)},
     },
-    # A layer of experts beside the feed-forward layer of each block, over so many expert-parallel ranks.
-    "experts": {"no": {}, "ep 1": _experts(1), "ep 2": _experts(2), "ep 4": _experts(4)},
+    # A layer of experts beside the feed-forward layer of each block, over so many expert-parallel ranks. "split": each
+    # expert over the tensor-parallel ranks too.
+    "experts": {
+        "no": {},
+        "ep 1": _experts(1),
+        "ep 2": _experts(2),
+        "ep 4": _experts(4),
+        "ep 2 split": _experts(2, expert_tensor_parallel_size=2),
+    },
     "hybrid": {
         "no": {},
         "mics": _zero(mics_shard_size=2),
@@ -159,6 +167,8 @@ class Refusal:
 
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
+    Refusal({"tp": ("1",), "experts": ("ep 2 split",)}, "mesh"),
+    Refusal({"tp": ("2 split",), "experts": ("ep 2 split",)}, "expert-parallel-size"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
 )
@@ -262,13 +272,15 @@ def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> 
 
 def _divides_experts(combination: Mapping[str, str]) -> bool:
     """Do the expert-parallel ranks divide those that hold one copy of the state? True, where axes are lacking."""
-    ep = int(combination.get("experts", "no").removeprefix("ep ").replace("no", "1"))
+    experts = combination.get("experts", "no")
+    ep = 1 if experts == "no" else int(experts.split()[1])
     if ep == 1 or any(axis not in combination for axis in ("ranks", "tp", "sp", "cp", "stage", "hybrid")):
         return True
     groups = {"mics": int(combination["ranks"]) // 2, "replicas": 2}.get(combination["hybrid"], 1)
     if combination["stage"] == "0":
         groups = 1
-    holders = num_ranks({**combination, "pp": "1"}) // max(groups, 1)
+    whole = {"pp": "1", **({"tp": "1"} if experts.endswith("split") else {})}
+    holders = num_ranks({**combination, **whole}) // max(groups, 1)
     return holders % ep == 0
 
 

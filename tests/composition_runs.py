@@ -19,8 +19,8 @@ from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
 from shoal.engine.engine import Engine
 from shoal.parallel.expert.dispatch import run_experts
-from shoal.parallel.expert.grouped import grouped_linear
-from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
+from shoal.parallel.expert.held import ExpertsHeld, SplitDim
 from shoal.parallel.loss import count_tokens
 from tests.composition import Combination, Run, settings_of
 from tests.ranks.compiling import CountsGraphs, compiling
@@ -39,10 +39,11 @@ class Experts(nn.Module):
 
     def __init__(self, hidden: int, num_experts: int) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(num_experts, hidden, hidden + 3))
-        self.down = nn.Parameter(torch.empty(num_experts, hidden + 3, hidden))
+        inner = hidden + 4  # of which half is an odd number
+        self.up = nn.Parameter(torch.empty(num_experts, hidden, inner))
+        self.down = nn.Parameter(torch.empty(num_experts, inner, hidden))
         self.bias = nn.Parameter(torch.empty(num_experts, hidden))
-        self.experts_held = ExpertsHeld(num_experts)
+        self.experts_held = ExpertsHeld(num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)})
 
     def forward(self, x: torch.Tensor, scores: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if len(positions) > x.shape[1]:  # between layers that are split, this tensor-parallel rank has a part of them
@@ -52,7 +53,10 @@ class Experts(nn.Module):
         weights = scores.flatten(0, 1).gather(1, index).softmax(-1, dtype=torch.float32)
 
         def compute(rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-            return grouped_linear(functional.gelu(grouped_linear(rows, self.up, counts)), self.down, counts, self.bias)
+            held = self.experts_held
+            inner = functional.gelu(grouped_linear(held.enter(rows), self.up, counts))
+            out = held.leave(grouped_linear(inner, self.down, counts))
+            return add_bias_of_experts(out, self.bias, counts)
 
         return run_experts(x.flatten(0, 1), index, weights.to(x.dtype), compute, self.experts_held).view(x.shape)
 

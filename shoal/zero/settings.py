@@ -240,8 +240,7 @@ class Axes:
         if shard == "expert_dp":
             if self.mesh.etp > 1 and expert == "ep" and self.tp is not None:
                 replicas.append(self.tp)
-            return GroupAxes(shard, data, comms, tuple(replicas), parts)
-        if self.tp is not None and not is_split:
+        elif self.tp is not None and not is_split:
             replicas.append(self.tp)
             if is_partial:
                 comms["tp"] = self.tp

@@ -17,7 +17,7 @@ from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
 from shoal.sharding.layout import ParameterSpec
 from shoal.sharding.parameter_buffer import placeholder
-from shoal.sharding.parts import cut
+from shoal.sharding.parts import take
 from shoal.zero.parameter_owner import OWNERS, ParameterOwner, ParameterState
 
 _MAX_ACCESSED_NUMEL = 1 << 26  # of parameters that stay gathered after an access, together
@@ -163,7 +163,7 @@ class ShardedAtInit(ParameterOwner):
         """Copy the value to ``target``, contiguous and of any dtype, and free the shard.
 
         Args:
-            part: which elements, where the value is the whole tensor; None: all.
+            part: which elements; None: all. The value may have been cut already along some dims.
 
         Communicates: all_gathers.
         Memory: for a part, the whole value.
@@ -172,7 +172,11 @@ class ShardedAtInit(ParameterOwner):
         if part is None or tuple(record.shape) == part.shape:
             self.transfer.gather(record.shard, target)
         else:
-            target.copy_(cut(self.whole(parameter), part))
+            value = self.whole(parameter)
+            for dim, ranges in enumerate(part.local):
+                if value.shape[dim] != part.shape[dim]:
+                    value = take(value, dim, ranges)
+            target.copy_(value)
         self.give_up(parameter)
 
     def give_up(self, parameter: torch.Tensor) -> None:

@@ -270,6 +270,8 @@ def _resumable(storage: Storage) -> list[str]:
             meant[0].folder,
             hinted,
         )
+    elif hinted is not None and hinted not in names | {entry.folder for entry in found}:
+        logger.warning("%s names %r, which is not there: %s is loaded.", LATEST, hinted, meant[0].folder)
     return [entry.folder for entry in meant]
 
 

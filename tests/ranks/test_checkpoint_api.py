@@ -129,6 +129,9 @@ def test_tags_name_folders_and_the_newest_is_loaded(tmp_path: Path, caplog: pyte
     (tmp_path / "latest").write_text("global_step1")
     assert load(None) == [(f"{tmp_path}/best-1.5+a=b", 2)] * 2
     assert "latest names 'global_step1', but best-1.5+a=b is newer and whole" in caplog.text
+    (tmp_path / "latest").write_text("global_step7")
+    assert load(None) == [(f"{tmp_path}/best-1.5+a=b", 2)] * 2
+    assert "latest names 'global_step7', which is not there: best-1.5+a=b is loaded" in caplog.text
     (tmp_path / "latest").unlink()
     assert load(None) == [(f"{tmp_path}/best-1.5+a=b", 2)] * 2
     for error in refusals(run, tmp_path, tag="global_step2"):

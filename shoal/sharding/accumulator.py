@@ -64,8 +64,8 @@ class Accumulator:
     def numel(self) -> int:
         return self._buffer.layout.numel if self.is_whole else self._buffer.end - self._buffer.begin
 
-    def memory(self) -> torch.Tensor:
-        """The sum, on the device; allocated at the first call."""
+    def memory(self, *, is_overwritten: bool = False) -> torch.Tensor:
+        """The sum, on the device; allocated at the first call, with zeros unless every parameter is overwritten now."""
         self._fetch_back()
         if self.flat is None:
             device = self._buffer.full.device
@@ -76,7 +76,8 @@ class Accumulator:
                 self.flat = self._shards.acquire(self.numel, self.dtype)
             else:
                 self.flat = torch.empty(self.numel, dtype=self.dtype, device=device)
-            self.flat.zero_()
+            if not is_overwritten or self._buffer.layout.parameter_numel < self.numel:  # with gaps, which stay zero
+                self.flat.zero_()
         return self.flat
 
     def wait_for_reader(self) -> None:

@@ -184,11 +184,10 @@ class GradientBuffer:
 
     def _accumulate_whole(self) -> None:
         self.is_attached = False
-        self.accumulator.memory()
+        is_sum = self.state is GradientState.ACCUMULATING
+        self.accumulator.memory(is_overwritten=not is_sum)
         self.accumulator.wait_for_reader()
-        take_gradients(
-            self.parameters, self.accumulator.views, self.has_grad, add=self.state is GradientState.ACCUMULATING
-        )
+        take_gradients(self.parameters, self.accumulator.views, self.has_grad, add=is_sum)
         self.state = GradientState.ACCUMULATING
 
     # over the ranks

@@ -16,6 +16,8 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -219,18 +221,23 @@ class DiskTier:
                 f"{tensor.nbytes} bytes at offset {offset} are not inside {extent.name!r}, which has {extent.nbytes}.",
                 do="allocate a larger extent, or move a smaller tensor.",
             )
+        start = self._prepare(extent, tensor, offset, is_write=is_write)
         if is_write:
             waited = host_transfer(f"disk write of {extent.name!r}", reads=[tensor])
         else:
             waited = host_transfer(f"disk read of {extent.name!r}", writes=[tensor])
-        ticket = self._start(extent, tensor, offset, is_write=is_write)
+        ticket = start()
         ticket.on_waited = waited
         return ticket
 
-    def _start(self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
+    def _prepare(
+        self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool
+    ) -> Callable[[], Ticket]:
+        """What starts a transfer. The tensor's address is taken now, before the stream checker counts it as in use."""
         way, open_file = self._way, self._folder.open
-        return self._threads.submit(
-            DiskTransfer(extent, tensor, offset, is_write=is_write, way=way, open_file=open_file, traffic=self.traffic)
+        return partial(
+            self._threads.submit,
+            DiskTransfer(extent, tensor, offset, is_write=is_write, way=way, open_file=open_file, traffic=self.traffic),
         )
 
     def _own(self, extent: FileExtent) -> None:

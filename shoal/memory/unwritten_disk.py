@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shoal.memory.disk import DiskTier
@@ -38,9 +40,11 @@ class UnwrittenDisk(DiskTier):
     def close(self) -> None:
         self._extents.clear()
 
-    def _start(self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool) -> Ticket:
+    def _prepare(
+        self, extent: FileExtent, tensor: torch.Tensor, offset: int, *, is_write: bool
+    ) -> Callable[[], Ticket]:
         self.traffic.add(tensor.nbytes, is_write=is_write)
-        return _TicketOfNothing()
+        return _TicketOfNothing
 
 
 class _TicketOfNothing(Ticket):

@@ -108,6 +108,7 @@ def test_the_examples_in_docstrings_are_right(module: ModuleType) -> None:
 
 def test_configure_takes_the_section_and_arguments_win(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="shoal")
+    unconfigure()  # what an engine of another test may have left
     assert not recompute.is_configured()
     before = recompute.current_recompute()
     try:

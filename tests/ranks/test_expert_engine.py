@@ -12,7 +12,7 @@ import torch
 import shoal
 from shoal.comm.threads import run_ranks
 from shoal.comm.world import current_world
-from shoal.errors import ConfigError, ModelError
+from shoal.errors import ConfigError, ModelError, UsageError
 from shoal.mesh import Mesh
 from shoal.parallel.expert.divide import divide
 from shoal.parallel.expert.held import ExpertsHeld
@@ -239,6 +239,31 @@ def test_tensor_parallel_ranks_hold_different_experts_and_no_token_is_computed_t
         assert_close(values, expected)
     tokens = STEPS * batch(0, 0, 1)[0].numel() * size // tp
     assert sum(rows for _, rows in found) == tokens * 2 * 2  # two layers, two experts of each token
+
+
+class OtherChoices(RoutedExperts):
+    """Chooses other experts on the tensor-parallel ranks with an odd number."""
+
+    def forward(self, hidden: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden, share.roll(current_world().rank % 2, -1))
+
+
+def test_tensor_parallel_ranks_that_choose_different_experts_are_an_error_on_every_rank() -> None:
+    plan = {"blocks.*.router": "column_gather_output", "head": "vocab_head"}
+    messages = []
+
+    def rank() -> None:
+        model = make(RoutedModel)
+        model.blocks[1].experts = make(OtherChoices)
+        engine = start_with(model, settings(1, 4, parallel={"tp": 2, "tp_plan": plan}))
+        with pytest.raises(
+            UsageError, match="expert-parallel ranks 0 and 1 are tensor-parallel ranks of the same"
+        ) as e:
+            train(engine, range(1))
+        messages.append(e.value.code)
+
+    run_ranks(4, rank)
+    assert messages == ["expert-routing"] * 4
 
 
 @pytest.mark.parametrize(("stage", "ep"), [(0, 2), (1, 2), (2, 4), (3, 2), (3, 4)])

@@ -127,6 +127,8 @@ def test_used_token_of_a_gate_that_does_not_read_it_is_a_warning() -> None:
         ({"num_experts": 2, "k": 3}, UsageError, "3 of 2 experts"),
         ({"num_experts": 2, "noisy_gate_policy": "Noise"}, AssertedUsageError, "'Noise' is not known"),
         ({"num_experts": 6, "ep_size": 4}, ConfigError, "6 experts cannot be divided among 4"),
+        ({"num_experts": [4, 8]}, ConfigError, r"the number of experts of a layer is \[4, 8\]"),
+        ({"num_experts": 4, "ep_size": 0}, ConfigError, "the number of expert-parallel ranks is 0"),
     ],
 )
 def test_options_that_cannot_work_are_errors(options: Any, error: type[Exception], message: str) -> None:

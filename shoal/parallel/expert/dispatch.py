@@ -35,7 +35,7 @@ from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
-from shoal.parallel.expert.same_tokens import gather_outputs, take_own_tokens
+from shoal.parallel.expert.same_tokens import gather_outputs, table_digest, take_own_tokens
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -75,14 +75,16 @@ def run_experts(
         a gradient.
     """
     held.router_check.note(weights)
-    num_tokens, same = len(hidden), held.same_tokens
+    num_tokens, same, digest = len(hidden), held.same_tokens, None
     if same is not None:
+        digest = table_digest(expert_index)
         hidden, expert_index, weights = take_own_tokens(hidden, expert_index, weights, same, label)
         may_drop = True  # the tokens that make the parts equal have no expert
     run = partial(_run_divided, compute=compute, score_before=score_before, label=label)
+    divided = partial(run, held=held, overlap=overlap, digest=digest)
     copies = held.copies
     if copies is None or not copies.experts or held.comm is None:
-        out = run(hidden, expert_index, weights, held=held, overlap=overlap, beside=beside, may_drop=may_drop)
+        out = divided(hidden, expert_index, weights, beside=beside, may_drop=may_drop)
         return out if same is None else gather_outputs(out, num_tokens, same, label)
     tensors = copies.gather(held.ids, held.owners, held.comm, label)
     place = copies.place_of(expert_index, held.num_experts)
@@ -97,7 +99,7 @@ def run_experts(
             parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
 
     elsewhere = expert_index.masked_fill(place >= 0, -1)
-    out = run(hidden, elsewhere, weights, held=held, overlap=overlap, beside=run_copies) + parts[0]
+    out = divided(hidden, elsewhere, weights, beside=run_copies) + parts[0]
     return out if same is None else gather_outputs(out, num_tokens, same, label)
 
 
@@ -113,9 +115,10 @@ def _run_divided(
     beside: Callable[[], None] | None,
     label: str,
     may_drop: bool = True,
+    digest: Tensor | None = None,
 ) -> Tensor:
     """As ``run_experts``, where each expert is on one rank only."""
-    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop), held, label)
+    chunks = _chunks(route(expert_index, held, overlap, may_drop=may_drop, digest=digest), held, label)
     anchor = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())
     sent: tuple[Tensor, ...] = _Send.apply(chunks, hidden, weights if score_before else None, anchor)
     if beside is not None:

@@ -84,8 +84,15 @@ class ExpertsHeld:
         self.set_ranks(None)
 
     def divide_among(self, ep_size: int) -> None:
-        """Change the number of ranks. Raises: ConfigError: it does not divide the experts."""
+        """Change the number of ranks. Raises: ConfigError: it does not divide the experts, or is not a number."""
         self.ep_size = ep_size
+        for what, number in (("experts of a layer", self.num_experts), ("expert-parallel ranks", ep_size)):
+            if not isinstance(number, int) or number < 1:
+                raise ConfigError(
+                    f"the number of {what} is {number!r}.",
+                    do="give a whole number from 1; of a list with the number of each layer, give each layer its own.",
+                    code="expert-parallel-size",
+                )
         if self.num_experts % self.ep_size:
             fits = [size for size in range(1, self.num_experts + 1) if self.num_experts % size == 0]
             raise ConfigError(

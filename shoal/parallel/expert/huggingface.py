@@ -26,7 +26,6 @@ from shoal.parallel.expert.extend import extend
 from shoal.parallel.expert.grouped import add_bias_of_experts, grouped_linear
 from shoal.parallel.expert.held import ExpertsHeld, SplitDim
 from shoal.parallel.expert.own_layouts import rows_per_expert
-from shoal.parallel.expert.router_check import RouterCheck
 from shoal.sharding.parameter_buffer import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
@@ -38,13 +37,11 @@ class ExpertParallelStack(nn.Module):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
-    router_check: RouterCheck
 
     @untraced
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        self.router_check.note(top_k_weights.sum())
         compute = getattr(self, "compute_rows", None) or partial(_compute_stack, self)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
         out = self.dispatch.run(tokens, top_k_index, top_k_weights, compute, self.experts_held)
@@ -56,11 +53,9 @@ class ExpertParallelList(nn.ModuleList):
 
     experts_held: ExpertsHeld
     dispatch: Dispatch
-    router_check: RouterCheck
 
     @untraced
     def forward(self, hidden: torch.Tensor, expert_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        self.router_check.note(weights.sum())
         return self.dispatch.run(hidden, expert_index, weights, partial(_compute_list, self), self.experts_held)
 
 
@@ -152,14 +147,14 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
     if not isinstance(experts, nn.ModuleList):
         rows = rows_per_expert(experts)
         held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts) if rows == 1 else {}, rows=rows)
-        extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
+        extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch)
         return
     held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
     held.set_ranks(comm)
     own = [experts[expert] for expert in held.ids]
     del experts[:]
     experts.extend(own)
-    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch, router_check=RouterCheck())
+    extend(experts, ExpertParallelList, experts_held=held, dispatch=dispatch)
 
 
 def _split_dims(experts: Any) -> dict[str, SplitDim]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from shoal.device import is_fake, read_vector
 from shoal.errors import UsageError
 from shoal.parallel.expert.held import ExpertsHeld
+from shoal.parallel.expert.same_tokens import check_tables
 
 
 class RowCounts(Sequence[int]):
@@ -103,14 +104,23 @@ class _Slots:
     local: tuple[int, ...]
 
 
-def route(index: Tensor, held: ExpertsHeld, num_chunks: int = 1, *, may_drop: bool = True) -> list[Route]:
+def route(
+    index: Tensor,
+    held: ExpertsHeld,
+    num_chunks: int = 1,
+    *,
+    may_drop: bool = True,
+    digest: Tensor | None = None,
+) -> list[Route]:
     """The routes of ``num_chunks`` nearly equal parts of the tokens.
 
     Args:
         index: the experts of each token; -1: none. Shape: [tokens, k].
         may_drop: False: no index is -1.
+        digest: of the routing table of which ``index`` is this rank's part; None: no other rank has the same tokens.
 
-    Communicates: with several ranks one exchange of 8 bytes an expert and chunk.
+    Raises: UsageError: ranks with the same tokens have other routing tables.
+    Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest.
     Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped.
     """
     comm = held.comm
@@ -130,12 +140,16 @@ def route(index: Tensor, held: ExpertsHeld, num_chunks: int = 1, *, may_drop: bo
     mine = torch.stack([chunk.diff() for chunk in starts])
     if held.load is not None and not index.is_meta:
         held.load.add(_by_expert(mine.sum(0), slots))
+    vector = mine.flatten() if digest is None else torch.cat((digest, mine.flatten()))
     if comm is not None and size > 1 and not index.is_meta:
-        every = comm.exchange(mine.flatten(), label="experts' rows").wait()
+        every = comm.exchange(vector, label="experts' rows").wait()
     else:
-        every = mine.flatten()
+        every = vector
     if counts is None and (size > 1 or may_drop):
         values = [int(value) for value in read_vector(every.flatten(), when_fake=0.0)]
+        if digest is not None and comm is not None and held.same_tokens is not None:
+            check_tables(values[:: len(vector)], comm, held.same_tokens)
+            del values[:: len(vector)]
         rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
         counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
     return [

@@ -6,11 +6,15 @@ parallel folding (arXiv:2504.14960, section 3).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
+from shoal.errors import UsageError
 
 
 def take_own_tokens(
@@ -36,3 +40,30 @@ def gather_outputs(out: Tensor, num_tokens: int, comm: Communicator, label: str)
     Communicates: an all-gather.
     """
     return autograd.gather(out, comm, label=f"{label} outputs")[:num_tokens]
+
+
+def table_digest(expert_index: Tensor) -> Tensor:
+    """A number that is different for different routing tables, except by a chance of 2^-53. Shape: [1], int64."""
+    places = torch.arange(1, expert_index.numel() + 1, device=expert_index.device) * 0x1E3779B97F4A7C15
+    factors = (places ^ (places >> 31)) * 0x3F58476D1CE4E5B9
+    return ((expert_index.reshape(-1) + 2) * factors).sum().view(1)
+
+
+def check_tables(digests: Sequence[int], comm: Communicator, same: Communicator) -> None:
+    """Compare the routing tables of ranks that hold the same tokens.
+
+    Args:
+        digests: of each rank of ``comm``, the expert-parallel ranks. Ranks of ``same`` are neighbours among them.
+
+    Raises: UsageError: on every rank of ``comm``, if two tables differ.
+    """
+    before = (same.rank - comm.rank) % same.size  # ranks of the first tensor-parallel group that are not in ``comm``
+    for rank in range(1, comm.size):
+        if (rank + before) % same.size and digests[rank] != digests[rank - 1]:
+            raise UsageError(
+                f"expert-parallel ranks {rank - 1} and {rank} are tensor-parallel ranks of the same tokens, and their"
+                " routers chose different experts for them.",
+                do="give tensor-parallel ranks the same seed, so that gates with noise or random choices draw the same"
+                " numbers, and the same router and input.",
+                code="expert-routing",
+            )

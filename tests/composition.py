@@ -168,7 +168,6 @@ class Refusal:
 REFUSALS = (
     Refusal({"stage": ("0",), "state": ("host", "ahead", "ratio", "disk")}, "offload-stage"),
     Refusal({"tp": ("1",), "experts": ("ep 2 split",)}, "mesh"),
-    Refusal({"tp": ("2 split",), "experts": ("ep 2 split",)}, "expert-parallel-size"),
     Refusal({"ranks": ("1",), "hybrid": ("mics", "replicas", "hpz")}, "mesh"),
     Refusal({"pp": ("2",), "backward": ("loss", "no_sync")}, "pipeline-call"),
 )

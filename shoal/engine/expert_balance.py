@@ -58,7 +58,6 @@ class ExpertBalance:
         every = config.steps_per_print
         self._events_every = int(every) if every and every > 0 and math.isfinite(every) else _EVENTS_EVERY
         self._has_events = is_monitored(config)
-        self._are_tokens_split = config.parallel.tp_sequence_parallel
         # Tokens by expert, the layers one after the other: of the last step, and of this rank since experts moved.
         sizes = [layer.held.num_experts for layer in self._layers]
         self._last = torch.zeros(sum(sizes), dtype=torch.float64, device=self._device)
@@ -116,8 +115,9 @@ class ExpertBalance:
 
     def _copies(self, layer: _BalancedLayer) -> int:
         """How many ranks have counted the same tokens."""
-        tp = self._axes.tp
-        return 1 if tp is None or self._are_tokens_split or layer.held.same_tokens is not None else tp.size
+        tp, held = self._axes.tp, layer.held
+        has_own = held.same_tokens is not None or (held.has_split_sequence and not held.is_split)
+        return 1 if tp is None or has_own else tp.size
 
     def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
         return list(loads.split([layer.held.num_experts for layer in self._layers]))
@@ -191,7 +191,9 @@ class ExpertBalance:
         ep = self._axes.ep
         assert ep is not None
         self._sharding.wait()
-        if not can_move([group for group in self._sharding.groups if group.parts is ep], ep):
+        homes = self._sharding.model.home_of
+        groups = {homes[id(parameter)][0] for layer in self._layers for parameter in layer.module.parameters()}
+        if not can_move([group for group in self._sharding.groups if group in groups], ep):
             return False
         self._axes.drain()  # peers may still be reading the parameters that are about to change
         for layer, placement in wanted:

@@ -70,8 +70,7 @@ def with_experts(
     Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     """
-    # Under sequence parallelism of tp, each of its ranks has a part of the tokens between the split layers.
-    same_tokens = None if config.parallel.tp_sequence_parallel or axes.mesh.etp > 1 else axes.tp
+    same_tokens = None if axes.mesh.etp > 1 else axes.tp
     specs = divide(model, axes.ep, same_tokens, axes.pp, parts.local)
     experts: dict[str, ExpertAxis] = dict.fromkeys(specs, "ep")
     for prefix, module, held in modules_with_experts(model):
@@ -155,17 +154,17 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         loss_parallel=asked.tp_loss_parallel,
         strict=partition.strict_mode,
         overlap=config.tensor_parallel.tp_overlap_comm,
+        whole_inputs=[name for name, _, _ in modules_with_experts(model)] if mesh.etp > 1 else [],
     )
+    for name, _, held in modules_with_experts(model):
+        held.region = None if found.region_of is None else found.region_of(name)
+        held.is_split = mesh.etp > 1
     return ModelParts(found.parts, found.partial)
 
 
 def _check_expert_split(config: Config) -> None:
     """Raises: ConfigError: what does not go with experts that are split over tensor-parallel ranks."""
-    for key, is_set, default in (
-        ("parallel.tp_sequence_parallel", config.parallel.tp_sequence_parallel, "false"),
-        ("parallel.tp_grid", config.parallel.tp_grid != "1d", '"1d"'),
-        ("expert_parallel.rebalance_every", config.expert_parallel.rebalance_every > 0, "0"),
-    ):
+    for key, is_set, default in (("parallel.tp_grid", config.parallel.tp_grid != "1d", '"1d"'),):
         if is_set:
             raise ConfigError(
                 f"each expert is split over tensor-parallel ranks, which does not go with {key}.",

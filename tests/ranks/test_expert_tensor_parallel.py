@@ -16,6 +16,7 @@ from torch.nn import functional
 from shoal.comm.world import current_world
 from shoal.errors import ConfigError, ModelError
 from shoal.models import GPT, GPTConfig
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.layer import MoE
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from tests.ranks.expert_cases import ExpertModel
@@ -38,21 +39,32 @@ class FeedForward(nn.Module):
         return out
 
 
+class Residual(nn.Module):
+    def __init__(self, moe: MoE) -> None:
+        super().__init__()
+        self.moe = moe
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = hidden + self.moe(hidden)[0]
+        return out
+
+
 class Listed(nn.Module):
     """DeepSpeed's MoE layer: experts with two linears, and ones with three that a rule names."""
 
-    def __init__(self, ep_size: int) -> None:
+    def __init__(self, ep_size: int, *, drops: bool = True) -> None:
         super().__init__()
         options: dict[str, Any] = {"top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": True}
+        options["drop_tokens"] = drops
         gated = Gated(("gate_proj", "down_proj", "up_proj"))
         self.layers = nn.ModuleList(
-            MoE(WIDTH, expert, 4, ep_size, k=2, min_capacity=1, capacity_factor=0.8, **options)
+            Residual(MoE(WIDTH, expert, 4, ep_size, k=2, min_capacity=1, capacity_factor=0.8, **options))
             for expert in (FeedForward(), gated)
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            hidden = hidden + layer(hidden)[0]
+            hidden = layer(hidden)
         return hidden
 
 
@@ -75,10 +87,10 @@ class Stacked(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, form: str, ep_size: int = 1) -> None:
+    def __init__(self, form: str, ep_size: int = 1, *, drops: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.experts = Listed(ep_size) if form == "listed" else Stacked()
+        self.experts = Listed(ep_size, drops=drops) if form == "listed" else Stacked()
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -98,24 +110,31 @@ def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
     return config(stage, gradient_clipping=0.1, parallel=parallel, expert_parallel=experts, units=UNITS, **more)
 
 
-def alone(form: str, num_batch_ranks: int, steps: int = STEPS) -> tuple[dict[str, torch.Tensor], float]:
+def alone(
+    form: str, num_batch_ranks: int, steps: int = STEPS, *, drops: bool = True, length: int | None = None
+) -> tuple[dict[str, torch.Tensor], float]:
     """One process with all experts, which routes each rank's tokens by themselves."""
-    model = make(partial(Model, form))
+    model = make(partial(Model, form, drops=drops))
     stepped = sgd(model.parameters())
     norm = 0.0
     for step in range(steps):
         for rank in range(num_batch_ranks):
-            (model(*batch(step, rank, num_batch_ranks)) / num_batch_ranks).backward()
+            (model(*tokens_of(step, rank, num_batch_ranks, length)) / num_batch_ranks).backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         stepped.step()
         stepped.zero_grad()
     return {name: value.detach().clone() for name, value in model.state_dict().items()}, norm
 
 
-def train(engine: Any, steps: range) -> None:
+def tokens_of(step: int, rank: int, size: int, length: int | None) -> tuple[torch.Tensor, ...]:
+    """Tokens and targets of a rank; of each sequence the first ``length``."""
+    return tuple(each[:, :length] for each in batch(step, rank, size))
+
+
+def train(engine: Any, steps: range, length: int | None = None) -> None:
     ranks = engine.axes.batch
     for step in steps:
-        engine.backward(engine(*batch(step, ranks.rank, ranks.size)))
+        engine.backward(engine(*tokens_of(step, ranks.rank, ranks.size, length)))
         engine.step()
 
 
@@ -154,13 +173,65 @@ def test_parameters_and_norm_equal_those_of_one_process(
         assert_close(values, expected)
         assert found_norm == pytest.approx(norm, rel=1e-6)
         if form == "listed":
-            of_expert = "experts.layers.1.deepspeed_moe.experts.deepspeed_experts.0."
+            of_expert = "experts.layers.1.moe.deepspeed_moe.experts.deepspeed_experts.0."
             assert shapes[f"{of_expert}gate_proj.weight"] == (10, WIDTH)
             assert shapes[f"{of_expert}down_proj.weight"] == (WIDTH, 10)
         else:
             assert shapes["experts.layers.0.mlp.experts.gate_up_proj"] == (4 // ep, WIDTH, 20)
             assert shapes["experts.layers.1.mlp.experts.down_proj"] == (4 // ep, WIDTH, 10)
             assert shapes["experts.layers.0.mlp.experts.down_proj_bias"] == (4 // ep, WIDTH)
+
+
+@pytest.mark.parametrize(("size", "ep", "stage"), [(2, 1, 1), (4, 2, 3)])
+def test_a_sequence_that_is_split_over_the_same_ranks_gives_the_parameters_of_one_process(
+    size: int, ep: int, stage: int, ranks: Callable[..., Any]
+) -> None:
+    """Experts in a list; stacked ones are in the composition matrix."""
+    expected, norm = alone("listed", size // 2, drops=False, length=4)
+
+    def rank() -> tuple[dict[str, Any], float, list[tuple[str, int]]]:
+        made = settings("listed", stage, ep)
+        made["parallel"]["tp_sequence_parallel"] = True
+        engine = start_with(make(partial(Model, "listed", ep, drops=False)), made)
+        with current_world().recorder.recording() as entries:
+            train(engine, range(STEPS), length=4)
+        sent = [(entry.label, entry.nbytes) for entry in entries if entry.axis == "tp" and "experts" in entry.label]
+        return engine.module_state_dict(), engine.get_global_grad_norm(), sent
+
+    for values, found_norm, sent in ranks(size, rank):
+        assert_close(values, expected)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        tokens = tokens_of(0, 0, size // 2, 4)[0].numel() // 2  # of each rank
+        found = {label: nbytes for label, nbytes in sent if "layers" not in label}
+        of_pairs = {"experts experts of tokens": tokens * 2 * 8, "experts weights": tokens * 2 * 4}
+        of_hidden = dict.fromkeys(("experts tokens", "experts outputs backward"), tokens * WIDTH * 4)
+        assert found == {**of_pairs, **of_hidden}
+        assert len([label for label, _ in sent if label in found]) == 4 * 2 * STEPS  # in each of two layers
+
+
+@pytest.mark.parametrize(
+    ("form", "stage", "hot"), [("listed", 0, 0), ("listed", 3, 0), ("stacked", 2, 0), ("stacked", 3, 1)]
+)
+def test_split_experts_that_change_ranks_change_no_result(
+    form: str, stage: int, hot: int, ranks: Callable[..., Any]
+) -> None:
+    expected, _ = alone(form, 4)
+
+    def rank() -> tuple[dict[str, Any], bool, int]:
+        made = settings(form, stage, 2)
+        made["expert_parallel"].update({"rebalance_every": 1, "hot_experts": hot})
+        engine = start_with(make(partial(Model, form, 2)), made)
+        before = [held.ids for _, _, held in modules_with_experts(engine.module)]
+        train(engine, range(STEPS))
+        moved = before != [held.ids for _, _, held in modules_with_experts(engine.module)]
+        copied = [len(held.copies.experts) for _, _, held in modules_with_experts(engine.module) if held.copies]
+        return engine.module_state_dict(), moved, sum(copied)
+
+    found = ranks(8, rank)
+    for values, _, num_copied in found:
+        assert_close(values, expected)
+        assert (num_copied > 0) == (hot > 0)
+    assert hot or any(moved for _, moved, _ in found)
 
 
 @pytest.mark.parametrize("form", ["listed", "stacked"])
@@ -225,8 +296,7 @@ def test_experts_of_shoals_gpt_are_split_and_train_as_whole_ones(ranks: Callable
             ConfigError,
             "tensor_parallel_size: 4, and there are 2",
         ),
-        ({"parallel": {"tp_sequence_parallel": True}}, ConfigError, "does not go with parallel.tp_sequence_parallel"),
-        ({"expert_parallel": {"rebalance_every": 2}}, ConfigError, "does not go with expert_parallel.rebalance_every"),
+        ({"parallel": {"tp_grid": "2d"}}, ConfigError, "does not go with parallel.tp_grid"),
         ({"expert_parallel": {"autoep_size": 4}}, ConfigError, "4 does not divide the 2 ranks among which experts"),
     ],
 )
@@ -256,7 +326,7 @@ def test_stacked_experts_that_do_not_say_which_dims_are_split_are_refused(ranks:
 def test_an_expert_in_a_list_with_other_linears_is_refused(ranks: Callable[..., Any]) -> None:
     def rank() -> None:
         model = make(partial(Model, "listed", 2))
-        model.experts.layers[0] = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, 2, enable_expert_tensor_parallelism=True)
+        model.experts.layers[0].moe = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, 2, enable_expert_tensor_parallelism=True)
         with pytest.raises(ModelError, match="it has 1 linear layers that the tensor-parallel plan does not name"):
             start_with(model, settings("listed", 0, 2))
 

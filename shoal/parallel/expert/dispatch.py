@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm import autograd
 from shoal.comm.autograd import once_differentiable
 from shoal.comm.protocol import Work
 from shoal.compiler import untraced
@@ -35,7 +36,7 @@ from shoal.parallel.expert.hierarchical import Counts, TwoStepRows
 from shoal.parallel.expert.losses import tokens_per_expert
 from shoal.parallel.expert.permute import gather_rows, sum_rows
 from shoal.parallel.expert.route import Route, route
-from shoal.parallel.expert.same_tokens import gather_outputs, table_digest, take_own_tokens
+from shoal.parallel.expert.same_tokens import gather_outputs, gather_tokens, table_digest, take_own_tokens
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 
@@ -71,11 +72,15 @@ def run_experts(
     Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
         a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing. Experts of which
         every rank has a copy: see ``ExpertCopies.gather``.
+        Where ranks of tensor parallelism have other tokens and a part of each expert: an all-gather of ``hidden``, of
+        ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """
     held.router_check.note(weights)
-    num_tokens, same, digest = len(hidden), held.same_tokens, None
+    num_tokens, same, others, digest = len(hidden), held.same_tokens, held.gathers_tokens, None
+    if others is not None:
+        hidden, expert_index, weights = gather_tokens(hidden, expert_index, weights, others, label)
     if same is not None:
         digest = table_digest(expert_index)
         hidden, expert_index, weights = take_own_tokens(hidden, expert_index, weights, same, label)
@@ -85,21 +90,23 @@ def run_experts(
     copies = held.copies
     if copies is None or not copies.experts or held.comm is None:
         out = divided(hidden, expert_index, weights, beside=beside, may_drop=may_drop)
-        return out if same is None else gather_outputs(out, num_tokens, same, label)
-    tensors = copies.gather(held.ids, held.owners, held.comm, label)
-    place = copies.place_of(expert_index, held.num_experts)
-    if held.load is not None:
-        held.load.add(tokens_per_expert(expert_index.masked_fill(place < 0, -1), held.num_experts))
-    parts: list[Tensor] = []
+    else:
+        tensors = copies.gather(held.ids, held.owners, held.comm, label)
+        place = copies.place_of(expert_index, held.num_experts)
+        if held.load is not None:
+            held.load.add(tokens_per_expert(expert_index.masked_fill(place < 0, -1), held.num_experts))
+        parts: list[Tensor] = []
 
-    def run_copies() -> None:
-        if beside is not None:
-            beside()
-        with copies.used(tensors):
-            parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
+        def run_copies() -> None:
+            if beside is not None:
+                beside()
+            with copies.used(tensors):
+                parts.append(run(hidden, place, weights, held=ExpertsHeld(len(copies.experts)), overlap=1, beside=None))
 
-    elsewhere = expert_index.masked_fill(place >= 0, -1)
-    out = divided(hidden, elsewhere, weights, beside=run_copies) + parts[0]
+        elsewhere = expert_index.masked_fill(place >= 0, -1)
+        out = divided(hidden, elsewhere, weights, beside=run_copies) + parts[0]
+    if others is not None:
+        return autograd.split(out, others, label=f"{label} outputs")
     return out if same is None else gather_outputs(out, num_tokens, same, label)
 
 

@@ -36,7 +36,8 @@ def divide(
 
     Args:
         comm: the ranks along ``ep``; None: there is one.
-        same_tokens: the ranks that give each layer the same tokens; None: all have their own.
+        same_tokens: the ranks that give each layer the same tokens, where these are not split along the sequence; None:
+            all have their own.
         pp: the ranks that hold other layers, some of which may have no experts; None: there is one.
         parts: by name, what this rank holds of tensors that are split over tensor-parallel ranks.
 
@@ -54,7 +55,7 @@ def divide(
         return {}
     divided = [(name, module, held) for name, module, held in layers if held.ep_size > 1]
     for _, _, held in divided:
-        held.same_tokens = same_tokens
+        held.same_tokens = None if held.has_split_sequence else same_tokens
     _check_alike(divided, comm)
     if not any([bool(divided)] if pp is None else pp.gather_objects(bool(divided), label="stages with experts")):
         raise ModelError(

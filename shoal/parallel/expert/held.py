@@ -21,6 +21,7 @@ from shoal.errors import ConfigError
 from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
+from shoal.parallel.tensor.region import TensorRegion
 
 Form = Literal["stacked", "listed"]
 
@@ -60,6 +61,8 @@ class ExpertsHeld:
         split_dims: of stacked experts, by parameter, the dim that expert tensor parallelism splits.
         wants_split: the layer was built for experts that are split over the tensor-parallel ranks.
         tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
+        region: the tensor-parallel layers around; None: there are none.
+        is_split: each expert is split over tensor-parallel ranks.
         rows: of stacked experts, the elements of dim 0 that each has.
     """
 
@@ -77,6 +80,8 @@ class ExpertsHeld:
     split_dims: Mapping[str, SplitDim] = field(default_factory=dict)
     wants_split: bool = False
     tp: Communicator | None = None
+    region: TensorRegion | None = None
+    is_split: bool = False
     rows: int = 1
 
     def __post_init__(self) -> None:
@@ -120,6 +125,16 @@ class ExpertsHeld:
     def leave(self, rows: Tensor) -> Tensor:
         """The rows after the second matrices, before the bias. Communicates: an all-reduce of them."""
         return rows if self.tp is None else autograd.all_reduce(rows, self.tp, label="experts out")
+
+    @property
+    def has_split_sequence(self) -> bool:
+        """Do the tensor-parallel ranks hold different tokens of one sequence?"""
+        return self.region is not None and self.region.splits_sequence
+
+    @property
+    def gathers_tokens(self) -> Communicator | None:
+        """The tensor-parallel ranks whose tokens each of them needs: each has a part of every expert."""
+        return self.region.comm if self.region is not None and self.is_split and self.has_split_sequence else None
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """Say where the experts are now.

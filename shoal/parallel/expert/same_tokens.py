@@ -1,7 +1,8 @@
-"""Tokens that several ranks hold, as tensor-parallel ranks do: each takes its part of them to the experts.
+"""Tokens of tensor-parallel ranks. Where all hold the same, each takes its part of them to the experts.
 
 So the ranks that hold one layer's tensors in parts hold different experts, and no token is computed twice. Source:
-parallel folding (arXiv:2504.14960, section 3).
+parallel folding (arXiv:2504.14960, section 3). Where these ranks split the sequence, and each expert too, all of them
+need all tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +41,18 @@ def gather_outputs(out: Tensor, num_tokens: int, comm: Communicator, label: str)
     Communicates: an all-gather.
     """
     return autograd.gather(out, comm, label=f"{label} outputs")[:num_tokens]
+
+
+def gather_tokens(
+    hidden: Tensor, expert_index: Tensor, weights: Tensor, comm: Communicator, label: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of all ranks of ``comm``, one rank's after the other's, as each of them needs: hidden, index, weights.
+
+    Communicates: three all-gathers.
+    """
+    index = autograd.gather(expert_index, comm, label=f"{label} experts of tokens")
+    tokens = autograd.gather(hidden, comm, label=f"{label} tokens")
+    return tokens, index, autograd.gather(weights, comm, label=f"{label} weights")
 
 
 def table_digest(expert_index: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ inputs must be the same too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -51,11 +51,13 @@ class TensorParallelModel:
         partial: names of whole parameters of which each rank has a part of the gradient: the sum over the ranks is the
             gradient.
         styles: by module name, the style that was applied.
+        region_of: the region of a module, by its name; None: nothing was split.
     """
 
     parts: Mapping[str, ParameterSpec]
     partial: frozenset[str]
     styles: Mapping[str, str] = field(default_factory=dict)
+    region_of: Callable[[str], TensorRegion] | None = None
 
 
 def parallelize(
@@ -67,6 +69,7 @@ def parallelize(
     loss_parallel: bool = False,
     strict: bool = True,
     overlap: bool = False,
+    whole_inputs: Sequence[str] = (),
 ) -> TensorParallelModel:
     """Split ``model`` over the ranks of ``comm``, in place.
 
@@ -77,12 +80,14 @@ def parallelize(
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
         overlap: communicate beside the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
+        whole_inputs: names of modules. What is inside them has whole inputs, also under ``sequence_parallel``.
 
     Raises: ModelError: a plan that does not fit the model, before anything is changed.
     Communicates: nothing.
     Memory: this rank's parts; the memory of the whole parameters is released.
     """
-    splitter = _Splitter(model, comm, plan_for(model) if plan is None else plan, sequence_parallel, strict)
+    plan = plan_for(model) if plan is None else plan
+    splitter = _Splitter(model, comm, plan, sequence_parallel, strict, whole_inputs)
     loss = splitter.find_loss() if loss_parallel else None
     splitter.prepare(gathers_logits=not loss_parallel, overlaps=overlap)
     if comm.size == 1:
@@ -107,8 +112,17 @@ class _Layer:
 class _Splitter:
     """Resolves a plan for one model, checks it, and applies it."""
 
-    def __init__(self, model: nn.Module, comm: Communicator, plan: Plan, sequence: bool, strict: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Communicator,
+        plan: Plan,
+        sequence: bool,
+        strict: bool,
+        whole_inputs: Sequence[str],
+    ) -> None:
         self.model, self.comm = model, comm
+        self.whole_inputs = tuple(f"{name}." for name in whole_inputs)
         self.modules = dict(model.named_modules(remove_duplicate=False))
         keys = match(plan, list(self.modules))
         self.plan = {name: plan[key] for name, key in keys.items()}
@@ -165,11 +179,15 @@ class _Splitter:
             stack.register(self.modules[stack.name.rpartition(".")[0]])
         named = self.model.named_parameters(remove_duplicate=False)
         parts = {name: replace(self.parts[id(p)], name=name) for name, p in named if id(p) in self.parts}
-        return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan)
+        return TensorParallelModel(parts, self._partial() - frozenset(parts), self.plan, self.region_of)
 
     def region_of(self, name: str) -> TensorRegion:
         """The region of a module: sequence parallel between the first and the last layer of a stack."""
-        return self.stack_region if any(stack.contains(name) for stack in self.stacks) else self.plain
+        return self.stack_region if self._has_split_sequence(name) else self.plain
+
+    def _has_split_sequence(self, name: str) -> bool:
+        """Whether the activations around a module or parameter are split along the sequence."""
+        return any(stack.contains(name) for stack in self.stacks) and not name.startswith(self.whole_inputs)
 
     def find_loss(self) -> tuple[nn.Module, VocabParallelLoss]:
         """The module with the loss function that a vocabulary parallel head needs, and the function.
@@ -297,7 +315,7 @@ class _Splitter:
             module = name.rpartition(".")[0]
             style = self.styles.get(module)
             is_prepared = self._is_prepared(name) and id(parameter) not in whole_in_region
-            in_stack = any(stack.contains(name) for stack in self.stacks)
+            in_stack = self._has_split_sequence(name)
             is_asked_for = style is not None and style.kind == "replicate_sum_gradient"
             if is_prepared or in_stack or is_asked_for:
                 found.add(name)

@@ -257,8 +257,11 @@ def num_ranks(combination: Mapping[str, str]) -> int:
 
 
 def _cost(combination: Mapping[str, str]) -> int:
-    """In ranks; one that compiles takes the time of two."""
-    return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
+    """In ranks, of a combination that lacks axes at least; one that compiles takes the time of two."""
+    experts = combination.get("experts", "no")
+    split = {"tp": "2"} if experts.endswith("split") else {}
+    of_experts = _ep(experts) * num_ranks({**split, "pp": combination.get("pp", "1")})
+    return max(num_ranks({**split, **combination}), of_experts) * (2 if combination.get("compile") == "yes" else 1)
 
 
 def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> bool:
@@ -269,10 +272,14 @@ def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> 
     )
 
 
+def _ep(experts: str) -> int:
+    return 1 if experts == "no" else int(experts.split()[1])
+
+
 def _divides_experts(combination: Mapping[str, str]) -> bool:
     """Do the expert-parallel ranks divide those that hold one copy of the state? True, where axes are lacking."""
     experts = combination.get("experts", "no")
-    ep = 1 if experts == "no" else int(experts.split()[1])
+    ep = _ep(experts)
     if ep == 1 or any(axis not in combination for axis in ("ranks", "tp", "sp", "cp", "stage", "hybrid")):
         return True
     groups = {"mics": int(combination["ranks"]) // 2, "replicas": 2}.get(combination["hybrid"], 1)
@@ -313,7 +320,9 @@ def covering(
     found: list[Combination] = []
     while missing:
         first = dict(next(iter(missing)))
-        rows = [_complete(first, axes, missing, strength, order, chosen, most_ranks) for _ in range(8)]
+        rows: list[Combination] = []
+        while len(rows) < 8 or (not any(rows) and len(rows) < 400):  # an early value may exclude all of a later axis
+            rows.append(_complete(first, axes, missing, strength, order, chosen, most_ranks))
         row = max(rows, key=lambda row: len(_covered(row, missing, strength)) / (1 + _cost(row)))
         if not (covered := _covered(row, missing, strength)):
             raise ValueError(f"{first} is refused together with every value of another axis")

@@ -150,6 +150,15 @@ class Engine(nn.Module):
                 raise
         return getattr(module, name)
 
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Raises: UsageError: an engine holds communicators and hooks, and cannot be copied or pickled."""
+        raise UsageError(
+            "an engine cannot be copied or pickled: it holds a part of the model, and is connected to the other ranks.",
+            do="save it with save_checkpoint(), take whole parameters with module_state_dict(), or copy the model"
+            " before initialize().",
+            code="engine-copy",
+        )
+
     # forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -303,6 +303,10 @@ class PipelineModule(StageModule):
         parts = [f"layer_{index:02d}", self._topo.get_rank_repr(self._grid.global_rank), "model_states.pt"]
         return str(Path(ckpt_dir) / "-".join(part for part in parts if part))
 
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Change ``activation_checkpoint_interval``, from the next forward on."""
+        self.activation_checkpoint_interval = interval
+
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
         """Additional losses to report, by name; override it in a derived class."""
         return None

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from shoal.comm.protocol import Communicator
 from shoal.errors import UsageError
-from shoal.zero.parameter_owner import OWNERS
+from shoal.zero.parameter_owner import OWNERS, ParameterOwner
+
+
+@dataclass(frozen=True)
+class _ParameterVersion:
+    """A parameter whose changes are lost, as it was at the beginning."""
+
+    parameter: torch.Tensor
+    owner: ParameterOwner
+    pointer: int
+    version: int
+    num_written: int
+
+    @property
+    def is_changed(self) -> bool:
+        """Was it changed, and not in a block inside that broadcasts changes?"""
+        is_same = self.parameter.data_ptr() == self.pointer and self.parameter._version == self.version
+        return not is_same and self.owner.num_written == self.num_written
 
 
 class GatheredParameters:
@@ -25,9 +43,9 @@ class GatheredParameters:
         params: one parameter, or any iterable of them, in any order; None, and parameters that are not sharded, are
             left as they are.
         modifier_rank: this rank's in-place changes are broadcast to all ranks on exit; None: changes to sharded
-            parameters are lost, and an error on all ranks with ``zero_optimization.enable_sanity_checks``. A parameter
-            that is split over tensor-parallel ranks is this rank's part, and is changed by the ranks that hold the
-            other parts of the modifier's too (``world.mesh.index("loss", rank)`` is theirs).
+            parameters are lost, which is a warning, and with ``zero_optimization.enable_sanity_checks`` an error on all
+            ranks. A parameter that is split over tensor-parallel ranks is this rank's part, and is changed by the ranks
+            that hold the other parts of the modifier's too (``world.mesh.index("loss", rank)`` is theirs).
         fwd_module: its forward reads the parameters from now on (as ``register_external_parameter``).
 
     Raises: UsageError: something that is not a parameter; on exit, changes that are lost.
@@ -53,8 +71,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._enabled = enabled
         self._stack = ExitStack()
-        # Parameters whose changes would be lost, with their memory and version at the beginning.
-        self._checked: list[tuple[torch.Tensor, Communicator, int, int]] = []
+        self._checked: list[_ParameterVersion] = []
         if fwd_module is not None and enabled:
             for parameter in self._parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -69,10 +86,10 @@ class GatheredParameters:
             self._stack = stack.pop_all()
         if self._modifier_rank is None:
             self._checked = [
-                (p, owner.comm, p.data_ptr(), p._version)
+                _ParameterVersion(p, owner, p.data_ptr(), p._version, owner.num_written)
                 for owner, parameters in groups
                 for p in parameters
-                if owner.checks_changes and owner.is_sharded(p)
+                if owner.is_sharded(p)
             ]
         return self
 
@@ -88,12 +105,22 @@ class GatheredParameters:
             raise changed
 
 
-def _lost_changes(checked: list[tuple[torch.Tensor, Communicator, int, int]]) -> UsageError | None:
-    """An error for all ranks if one of them changed a parameter. Communicates: which ranks did."""
-    if not checked:
+def _lost_changes(checked: Sequence[_ParameterVersion]) -> UsageError | None:
+    """An error for all ranks if one of them changed a parameter, with ``enable_sanity_checks``; else a warning here.
+
+    Communicates: with ``enable_sanity_checks``: which ranks did.
+    """
+    changed = [each for each in checked if each.is_changed]
+    comm = next((each.owner.comm for each in checked if each.owner.checks_changes), None)
+    if comm is None:
+        if changed:
+            warnings.warn(
+                f"{len(changed)} sharded parameters were changed inside GatheredParameters with modifier_rank=None: the"
+                " changes are lost. Pass modifier_rank=0 to broadcast rank 0's.",
+                stacklevel=3,
+            )
         return None
-    is_changed = any(p.data_ptr() != pointer or p._version != version for p, _, pointer, version in checked)
-    comm = checked[0][1]
+    is_changed = any(each.owner.checks_changes for each in changed)
     ranks = [rank for rank, each in enumerate(comm.gather_objects(is_changed, label="gathered: changes")) if each]
     if not ranks:
         return None

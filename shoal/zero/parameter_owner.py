@@ -39,6 +39,7 @@ class ParameterOwner(ABC):
         self.stage = stage
         self.checks_changes = checks_changes
         self.serial = next(self._serials)  # owners are made in one order on every rank
+        self.num_written = 0  # parameters whose changes were broadcast
         self._num_writers: Counter[int] = Counter()  # open blocks that will broadcast a parameter, by its id
 
     @contextmanager
@@ -66,6 +67,7 @@ class ParameterOwner(ABC):
                         for parameter in parameters:
                             if not self._num_writers[id(parameter)]:
                                 self.write_through(parameter, source)
+                                self.num_written += 1
                 self._num_writers += Counter()  # drops zeros
 
     @abstractmethod

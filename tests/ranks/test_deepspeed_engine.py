@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -494,3 +496,10 @@ def test_the_optimizer_says_how_gradients_are_clipped() -> None:
         engine = start_with(make(Plain), settings, adamw)
         assert engine.optimizer.clip_grad == engine.gradient_clipping() == expected
         engine.destroy()
+
+
+@pytest.mark.parametrize("use", [copy.deepcopy, pickle.dumps])
+def test_an_engine_that_is_copied_or_pickled_says_what_to_do(use: Callable[[Any], Any]) -> None:
+    engine = alone(1)
+    with pytest.raises(UsageError, match="an engine cannot be copied or pickled"):
+        use(engine)

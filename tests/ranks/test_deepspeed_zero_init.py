@@ -384,7 +384,7 @@ def test_a_model_that_was_trained_destroyed_and_sharded_at_init_is_initialized_a
 
 @pytest.mark.parametrize("is_engine", [False, True])
 @pytest.mark.parametrize("is_asked_for", [False, True])
-def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_asks_for_it(
+def test_a_change_that_would_be_lost_is_a_warning_and_an_error_on_all_ranks_where_the_config_asks_for_it(
     is_asked_for: bool, is_engine: bool
 ) -> None:
     settings: dict[str, Any] = {
@@ -410,6 +410,8 @@ def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_a
                         weights[1].add_(0.0)
             except UsageError as error:
                 said.append(error.what)
+            except UserWarning as warning:
+                said.append(str(warning))
         with GatheredParameters(weights, modifier_rank=0), torch.no_grad():
             weights[1].fill_(2.0)
         with GatheredParameters(weights):
@@ -422,7 +424,11 @@ def test_a_change_that_would_be_lost_is_an_error_on_all_ranks_where_the_config_a
         "in-place modification of sharded parameters inside GatheredParameters on ranks [0], and modifier_rank=None:"
         " the change is lost."
     )
-    assert run_ranks(2, change) == [[words] if is_asked_for else []] * 2
+    warned = (
+        "1 sharded parameters were changed inside GatheredParameters with modifier_rank=None: the changes are lost."
+        " Pass modifier_rank=0 to broadcast rank 0's."
+    )
+    assert run_ranks(2, change) == ([[words]] * 2 if is_asked_for else [[warned], []])
 
 
 @pytest.mark.parametrize("is_held", [False, True])

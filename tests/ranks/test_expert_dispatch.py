@@ -319,6 +319,13 @@ def test_tensors_in_any_layout_get_their_gradients(score_before: bool) -> None:
     run(hidden, weights).sum().backward()  # a gradient that is one number, expanded
 
 
+def test_a_router_that_chooses_an_expert_that_is_not_there_is_an_error() -> None:
+    for wrong in (4, -2):
+        index = torch.tensor([[0], [wrong], [-1]])
+        with pytest.raises(UsageError, match=rf"the router chose expert {wrong}, and the layer has experts 0 to 3"):
+            run_experts(torch.ones(3, 2), index, torch.ones(3, 1), lambda rows, counts: rows, ExpertsHeld(4))
+
+
 def test_experts_without_ranks_say_what_to_do() -> None:
     held = ExpertsHeld(NUM_EXPERTS, 2)
     index = torch.zeros(1, 1, dtype=torch.int64)

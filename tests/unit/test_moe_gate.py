@@ -125,6 +125,9 @@ def test_used_token_of_a_gate_that_does_not_read_it_is_a_warning() -> None:
     ("options", "error", "message"),
     [
         ({"num_experts": 2, "k": 3}, UsageError, "3 of 2 experts"),
+        ({"num_experts": 2, "k": "2"}, UsageError, "'2' of 2 experts"),
+        ({"num_experts": 2, "capacity_factor": -1.0}, UsageError, "capacity_factor=-1.0 is not a number from 0"),
+        ({"num_experts": 2, "min_capacity": "4"}, UsageError, "min_capacity='4' is not a number from 0"),
         ({"num_experts": 2, "noisy_gate_policy": "Noise"}, AssertedUsageError, "'Noise' is not known"),
         ({"num_experts": 6, "ep_size": 4}, ConfigError, "6 experts cannot be divided among 4"),
         ({"num_experts": [4, 8]}, ConfigError, r"the number of experts of a layer is \[4, 8\]"),

@@ -78,6 +78,7 @@ def run_experts(
         a gradient.
     """
     held.router_check.note(weights)
+    held.check_index(expert_index, label)
     num_tokens, same, others, digest = len(hidden), held.same_tokens, held.gathers_tokens, None
     if others is not None:
         hidden, expert_index, weights = gather_tokens(hidden, expert_index, weights, others, label)

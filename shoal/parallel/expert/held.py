@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from shoal.comm import autograd
 from shoal.comm.protocol import Communicator
-from shoal.errors import ConfigError
+from shoal.device import is_fake, read_vector
+from shoal.errors import ConfigError, UsageError
 from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
@@ -63,6 +65,7 @@ class ExpertsHeld:
         tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
         region: the tensor-parallel layers around; None: there are none.
         is_split: each expert is split over tensor-parallel ranks.
+        is_checked: a router's choices were among the layer's experts once.
         rows: of stacked experts, the elements of dim 0 that each has.
     """
 
@@ -82,6 +85,7 @@ class ExpertsHeld:
     tp: Communicator | None = None
     region: TensorRegion | None = None
     is_split: bool = False
+    is_checked: bool = False
     rows: int = 1
 
     def __post_init__(self) -> None:
@@ -117,6 +121,28 @@ class ExpertsHeld:
         self.comm = comm
         self.ids = tuple(range(rank * self.num_local, (rank + 1) * self.num_local))
         self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
+
+    def check_index(self, index: Tensor, label: str) -> None:
+        """Check the first choices of a router.
+
+        Args:
+            index: the experts of each token; -1: none.
+
+        Raises: UsageError: the layer has no such expert.
+        Order: the first call blocks the host.
+        """
+        if self.is_checked or not index.numel() or index.is_meta or is_fake(index):
+            return
+        self.is_checked = True
+        low, high = (int(value) for value in read_vector(torch.stack(index.aminmax()), when_fake=0.0))
+        if low < -1 or high >= self.num_experts:
+            raise UsageError(
+                f"the router chose expert {high if low >= -1 else low}, and the layer has experts 0 to"
+                f" {self.num_experts - 1}.",
+                where=label,
+                do="give the router as many outputs as the layer has experts; -1 is a token without an expert.",
+                code="expert-index",
+            )
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""

@@ -59,12 +59,20 @@ class TopKGate(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if not 1 <= k <= num_experts:
+        if not isinstance(k, int) or not 1 <= k <= num_experts:
             raise UsageError(
-                f"a gate cannot send each token to {k} of {num_experts} experts.",
-                do=f"give k a value from 1 to {num_experts}.",
+                f"a gate cannot send each token to {k!r} of {num_experts} experts.",
+                do=f"give k a whole number from 1 to {num_experts}.",
                 code="expert-gate",
             )
+        sizes = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
+        for name, size in {**sizes, "min_capacity": min_capacity}.items():
+            if not isinstance(size, (int, float)) or not size >= 0:
+                raise UsageError(
+                    f"{name}={size!r} is not a number from 0.",
+                    do=f"correct {name}; to drop no token, set drop_tokens=False.",
+                    code="expert-gate",
+                )
         if noisy_gate_policy not in NOISE:
             raise AssertedUsageError(
                 f"noisy_gate_policy={noisy_gate_policy!r} is not known.",

@@ -257,11 +257,8 @@ def num_ranks(combination: Mapping[str, str]) -> int:
 
 
 def _cost(combination: Mapping[str, str]) -> int:
-    """In ranks, of a combination that lacks axes at least; one that compiles takes the time of two."""
-    experts = combination.get("experts", "no")
-    split = {"tp": "2"} if experts.endswith("split") else {}
-    of_experts = _ep(experts) * num_ranks({**split, "pp": combination.get("pp", "1")})
-    return max(num_ranks({**split, **combination}), of_experts) * (2 if combination.get("compile") == "yes" else 1)
+    """In ranks; one that compiles takes the time of two."""
+    return num_ranks(combination) * (2 if combination.get("compile") == "yes" else 1)
 
 
 def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> bool:
@@ -270,6 +267,15 @@ def is_allowed(combination: Mapping[str, str], most_ranks: int = MOST_RANKS) -> 
     return (
         is_run and _divides_experts(combination) and _cost(combination) <= most_ranks and refusal(combination) is None
     )
+
+
+def _can_be_completed(combination: Mapping[str, str], most_ranks: int) -> bool:
+    """Are there ranks enough for the experts of a combination that lacks axes?"""
+    experts = combination.get("experts", "no")
+    split = {"tp": "2"} if experts.endswith("split") else {}
+    of_experts = {"ranks": str(_ep(experts)), "pp": combination.get("pp", "1"), **split}
+    compiled = {"compile": combination.get("compile", "no")}
+    return max(_cost({**split, **combination}), _cost({**of_experts, **compiled})) <= most_ranks
 
 
 def _ep(experts: str) -> int:
@@ -314,7 +320,8 @@ def covering(
     missing: dict[tuple[Pair, ...], None] = {}  # a dict, since a set has another order in each process
     for names in itertools.combinations(axes, strength):
         for values in itertools.product(*(axes[name] for name in names)):
-            if is_allowed(dict(zip(names, values, strict=True)), most_ranks):
+            wanted = dict(zip(names, values, strict=True))
+            if is_allowed(wanted, most_ranks) and _can_be_completed(wanted, most_ranks):
                 missing[tuple(zip(names, values, strict=True))] = None
     order = {name: number for number, name in enumerate(axes)}
     found: list[Combination] = []

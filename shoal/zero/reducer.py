@@ -56,7 +56,7 @@ class Reducer:
         self._follows_gathers = follows_gathers
         self._completed: list[Unit] | None = None if follows_gathers else []
         self._next = 0
-        self._under_way: deque[Unit] = deque()
+        self._under_way: deque[tuple[Unit, bool]] = deque()
 
     def _reduces(self, unit: Unit) -> bool:
         return self.is_syncing and unit.reduces(at_step=self.at_step)
@@ -88,15 +88,16 @@ class Reducer:
         self._wait(MAX_UNDER_WAY - 1)
         with self.timed():
             unit.reduce(at_step=self.at_step)
-        self._under_way.append(unit)
+        self._under_way.append((unit, self.at_step))
         if not self._has_overlap or self._comm.size == 1:
             self._wait()
 
     def _wait(self, num_left: int = 0) -> None:
         """Wait for the oldest reductions under way, until ``num_left`` are."""
         while len(self._under_way) > num_left:
+            unit, at_step = self._under_way.popleft()  # a pass of another stage of the pipeline may have begun since
             with self.timed():
-                self._under_way.popleft().wait_reduced(at_step=self.at_step)
+                unit.wait_reduced(at_step=at_step)
 
     def finish(self, *, is_reduced: bool) -> None:
         """Backward has ended: reduce what is left, in order, and wait for all.
@@ -129,9 +130,7 @@ class Reducer:
 
     def wait_reduced(self) -> None:
         """Wait for ``reduce_now``."""
-        at_step, self.at_step = self.at_step, True
         self._wait()
-        self.at_step = at_step
 
     def reduce_unsynced(self, *, at_step: bool) -> None:
         """Between two passes: sum what passes in ``no_sync`` have accumulated, as a pass would. Every rank calls.

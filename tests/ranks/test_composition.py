@@ -16,6 +16,23 @@ def test_any_two_settings_together_end_where_one_process_ends(combination: Combi
     check(combination)
 
 
+VIRTUAL = {**{axis: next(iter(values)) for axis, values in AXES.items()}, "pp": "2", "schedule": "zbv"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": "2", "tp": "2 split"},
+        {"stage": "3", "ranks": "4", "hybrid": "replicas"},
+        {"stage": "2", "ranks": "4", "hybrid": "mics", "state": "host"},
+    ],
+    ids=str,
+)
+def test_gradients_reduced_between_passes_of_virtual_stages_are_summed_once_over_other_axes(more: Combination) -> None:
+    """Three settings, of which pairs find no fault."""
+    check({**VIRTUAL, **more})
+
+
 @pytest.mark.parametrize(("combination", "code"), [pytest.param(c, code, id=named(c)) for c, code in refused()])
 def test_settings_that_exclude_each_other_are_refused_with_a_code(combination: Combination, code: str) -> None:
     with pytest.raises(ShoalError) as caught:

@@ -3,7 +3,8 @@
 The units of a model are its transformer blocks (named by the user, by Hugging Face's ``_no_split_modules``, or found as
 repeated siblings in a list, a sequence or a module with numbered children), each large module outside the blocks (an
 embedding, a head), and the root, which takes what is left. A parameter that several of these share belongs to the root.
-A container of experts is never cut: which expert runs depends on the data, and ranks must agree on what to gather.
+A container of experts is cut only where the caller says that each of them is gathered if it is used: which expert runs
+depends on the data, and ranks must agree on what to gather.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class UnitSpec:
     modules: tuple[str, ...]  # their forward needs the unit; "" is the model itself
     parameters: tuple[str, ...]
     is_persistent: bool = False
+    is_gathered_if_used: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,15 @@ def partition(
     rules: UnitRules,
     sizes: Mapping[int, int] | None = None,
     of_root: Collection[str] = (),
+    if_used: Collection[str] = (),
 ) -> list[UnitSpec]:
     """Partition ``model`` into units, in the order in which their parameters are registered; the root comes first.
 
     Args:
         sizes: the elements that the rules count for a parameter, by its ``id``; without one, the elements that it has.
         of_root: names of parameters that the root takes in any case.
+        if_used: names of modules that become units which are gathered if they are used; but not small ones, and none
+            inside a leaf module.
 
     Raises: ModelError: the model has no parameters, or a name or class of the rules is not in it.
     """
@@ -75,7 +80,15 @@ def partition(
         )
     modules = dict(model.named_modules())
     numel = {id(parameter): parameter.numel() for parameter in parameters.values()} | dict(sizes or {})
-    blocks = _find_blocks(model, modules, rules, numel)
+    leaves = _leaves(modules, rules)
+    blocks = _find_blocks(model, modules, rules, numel, leaves)
+    cut = [
+        name
+        for name in if_used
+        if sum(numel[id(parameter)] for parameter in modules[name].parameters()) >= rules.min_block_numel
+        and not any(f"{name}.".startswith(f"{leaf}.") for leaf in leaves)
+    ]
+    blocks = list(dict.fromkeys((*blocks, *cut)))
 
     owner_of = {id(modules[name]): name for name in blocks}
     homes: dict[int, set[str]] = {}  # id of a parameter -> the candidates whose modules hold it
@@ -120,7 +133,11 @@ def partition(
             kept.append(name)
         else:
             members.setdefault(unit_of(name, parameter), []).append(name)
-    specs = [UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names)) for unit, names in members.items() if names]
+    specs = [
+        UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names), is_gathered_if_used=unit in cut)
+        for unit, names in members.items()
+        if names
+    ]
     if kept:
         specs.insert(0, UnitSpec(PERSISTENT, (), tuple(kept), is_persistent=True))
     return specs
@@ -147,11 +164,8 @@ def _persistent(parameters: dict[str, nn.Parameter], rules: UnitRules, numel: Ma
     return chosen
 
 
-def _find_blocks(
-    model: nn.Module, modules: dict[str, nn.Module], rules: UnitRules, numel: Mapping[int, int]
-) -> list[str]:
-    """The names of the outermost blocks, in module order."""
-    leaves = {
+def _leaves(modules: dict[str, nn.Module], rules: UnitRules) -> set[str]:
+    return {
         name
         for name, module in modules.items()
         if name
@@ -161,7 +175,17 @@ def _find_blocks(
             or getattr(module, "_z3_leaf", False)  # the mark that set_z3_leaf_modules leaves
         )
     }
-    found = set(_blocks_without_leaves(model, modules, rules, numel)) | leaves
+
+
+def _find_blocks(
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    rules: UnitRules,
+    numel: Mapping[int, int],
+    leaves: Collection[str],
+) -> list[str]:
+    """The names of the outermost blocks, in module order."""
+    found = {*_blocks_without_leaves(model, modules, rules, numel), *leaves}
     return _outermost(name for name in modules if name in found)
 
 

@@ -16,7 +16,7 @@ stays gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
 
@@ -51,9 +51,22 @@ _IS_ATTACHED = attrgetter("gradient.is_attached")  # asked for each gradient of 
 
 
 class Unit:
-    """Parameter groups that are gathered, released and reduced together."""
+    """Parameter groups that are gathered, released and reduced together.
 
-    def __init__(self, name: str, index: int, groups: Sequence[ParameterGroup]) -> None:
+    Args:
+        is_used: of a unit that is gathered if it is used (an expert): does the forward that runs use it? All ranks that
+            gather it agree; other ranks may gather other units. None: it is not known. Its module runs in any case, on
+            placeholders if the answer is no: without rows it reads no value.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        groups: Sequence[ParameterGroup],
+        *,
+        is_used: Callable[[], bool | None] | None = None,
+    ) -> None:
         self.name = name
         self.index = index
         self.groups = list(groups)
@@ -62,6 +75,7 @@ class Unit:
         self.is_on_disk = any(group.buffer.is_on_disk for group in self.groups)
         self.has_hpz = any(group.row.has_hpz for group in self.groups)
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
+        self.is_used = is_used
         self.state = UnitState.FULL
         self.pin_count = 0  # callers beside the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads

@@ -17,11 +17,13 @@ from shoal.comm.protocol import Communicator
 from shoal.device import host_empty
 from shoal.errors import ModelError, OptimizerError
 from shoal.memory.stream_copies import StreamCopies, copies_of
+from shoal.parallel.expert.usage import ExpertUsage
 from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
 from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.partition import UnitSpec
 from shoal.sharding.placement import Tier
 from shoal.sharding.sparse_gradient import SparseGradient
 from shoal.sharding.sparse_sum import SparseSum
@@ -30,7 +32,7 @@ from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
 from shoal.text import counted, listed
 from shoal.zero.buffer_formats import buffer_formats
-from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts
+from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts, listed_experts
 from shoal.zero.disk_state import Disks
 from shoal.zero.materialize import Materializer
 from shoal.zero.offload_policy import Tiers
@@ -143,11 +145,13 @@ def build(
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = {one.axes.shard: StagingBuffers(one.axes.comms[one.axes.shard], device) for own in planned for one in own}
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
+    is_used = _usage(model, specs, planned)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
     try:
         for index in sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i)):
-            built[index] = Unit(specs[index].name, index, [builder.group(one) for one in planned[index]])
+            own = [builder.group(one) for one in planned[index]]
+            built[index] = Unit(specs[index].name, index, own, is_used=is_used.get(specs[index].name))
             built[index].release()
     except BaseException:
         disks.close()
@@ -170,6 +174,22 @@ def build(
         sparse_names=plan.sends_rows,
         sharded_at_init=frozenset(materializer.sharded_at_init),
     )
+
+
+def _usage(
+    model: nn.Module, specs: Sequence[UnitSpec], planned: Sequence[Sequence[GroupPlan]]
+) -> dict[str, Callable[[], bool | None]]:
+    """By name, of the units that are gathered if they are used: does the forward that runs use them?"""
+    found: dict[str, Callable[[], bool | None]] = {}
+    experts = listed_experts(model)
+    for held, _ in experts.values():
+        held.usage = None
+    for spec, own in zip(specs, planned, strict=True):
+        if spec.is_gathered_if_used:
+            held, place = experts[spec.name]
+            held.usage = held.usage or ExpertUsage(own[0].axes.comms[own[0].axes.shard])
+            found[spec.name] = partial(held.usage.is_used, place)
+    return found
 
 
 def _open(sizes: Sequence[UnitMemory], tiers: Sequence[Tiers], open_disks: Callable[[int, int], Disks] | None) -> Disks:

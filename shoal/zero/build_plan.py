@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.comm.protocol import Communicator
+from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.partition import UnitSpec, partition
+from shoal.sharding.placement import Tier
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
 from shoal.zero.settings import Axes, ExpertAxis, GroupAxes, Precision, ZeroSettings
@@ -109,7 +112,11 @@ class BuildPlan:
 
     def specs(self, model: nn.Module) -> list[UnitSpec]:
         """The units of the model. A pipeline stage may be a function only: then there are none."""
-        return partition(model, self.settings.rules, self.sizes, of_root=self.parts.tied) if self.parameters else []
+        if not self.parameters:
+            return []
+        is_offloaded = self.settings.stage == 3 and self.settings.parameter_tier is not Tier.DEVICE
+        if_used = tuple(listed_experts(model)) if is_offloaded else ()
+        return partition(model, self.settings.rules, self.sizes, of_root=self.parts.tied, if_used=if_used)
 
     def is_trained(self, name: str) -> bool:
         parameter = self.parameters[name]
@@ -177,3 +184,18 @@ class BuildPlan:
                 parts.append([])
             parts[-1].append(name)
         return [part for parts in kinds.values() for part in parts]
+
+
+def listed_experts(model: nn.Module) -> dict[str, tuple[ExpertsHeld, int]]:
+    """By name, each expert of a list that needs no parameters for an input without rows, and its place.
+
+    Those that compute parameters from others before their forward (weight norm) need them.
+    """
+    found = {}
+    for name, module, held in modules_with_experts(model):
+        if held.form != "listed" or not isinstance(module, nn.ModuleList):
+            continue
+        for place, expert in enumerate(module):
+            if not any(is_parametrized(part) or part._forward_pre_hooks for part in expert.modules()):
+                found[f"{name}.{place}"] = held, place
+    return found

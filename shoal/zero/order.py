@@ -6,7 +6,7 @@ recorded anew: nothing is wrong, only slower.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from shoal.sharding.unit import Unit
 
@@ -62,8 +62,11 @@ class UnitOrder:
                 self._is_following = False
                 self.departures += 1
 
-    def ahead(self, live_numel: int) -> list[Unit]:
+    def ahead(self, live_numel: int, is_expected: Callable[[Unit, bool], bool]) -> list[Unit]:
         """Units to gather now, because they come next: at least one, however large, within ``max_live_numel``.
+
+        Of the units that are gathered if they are used the next one, whatever the limits: ranks that gather others of
+        them must choose the same of the rest.
 
         Forward gathers nothing for backward: the units that it used last, and backward needs first, are still to be
         released. A unit whose update on the host is pending, and those after it, wait for ``after_update``.
@@ -72,12 +75,21 @@ class UnitOrder:
             return []
         chosen: list[Unit] = []
         numel = 0
+        has_used = False  # is one chosen that is gathered if it is used?
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
-            if in_backward != self._visited[-1][1] or (unit.has_pending_update and unit.is_released):
+            if in_backward != self._visited[-1][1]:
+                break
+            if unit.is_used is not None:
+                if not has_used and is_expected(unit, in_backward):
+                    has_used = True
+                    if unit.is_released and not unit.has_pending_update:
+                        chosen.append(unit)
+                continue
+            if unit.has_pending_update and unit.is_released:
                 break
             if live_numel + numel + unit.numel > self._max_live_numel:
                 break
-            if chosen and numel + unit.numel > self._prefetch_numel:
+            if numel and numel + unit.numel > self._prefetch_numel:
                 break
             if unit.is_released and unit not in chosen:
                 chosen.append(unit)
@@ -89,7 +101,7 @@ class UnitOrder:
 
         Gathering waits for the update and so blocks the host; before this unit's forward, that would idle the device.
         """
-        later = next((unit for unit, _ in self.upcoming() if unit.is_released), None)
+        later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.is_used is None), None)
         if later is None or not self._prefetch_numel or live_numel + later.numel > self._max_live_numel:
             return None
         return later if later.has_pending_update else None

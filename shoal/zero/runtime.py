@@ -20,6 +20,7 @@ from torch import nn
 from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.stream_copies import ComputeStream
+from shoal.parallel.expert.held import modules_with_experts
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
@@ -45,6 +46,7 @@ class _Call:
 
     forward: int  # number of the model's forward that it belongs to
     num_inputs: int  # differentiable ones that are watched
+    is_used: bool  # else nothing is gathered for its backward
     num_inputs_left: int = 0
     is_started: bool = False
     is_done: bool = False
@@ -165,7 +167,7 @@ class ShardedModel:
         self._is_kept = False  # a later pass reads what a pass with ``create_graph`` has gathered
         self._running: list[Unit] = []
         self._num_forwards = 0
-        self._containers: set[str] = set()  # units whose forward runs other units
+        self._contents: dict[str, set[str]] = {}  # by unit whose forward runs other units, those
         self._calls = {unit.name: _Calls() for unit in (*self.units, *self._readers)}
         self._is_all_trained = {
             unit.name: bool(unit.trained) and len(unit.trained) == len(unit.groups)
@@ -229,6 +231,8 @@ class ShardedModel:
 
     def _read_outside(self, unit: Unit) -> None:
         reader = self._running[-1] if self._running else None
+        if reader is unit and not _is_used(unit):
+            return  # its module runs without rows
         if reader is not None:
             self.add_shared(reader, unit)
         self.deferred.add_read_early(unit)
@@ -280,11 +284,13 @@ class ShardedModel:
 
     def before_forward(self, unit: Unit) -> None:
         self._follow_stream()
-        self._containers.update(running.name for running in self._running if running is not unit)
+        for running in self._running:
+            if running is not unit:
+                self._contents.setdefault(running.name, set()).add(unit.name)
         self._running.append(unit)
         for other in unit.shared:
             self._gather(other)
-        self._gather(unit)
+        self._gather(unit, is_used=_is_used(unit))
 
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if self._running and self._running[-1] is unit:
@@ -312,16 +318,19 @@ class ShardedModel:
         return distance is not None and distance <= self._max_reuse_numel and self.live_numel() <= self._max_live_numel
 
     def live_numel(self) -> int:
-        """Elements of sharded units that are gathered now."""
-        return sum(unit.numel for unit in self.sharded if unit.state in (UnitState.GATHERING, UnitState.FULL))
+        """Elements of sharded units that are gathered now, the same on every rank: without those gathered if used."""
+        states = (UnitState.GATHERING, UnitState.FULL)
+        return sum(unit.numel for unit in self.sharded if unit.is_used is None and unit.state in states)
 
-    def _gather(self, unit: Unit) -> None:
+    def _gather(self, unit: Unit, *, is_used: bool = True) -> None:
         self.order.visit(unit, in_backward=self.in_pass)
         from_hpz = self.in_pass
-        unit.start_fetch(from_hpz=from_hpz)
+        if is_used:
+            unit.start_fetch(from_hpz=from_hpz)
         self._fetch_ahead()
-        unit.gather(from_hpz=from_hpz)
-        for later in self.order.ahead(self.live_numel()):
+        if is_used:
+            unit.gather(from_hpz=from_hpz)
+        for later in self.order.ahead(self.live_numel(), self._is_expected):
             later.start_gather(from_hpz=from_hpz)
         if self._has_host_updates and not from_hpz:
             self._gather_ahead.reserve(self.order.after_update(self.live_numel()))
@@ -331,10 +340,18 @@ class ShardedModel:
         if not self._has_disk:
             return
         for unit, is_backward in self.order.upcoming():
-            if unit.state is UnitState.ON_DISK:
+            if unit.state is UnitState.ON_DISK and self._is_expected(unit, is_backward):
                 if not unit.can_fetch_ahead():
                     break
                 unit.start_fetch(from_hpz=is_backward)
+
+    def _is_expected(self, unit: Unit, is_backward: bool) -> bool:
+        """Is it known that the next use of ``unit`` gathers it?"""
+        if unit.is_used is None:
+            return True
+        if is_backward:
+            return any(call.is_used and not call.is_started for call in self._calls[unit.name].watched)
+        return unit.is_used() is True
 
     # backward
 
@@ -351,7 +368,7 @@ class ShardedModel:
                     self._calls[pinned.name].num_pinned += 1
             return
         received = [] if self._is_all_trained[unit.name] else [t for t in tensors_in(inputs) if t.requires_grad]
-        call = _Call(_RECOMPUTED if is_recomputing else self._num_forwards, len(received))
+        call = _Call(_RECOMPUTED if is_recomputing else self._num_forwards, len(received), _is_used(unit))
         calls = self._calls[unit.name]
         # A call that is only recomputed has no backward of its own where the first one's graph is still there.
         if not is_recomputing or not (self._pass and any(c.forward in self._pass.forwards for c in calls.watched)):
@@ -386,16 +403,23 @@ class ShardedModel:
             current.entered.setdefault(unit.name, unit)
             for other in unit.shared:
                 self._gather(other)
-            self._gather(unit)
+            self._gather(unit, is_used=call.is_used)
         elif unit.is_released:
-            self._gather(unit)
+            self._gather(unit, is_used=call.is_used)
 
     def _is_left(self, unit: Unit, entering: Unit, current: _Pass) -> bool:
         """Has backward left ``unit`` for good, as far as every rank can tell alike?
 
-        A unit that runs others, or whose parameters others read, gets gradients until the pass ends.
+        A unit that runs others gets gradients while they do; the root, and one whose parameters others read, until the
+        pass ends.
         """
-        if unit is entering or unit.name in self._containers or any(unit in other.shared for other in self._readers):
+        contents = self._contents.get(unit.name, ())
+        if (
+            unit is entering
+            or unit.name == ROOT
+            or entering.name in contents
+            or any(unit in other.shared for other in self._readers)
+        ):
             return False
         return self._calls[unit.name].is_left(current.forwards)
 
@@ -575,6 +599,8 @@ class ShardedModel:
         Memory: of a model that came sharded, the shards and one unit.
         """
         self._hooks.detach()
+        for _, _, held in modules_with_experts(self.model):
+            held.usage = None
         at_init = ShardedAtInit(ChunkedTransfer(self.axes.data, self._device))
         try:
             for unit in self.units if not is_failed else ():
@@ -588,6 +614,10 @@ class ShardedModel:
             at_init.transfer.free()
             self.clear_staging()
             self.disks.close()
+
+
+def _is_used(unit: Unit) -> bool:
+    return unit.is_used is None or unit.is_used() is not False
 
 
 def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.parallel.expert.copies import ExpertCopies
 from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
+from shoal.parallel.expert.usage import ExpertUsage
 from shoal.parallel.tensor.region import TensorRegion
 
 Form = Literal["stacked", "listed"]
@@ -67,6 +69,7 @@ class ExpertsHeld:
         is_split: each expert is split over tensor-parallel ranks.
         is_checked: a router's choices were among the layer's experts once.
         rows: of stacked experts, the elements of dim 0 that each has.
+        usage: of a list whose experts are gathered only where they are used; None: all are.
     """
 
     num_experts: int
@@ -87,6 +90,7 @@ class ExpertsHeld:
     is_split: bool = False
     is_checked: bool = False
     rows: int = 1
+    usage: ExpertUsage | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -143,6 +147,10 @@ class ExpertsHeld:
                 do="give the router as many outputs as the layer has experts; -1 is a token without an expert.",
                 code="expert-index",
             )
+
+    def using(self, counts: Sequence[int], rows: Tensor) -> AbstractContextManager[None]:
+        """Inside the block the experts of a list run. Args: as of ``ExpertUsage.of``; communicates as that."""
+        return nullcontext() if self.usage is None else self.usage.of(counts, rows.device)
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""

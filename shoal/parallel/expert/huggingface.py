@@ -108,9 +108,10 @@ def _linear(
 
 
 def _compute_list(experts: nn.ModuleList, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    # Every expert is called, also without rows: all ranks gather parameters at the same places.
+    # Every expert is called, also without rows: all ranks gather and reduce at the same places.
     parts = rows.split(list(counts))
-    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    with cast(ExpertsHeld, experts.experts_held).using(counts, rows):
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 
 def is_stack(module: nn.Module) -> bool:

@@ -15,22 +15,25 @@ from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+import shoal
 from shoal.comm.world import current_world
 from shoal.memory.disk import DiskTier
 from shoal.parallel.expert.dispatch import run_experts
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.layer import Experts
 from shoal.parallel.expert.usage import ExpertUsage
+from shoal.pipeline.module import PipelineModule
 from shoal.sharding.parameter_buffer import ParameterBuffer
 from shoal.sharding.partition import UnitRules
 from tests.ranks.expert_layers import WIDTH as LAYERS_WIDTH
 from tests.ranks.expert_layers import Layers
 from tests.ranks.models import VOCABULARY
 from tests.ranks.test_offload import make_apart
-from tests.ranks.training import adamw, batch, config, make, sgd, start_with
+from tests.ranks.training import BF16, adamw, batch, config, make, sgd, start_with
 
 WIDTH, INNER, NUM_EXPERTS, NUM_BLOCKS = 64, 256, 8, 2
 EXPERT_NUMEL, STEPS = 2 * WIDTH * INNER, 3
+AHEAD = {"device": "cpu", "super_offload": True}
 Used = Callable[[int, int], tuple[int, int]]  # the two experts that a micro-batch of a rank uses
 
 
@@ -134,10 +137,12 @@ def alone(used: Used, num_ranks: int) -> dict[str, torch.Tensor]:
         (1, 1, True, True, {"gradient_accumulation_steps": 2}),
         (2, 1, True, False, {}),
         (2, 2, False, False, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-        (4, 2, True, True, {"bf16": {"enabled": True}}),
+        (4, 2, True, True, BF16),
         (4, 2, True, False, {"zero_optimization": {"overlap_comm": False, "stage3_prefetch_bucket_size": 0}}),
         (4, 2, False, False, {"parallel": {"dp_replicate": 2}}),
         (4, 4, False, True, {"gradient_accumulation_steps": 2}),
+        (2, 2, True, False, {"expert_parallel": {"rebalance_every": 1}}),
+        (2, 1, True, False, {**BF16, "zero_optimization": {"offload_optimizer": AHEAD}}),
     ],
 )
 def test_the_bits_are_those_of_a_run_that_gathers_every_expert(
@@ -254,6 +259,42 @@ def test_the_experts_of_a_replaced_list_are_gathered_if_used(
         assert losses == other_losses
         assert all(torch.equal(values[name], other) for name, other in other_values.items())
     assert few < gathered.total()
+
+
+class RoutedByInput(nn.Module):
+    """A block whose micro-batches use different experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = int(x.detach().abs().sum() * 1000) % (NUM_EXPERTS - 1)
+        out: torch.Tensor = self.block(x, (first, first + 1))
+        return out
+
+
+def test_micro_batches_of_a_pipeline_gather_what_each_of_them_uses(
+    ranks: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model() -> PipelineModule:
+        layers = [nn.Embedding(VOCABULARY, WIDTH), RoutedByInput(), RoutedByInput(), nn.Linear(WIDTH, VOCABULARY)]
+        return PipelineModule(layers, num_stages=2, loss_fn=lambda out, y: functional.cross_entropy(out[:, -1], y))
+
+    def rank() -> list[float]:
+        optimizer = {"type": "SGD", "params": {"lr": 0.1}}
+        settings = settings_of(1, tmp_path, gradient_accumulation_steps=4, parallel={"pp": 2}, optimizer=optimizer)
+        del settings["units"]
+        engine = shoal.initialize(model=make(model), config=settings)[0]
+        assert sum("expert" in unit.name for unit in engine.sharded.units) == NUM_EXPERTS
+        batches = iter([(batch(index, 0, 1)[0], batch(index, 0, 1)[1][:, -1]) for index in range(12)])
+        losses = [float(engine.train_batch(batches)) for _ in range(3)]
+        engine.destroy()
+        return losses
+
+    found = ranks(2, rank)
+    monkeypatch.setattr(ExpertUsage, "is_used", lambda self, place: None)
+    assert found == ranks(2, rank)
 
 
 def test_a_leaf_module_and_weight_norm_keep_experts_whole(tmp_path: Path) -> None:

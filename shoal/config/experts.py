@@ -73,6 +73,11 @@ class ExpertParallel(Section):
         " `rebalance_every` steps (Shoal's own key)",
         ge=0,
     )
+    gather_if_used: bool = key(
+        False,
+        "of layers with a list of experts, with `offload_param`: read and gather only experts that some token uses"
+        " (Shoal's own key)",
+    )
 
 
 def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:

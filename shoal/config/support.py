@@ -99,6 +99,8 @@ SUPPORT: dict[str, Support] = {
     "expert_parallel.load_balance_coeff": Support("supported", stands_alone=True),
     "expert_parallel.rebalance_every": Support("supported", stands_alone=True),
     "expert_parallel.hot_experts": Support("supported", stands_alone=True),
+    "expert_parallel.gather_if_used": Support("supported", stands_alone=True),
+    "expert_parallel.expert_tensor_parallel_size": Support("supported", stands_alone=True),
     "elasticity.min_time": no_effect("the job's scheduler decides when the number of ranks changes"),
     "elasticity.model_parallel_size": not_built("elastic runs with model-parallel ranks", harmless=(1,)),
 }

@@ -159,6 +159,12 @@ def unused_reasons(config: Schema) -> dict[str, str]:
         ),
         (is_divided, whole, "expert_parallel.", "rebalance_every"),
         (
+            zero.stage == 3 and param.device in ("cpu", "nvme"),
+            "only stage 3 with zero_optimization.offload_param reads parameters where they are used",
+            "expert_parallel.",
+            "gather_if_used",
+        ),
+        (
             is_divided and experts.rebalance_every > 0,
             "copies are chosen each rebalance_every steps, and that is 0" if is_divided else whole,
             "expert_parallel.",

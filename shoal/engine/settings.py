@@ -96,6 +96,7 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
         persistence_threshold=threshold,
         max_persistent_numel=int(zero.stage3_model_persistence_threshold),
     )
+    parameter_tier = _tier(zero.offload_param if zero.stage == 3 else None)
     return Plan(
         zero=ZeroSettings(
             stage=stage,
@@ -107,7 +108,8 @@ def plan_of(config: Config, num_ranks: int) -> Plan:
             max_reuse_numel=int(zero.stage3_max_reuse_distance),
             has_overlap=zero.overlap_comm is not False,
             sparse_gradients=bool(config.sparse_gradients),
-            parameter_tier=_tier(zero.offload_param if zero.stage == 3 else None),
+            parameter_tier=parameter_tier,
+            gathers_if_used=parameter_tier is not Tier.DEVICE and bool(config.expert_parallel.gather_if_used),
             state_tier=_state_tier(config),
             state_ratio=float(zero.offload_optimizer.ratio),
             max_host_numel=int(zero.offload_param.max_in_cpu),

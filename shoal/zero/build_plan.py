@@ -14,7 +14,6 @@ from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
 from shoal.sharding.partition import UnitSpec, partition
-from shoal.sharding.placement import Tier
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
 from shoal.zero.settings import Axes, ExpertAxis, GroupAxes, Precision, ZeroSettings
@@ -114,8 +113,7 @@ class BuildPlan:
         """The units of the model. A pipeline stage may be a function only: then there are none."""
         if not self.parameters:
             return []
-        is_offloaded = self.settings.stage == 3 and self.settings.parameter_tier is not Tier.DEVICE
-        if_used = tuple(listed_experts(model)) if is_offloaded else ()
+        if_used = tuple(listed_experts(model)) if self.settings.gathers_if_used else ()
         return partition(model, self.settings.rules, self.sizes, of_root=self.parts.tied, if_used=if_used)
 
     def is_trained(self, name: str) -> bool:

@@ -74,6 +74,7 @@ class ZeroSettings:
     has_overlap: bool = True
     sparse_gradients: bool = False  # of every embedding; else of those that were made with sparse=True
     parameter_tier: Tier = Tier.DEVICE  # of shards between uses
+    gathers_if_used: bool = False  # of experts in lists, those that some token uses; at stage 3
     state_tier: Tier = Tier.DEVICE  # of main parameters and optimizer state
     state_ratio: float = 1.0  # share of the trained elements whose state is there; the rest is on the device
     max_host_numel: int = 0  # of this rank's parameters, kept in host memory though their tier is the disk

@@ -94,6 +94,7 @@ def settings_of(ep: int, folder: Path | None, **sections: Any) -> dict[str, Any]
         3,
         gradient_clipping=0.5,
         parallel={"ep": ep, **sections.pop("parallel", {})},
+        expert_parallel={"gather_if_used": True, **sections.pop("expert_parallel", {})},
         zero_optimization=zero,
         **sections,
     )

@@ -36,6 +36,11 @@ AWAY = "zero_optimization.offload_optimizer"
             "expert_parallel.rebalance_every = 5: no effect here: one rank holds all experts of a layer.",
         ),
         (
+            {**zero(3), "expert_parallel": {"gather_if_used": True}},
+            "expert_parallel.gather_if_used = true: no effect here: only stage 3 with zero_optimization.offload_param"
+            " reads parameters where they are used.",
+        ),
+        (
             {"parallel": {"ep": 2}, "expert_parallel": {"hot_experts": 2}},
             "expert_parallel.hot_experts = 2: no effect here: copies are chosen each rebalance_every steps, and that"
             " is 0.",

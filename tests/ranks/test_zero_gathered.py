@@ -79,7 +79,11 @@ def test_without_a_modifier_rank_changes_of_sharded_parameters_are_lost() -> Non
     def job() -> torch.Tensor:
         engine = start(Plain, config(3))
         weight = named(engine)["blocks.1.up.weight"]
-        with zero.GatheredParameters(weight), torch.no_grad():
+        with (
+            pytest.raises(UserWarning, match="the changes are lost"),
+            zero.GatheredParameters(weight),
+            torch.no_grad(),
+        ):
             weight.fill_(7.0)
         value = engine.access.full_parameter(weight).clone()
         engine.destroy()

@@ -89,6 +89,8 @@ _AGAIN = "a second wait for what its caller has waited for"
 _NOTHING_LEFT = "where the scenarios come here nothing is pending"
 UNREACHED = {
     "shoal/checkpoint/blocks.py self._is_taken.wait()": "the host's own event; the order is ``_see_taken``",
+    "shoal/checkpoint/blocks.py host_mark()": "the mark of ``_see_taken``, which is reported",
+    "shoal/memory/unwritten_disk.py super().wait()": "of a transfer that ``finish`` has ended",
     "shoal/checkpoint/blocks.py self.block(number)": "not a wait: a block of a file",
     "shoal/checkpoint/reader.py reader.block(number)": "not a wait: a block of a file",
     "shoal/pipeline/blocks.py joined(": "not a wait: joins names",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,8 +13,8 @@ from typing import Any, Literal
 from torch import nn
 
 from shoal.errors import ModelError
+from shoal.source import syntax_tree
 
-_PARSING = threading.Lock()  # two threads that parse at once fail in Python 3.11: one depth counter
 Side = Literal["first", "last", "both", "every"]  # the stages that run it: stage 0, the last one, these two, all
 
 
@@ -193,11 +191,8 @@ def _uses(kind: type, method: str, callers: frozenset[str]) -> dict[str, list[tu
 
     A child without such a place: where its name is. What a method that it calls does counts at the place of the call.
     """
-    try:
-        function = inspect.unwrap(getattr(kind, method))
-        with _PARSING:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
+    tree = syntax_tree(inspect.unwrap(getattr(kind, method)))
+    if tree is None:
         return {}
     callers |= {method}
     named: dict[str, list[tuple[int, int]]] = {}

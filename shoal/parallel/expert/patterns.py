@@ -10,9 +10,7 @@ A layer whose experts are a list calls them in a loop of its own, so its ``forwa
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -27,6 +25,7 @@ from shoal.parallel.expert.bias import bias_of
 from shoal.parallel.expert.huggingface import INTERFACE, is_stack
 from shoal.parallel.expert.own_layouts import has_own_layout
 from shoal.parallel.expert.router import Routing
+from shoal.source import syntax_tree
 
 
 @dataclass(frozen=True)
@@ -264,9 +263,8 @@ def routing_of(
 
 def _returns_logits(block: nn.Module) -> bool:
     """Whether the layer's own ``forward`` returns the router's logits beside its output, by its source."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(type(block).forward)))
-    except (OSError, TypeError, SyntaxError):
+    tree = syntax_tree(type(block).forward)
+    if tree is None:
         return False
     sizes = {
         len(n.value.elts) if isinstance(n.value, ast.Tuple) else 1 for n in ast.walk(tree) if isinstance(n, ast.Return)

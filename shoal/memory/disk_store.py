@@ -6,18 +6,22 @@
     store.fetch(buffer)                            wait until it is in memory: ``buffer.memory``
     store.discard(buffer)                          free the memory of an unchanged buffer
 
+Of a buffer that is only read, some ranges can be read in place of all.
+
 Source: ZeRO-Infinity (arXiv:2104.07857), sections 5.2.2 and 6.2: disk and computation overlap, buffers are used again.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from shoal.memory.aligned import PAGE, round_up
 from shoal.memory.disk import DiskTier
+from shoal.memory.intervals import Intervals
 from shoal.memory.io_threads import Ticket
 from shoal.memory.stream_copies import CopyDone, mark
 from shoal.memory.transfer import FileExtent
@@ -33,8 +37,9 @@ class DiskBuffer:
     name: str
     extent: FileExtent | None = None
     memory: torch.Tensor | None = None  # [nbytes, in whole pages] uint8, while it is resident or being read
-    read: Ticket | None = None
-    is_resident: bool = False
+    reads: list[Ticket] = field(default_factory=list)
+    is_resident: bool = False  # all of it
+    fetched: Intervals = field(default_factory=Intervals)  # bytes that were read, or are being read
     pin_count: int = 0
 
     @property
@@ -110,27 +115,46 @@ class DiskStore:
         count, limit = self._max_ahead
         return self._num_used < count and self._used_nbytes + round_up(nbytes, PAGE) <= limit
 
-    def start_fetch(self, buffer: DiskBuffer) -> None:
-        """Begin to read. Does not block the host."""
-        if buffer.is_resident or buffer.memory is not None or buffer.extent is None:
-            return
-        buffer.memory = self._acquire_memory(buffer.nbytes)
-        buffer.read = self.tier.read(buffer.extent, buffer.memory[: buffer.nbytes])
+    def start_fetch(self, buffer: DiskBuffer, ranges: Sequence[tuple[int, int]] | None = None) -> None:
+        """Begin to read what has not been read. Does not block the host.
 
-    def fetch(self, buffer: DiskBuffer) -> bool:
-        """Make it resident. Returns: was it on the disk? Raises: TierError: it could not be read."""
+        Args:
+            ranges: of bytes (start, stop), of which whole pages are read; None: all of it.
+        """
+        if buffer.is_resident or buffer.extent is None:
+            return
+        if buffer.memory is None:
+            buffer.memory = self._acquire_memory(buffer.nbytes)
+        for low, high in ((0, buffer.nbytes),) if ranges is None else ranges:
+            start, stop = low // PAGE * PAGE, min(round_up(high, PAGE), buffer.nbytes)
+            for missing_start, missing_stop in buffer.fetched.missing(start, stop):
+                memory = buffer.memory[missing_start:missing_stop]
+                buffer.reads.append(self.tier.read(buffer.extent, memory, missing_start))
+            buffer.fetched.add(start, stop)
+
+    def fetch(self, buffer: DiskBuffer, ranges: Sequence[tuple[int, int]] | None = None) -> bool:
+        """Have these ranges of it in memory; None: make it resident.
+
+        Returns: was it on the disk? Raises: TierError: it could not be read.
+        """
         if buffer.is_resident:
             return False
-        self.start_fetch(buffer)
-        if buffer.read is not None:
-            ticket, buffer.read = buffer.read, None
+        self.start_fetch(buffer, ranges)
+        self._wait_reads(buffer)
+        buffer.is_resident = ranges is None
+        return True
+
+    def _wait_reads(self, buffer: DiskBuffer) -> None:
+        reads, buffer.reads = buffer.reads, []
+        errors = []
+        for ticket in reads:
             try:
                 ticket.wait()
-            except BaseException:
-                self.discard(buffer)  # the next fetch reads again
-                raise
-        buffer.is_resident = True
-        return True
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            self.discard(buffer)  # the next fetch reads again
+            raise errors[0]
 
     def zero(self, buffer: DiskBuffer) -> None:
         """Make it resident with zeros, without reading it: the caller overwrites all of it."""
@@ -154,6 +178,7 @@ class DiskStore:
             self._writes.append((ticket, buffer.memory))
             buffer.memory = None
             buffer.is_resident = False
+            buffer.fetched = Intervals()
         while len(self._writes) > _MAX_WRITES:
             self._finish_write()
 
@@ -163,6 +188,7 @@ class DiskStore:
             self.release_memory(buffer.memory)
             buffer.memory = None
             buffer.is_resident = False
+            buffer.fetched = Intervals()
 
     def synchronize(self) -> None:
         """Wait until all writes have ended. Raises: TierError."""

@@ -7,9 +7,23 @@
 [(0, 4), (6, 20)]
 >>> written.covers(6, 20), written.covers(0, 6)
 (True, False)
+>>> written.missing(2, 30)
+[(4, 6), (20, 30)]
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def clipped(ranges: Iterable[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The parts of ranges that lie in [begin, end).
+
+    >>> clipped([(0, 4), (6, 20)], 2, 10)
+    [(2, 4), (6, 10)]
+    """
+    found = [(max(start, begin), min(stop, end)) for start, stop in ranges]
+    return [(start, stop) for start, stop in found if start < stop]
 
 
 class Intervals:
@@ -36,6 +50,14 @@ class Intervals:
         for low, high in self.ranges:
             left += [(low, min(high, start)), (max(low, stop), high)]
         self.ranges = [(low, high) for low, high in left if low < high]
+
+    def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of a range that are not in the set."""
+        left = Intervals()
+        left.add(start, stop)
+        for low, high in self.ranges:
+            left.remove(low, high)
+        return left.ranges
 
     def covers(self, start: int, stop: int) -> bool:
         """Is every byte of the range in the set?"""

@@ -16,14 +16,19 @@ import torch
 from shoal.comm.finished import FinishedWork
 from shoal.comm.protocol import Communicator, Work
 from shoal.comm.wire import WireFormat
+from shoal.memory.aligned import round_up
 from shoal.memory.disk_store import DiskBuffer, DiskStore
+from shoal.memory.intervals import Intervals, clipped
 from shoal.memory.stream_copies import CopyDone, StreamCopies
 from shoal.sharding.buffer import Axis, FlatBuffer
-from shoal.sharding.layout import BufferLayout, Segment
+from shoal.sharding.layout import ALIGNMENT, BufferLayout, Ranges, Segment
 from shoal.sharding.placement import SHARD, Move, Placement
 from shoal.streams import name_memory, resize_storage
 
 HPZ = Placement.of(hpz=SHARD)
+
+# Of each parameter of a buffer, dim 0 is as many equal blocks as this has entries: which of them a forward uses.
+Used = tuple[bool, ...]
 
 
 def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -50,6 +55,36 @@ class _GatherAfterCopy:
 
     def drain(self) -> None:
         self.wait()
+        self._work.drain()
+
+
+class _GatherOfRanges:
+    """An all-gather of some ranges of a buffer, which lie one after the other in the tensors that move.
+
+    Args:
+        gathered: the ranges of each rank, and padding. Shape: [ranks * numel of a rank].
+        ranges: of each rank, in ``full``.
+    """
+
+    def __init__(
+        self, work: Work, gathered: torch.Tensor, ranges: Sequence[Sequence[tuple[int, int]]], full: torch.Tensor
+    ) -> None:
+        self._work = work
+        self._gathered = gathered
+        self._ranges = ranges
+        self._full = full
+
+    def wait(self) -> torch.Tensor:
+        self._work.wait()
+        for part, ranges in zip(self._gathered.chunk(len(self._ranges)), self._ranges, strict=True):
+            at = 0
+            for start, stop in ranges:
+                self._full[start:stop].copy_(part[at : at + stop - start])
+                at += stop - start
+        self._ranges = ()
+        return self._full
+
+    def drain(self) -> None:
         self._work.drain()
 
 
@@ -176,14 +211,21 @@ class ParameterBuffer(FlatBuffer):
         resize_storage(self._storage, 0)
         self._staged = None
 
-    def gather(self, *, from_hpz: bool = False) -> Work:
+    def gather(self, *, from_hpz: bool = False, used: Used | None = None) -> Work:
         """Shard -> Replicate. The parameters may be read after ``Work.wait()`` and ``attach_views()``.
 
-        Communicates: one all-gather on the axis that shards (``from_hpz``: on that of the second sharding).
+        Args:
+            used: which blocks of the parameters; others are NaN. None: all.
+
+        Communicates: one all-gather on the axis that shards (``from_hpz``: on that of the second sharding); of
+            blocks, one of the rank's largest part of them, if that is less.
         Memory: the whole buffer on the device until ``release()``.
         """
         resize_storage(self._storage, self._full_nbytes)
         self.is_full = True
+        if used is not None and (ranges := self._ranges_of(used)) is not None:
+            self.placement = Placement()
+            return self._gather_ranges(ranges)
         if from_hpz and self._hpz is not None and self._hpz.shard is not None:
             self.placement = Placement()
             self._hpz.full, self._hpz.placement = self.full, HPZ
@@ -222,6 +264,51 @@ class ParameterBuffer(FlatBuffer):
                 (self.full if staged is None else staged).copy_(self.shard, non_blocking=True)
             work = axis.all_gather(self.full, staged, label=self.label, wire=wire)
         return _GatherAfterCopy(work, copied)
+
+    def _ranges_of(self, used: Used) -> Ranges | None:
+        """Where blocks of the parameters lie in the buffer; None: they are all."""
+        if all(used):
+            return None
+        ranges = Intervals()
+        for spec in self.layout.specs:
+            numel = spec.numel // len(used)
+            for place, is_used in enumerate(used):
+                if is_used:
+                    ranges.add(spec.offset + place * numel, spec.offset + (place + 1) * numel)
+        return tuple(ranges.ranges)
+
+    def _owned_nbytes(self, used: Used | None) -> Ranges | None:
+        """Where blocks lie in this rank's shard, in bytes; None: all of it."""
+        ranges = None if used is None else self._ranges_of(used)
+        if ranges is None:
+            return None
+        size = self.full.element_size()
+        own = clipped(ranges, self.begin, self.end)
+        return tuple(((start - self.begin) * size, (stop - self.begin) * size) for start, stop in own)
+
+    def _gather_ranges(self, ranges: Ranges) -> Work:
+        """Gather ranges of the buffer only. The current stream waits for nothing before ``Work.wait()``."""
+        owned = [clipped(ranges, *self.layout.owned(rank)) for rank in range(self.comm.size)]
+        own = [(start - self.begin, stop - self.begin) for start, stop in owned[self.comm.rank]]
+        numel = round_up(max(sum(stop - start for start, stop in each) for each in owned), ALIGNMENT)
+        size = self.full.element_size()
+        self.full.fill_(float("nan"))
+        staged = gathered = self.full
+        if self.comm.size > 1:
+            staged = self.comm.empty(numel, self.dtype, self.full.device)
+            gathered = self.comm.empty(numel * self.comm.size, self.dtype, self.full.device)
+        work: Work = FinishedWork(self.full)
+        with self._copies.queued() if self._copies is not None else nullcontext(CopyDone()) as copied:
+            with self.resident_shard(is_read_only=True, ranges=[(start * size, stop * size) for start, stop in own]):
+                at = 0
+                for start, stop in own:
+                    at = at if self.comm.size > 1 else start
+                    staged[at : at + stop - start].copy_(self.shard[start:stop], non_blocking=True)
+                    at += stop - start
+            if self.comm.size > 1:
+                work = self.comm.all_gather(gathered, staged, label=self.label)
+        work = _GatherAfterCopy(work, copied)
+        return work if self.comm.size == 1 else _GatherOfRanges(work, gathered, owned, self.full)
 
     def attach_views(self) -> None:
         """Make the parameters views of ``full``."""
@@ -267,27 +354,28 @@ class ParameterBuffer(FlatBuffer):
     def _is_read(self, *, from_hpz: bool) -> bool:
         return self._disk_buffer is not None and not (from_hpz and self.nbytes_hpz)
 
-    def start_fetch(self, *, from_hpz: bool = False) -> None:
-        """Begin to read what ``gather(from_hpz=...)`` needs from the disk. Does not block the host."""
+    def start_fetch(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+        """Begin to read what ``gather`` with these arguments needs from the disk. Does not block the host."""
         if self._is_read(from_hpz=from_hpz):
             assert self._disk is not None and self._disk_buffer is not None
-            self._disk.start_fetch(self._disk_buffer)
+            self._disk.start_fetch(self._disk_buffer, self._owned_nbytes(used))
 
-    def fetch(self, *, from_hpz: bool = False) -> None:
+    def fetch(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
         """Wait until it is read. Raises: TierError: it could not be."""
         if self._is_read(from_hpz=from_hpz):
             assert self._disk is not None and self._disk_buffer is not None
-            self._disk.fetch(self._disk_buffer)
+            self._disk.fetch(self._disk_buffer, self._owned_nbytes(used))
 
     def can_fetch_ahead(self) -> bool:
         """Is there a free buffer to read the shard ahead of its use?"""
         return self._disk is None or self._disk.can_fetch_ahead(self.nbytes_of_shard)
 
-    def pin_shard(self, *, is_overwritten: bool = False) -> None:
+    def pin_shard(self, *, is_overwritten: bool = False, ranges: Sequence[tuple[int, int]] | None = None) -> None:
         """Keep the shard in memory until ``unpin_shard()``. Nothing where it is not on a disk.
 
         Args:
             is_overwritten: the caller overwrites all of it, so it is not read, and zero.
+            ranges: bytes of it that the caller reads; None: all.
 
         Raises: TierError: it could not be read.
         """
@@ -296,7 +384,7 @@ class ParameterBuffer(FlatBuffer):
         if is_overwritten and not self._disk_buffer.pin_count:
             self._disk.zero(self._disk_buffer)
         else:
-            self._disk.fetch(self._disk_buffer)
+            self._disk.fetch(self._disk_buffer, ranges)
         self._disk_buffer.pin_count += 1
         self.shard = self._fetched()
 
@@ -316,9 +404,15 @@ class ParameterBuffer(FlatBuffer):
             self._disk.discard(self._disk_buffer)
 
     @contextmanager
-    def resident_shard(self, *, is_overwritten: bool = False, is_read_only: bool = False) -> Iterator[None]:
+    def resident_shard(
+        self,
+        *,
+        is_overwritten: bool = False,
+        is_read_only: bool = False,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> Iterator[None]:
         """Keep the shard in memory inside the block; changes are stored, unless ``is_read_only``."""
-        self.pin_shard(is_overwritten=is_overwritten)
+        self.pin_shard(is_overwritten=is_overwritten, ranges=ranges)
         try:
             yield
         finally:

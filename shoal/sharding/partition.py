@@ -59,7 +59,7 @@ def partition(
     rules: UnitRules,
     sizes: Mapping[int, int] | None = None,
     of_root: Collection[str] = (),
-    if_used: Collection[str] = (),
+    if_used: Mapping[str, str] | None = None,
 ) -> list[UnitSpec]:
     """Partition ``model`` into units, in the order in which their parameters are registered; the root comes first.
 
@@ -67,7 +67,7 @@ def partition(
         sizes: the elements that the rules count for a parameter, by its ``id``; without one, the elements that it has.
         of_root: names of parameters that the root takes in any case.
         if_used: names of modules that become units which are gathered if they are used; but not small ones, and none
-            inside a leaf module.
+            inside a leaf module. With each, the module whose forward needs the unit.
 
     Raises: ModelError: the model has no parameters, or a name or class of the rules is not in it.
     """
@@ -79,6 +79,7 @@ def partition(
             code="model-empty",
         )
     modules = dict(model.named_modules())
+    if_used = if_used or {}
     numel = {id(parameter): parameter.numel() for parameter in parameters.values()} | dict(sizes or {})
     leaves = _leaves(modules, rules)
     blocks = _find_blocks(model, modules, rules, numel, leaves)
@@ -134,7 +135,9 @@ def partition(
         else:
             members.setdefault(unit_of(name, parameter), []).append(name)
     specs = [
-        UnitSpec(unit, ("" if unit == ROOT else unit,), tuple(names), is_gathered_if_used=unit in cut)
+        UnitSpec(
+            unit, ("" if unit == ROOT else if_used.get(unit, unit),), tuple(names), is_gathered_if_used=unit in cut
+        )
         for unit, names in members.items()
         if names
     ]

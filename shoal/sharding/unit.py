@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, or_
 
 import torch
 
@@ -27,7 +27,7 @@ from shoal.errors import PlacementError
 from shoal.memory.stream_copies import CopyDone
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.parameter_buffer import ParameterBuffer, Used
 
 
 class UnitState(Enum):
@@ -54,9 +54,9 @@ class Unit:
     """Parameter groups that are gathered, released and reduced together.
 
     Args:
-        is_used: of a unit that is gathered if it is used (an expert): does the forward that runs use it? All ranks that
-            gather it agree; other ranks may gather other units. None: it is not known. Its module runs in any case, on
-            placeholders if the answer is no: without rows it reads no value.
+        used: of a unit that is gathered if it is used (experts): which blocks of its parameters does the forward that
+            runs use? All ranks that gather it agree; other ranks may gather others. None: it is not known. Its module
+            runs in any case, on placeholders if it uses none: without rows it reads no value.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Unit:
         index: int,
         groups: Sequence[ParameterGroup],
         *,
-        is_used: Callable[[], bool | None] | None = None,
+        used: Callable[[], Used | None] | None = None,
     ) -> None:
         self.name = name
         self.index = index
@@ -75,7 +75,8 @@ class Unit:
         self.is_on_disk = any(group.buffer.is_on_disk for group in self.groups)
         self.has_hpz = any(group.row.has_hpz for group in self.groups)
         self.numel = sum(group.buffer.layout.numel for group in self.groups)
-        self.is_used = is_used
+        self.used = used
+        self._gathered: Used | None = None  # the blocks of the present, or last, gather; None: all
         self.state = UnitState.FULL
         self.pin_count = 0  # callers beside the hooks that need it full
         self.shared: list[Unit] = []  # other units whose parameters this unit's forward reads
@@ -121,20 +122,31 @@ class Unit:
         """Is it neither gathered nor being gathered?"""
         return self.state in (UnitState.SHARDED, UnitState.ON_DISK, UnitState.FETCHING)
 
-    def start_fetch(self, *, from_hpz: bool = False) -> None:
-        """Begin to read the shard from its disk. Nothing where it is stored elsewhere. Does not block the host."""
+    def holds(self, used: Used | None) -> bool:
+        """Are these blocks gathered, or being gathered?"""
+        return not self.is_released and _union(self._gathered, used) == self._gathered
+
+    def start_fetch(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+        """Begin to read the shard from its disk. Nothing where it is stored elsewhere. Does not block the host.
+
+        Args:
+            used: the blocks that are read; None: all.
+        """
         if self.state is not UnitState.ON_DISK:
             return
         self._move(UnitState.FETCHING)
         for group in self.groups:
-            group.buffer.start_fetch(from_hpz=from_hpz)
+            group.buffer.start_fetch(from_hpz=from_hpz, used=used)
 
     def can_fetch_ahead(self) -> bool:
         """Is there room to read the shard ahead of its use?"""
         return all(group.buffer.can_fetch_ahead() for group in self.groups)
 
-    def start_gather(self, *, from_hpz: bool = False) -> None:
+    def start_gather(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
         """Begin to gather. Nothing when it is gathered or on the way.
+
+        Args:
+            used: the blocks that are gathered; None: all.
 
         Raises: TierError: the shard could not be read from its disk.
         Communicates: per sharded group, and per group that a step has left to this, one all-gather, (N - 1) / N of the
@@ -149,12 +161,15 @@ class Unit:
             return
         self.finish_updates()
         if self.state is not UnitState.SHARDED:
-            self.start_fetch(from_hpz=from_hpz)
+            self.start_fetch(from_hpz=from_hpz, used=used)
             for group in self.groups:
-                group.buffer.fetch(from_hpz=from_hpz)
+                group.buffer.fetch(from_hpz=from_hpz, used=used)
             self._move(UnitState.SHARDED)
         self._move(UnitState.GATHERING)
-        self._works = [group.buffer.gather(from_hpz=from_hpz) for group in self.groups if group.buffer.is_sharded]
+        self._gathered = used
+        self._works = [
+            group.buffer.gather(from_hpz=from_hpz, used=used) for group in self.groups if group.buffer.is_sharded
+        ]
 
     def allocate(self) -> None:
         """Allocate on the current stream what the next ``start_gather`` needs."""
@@ -194,11 +209,25 @@ class Unit:
         for buffer in self._hidden:
             buffer.hide()
 
-    def gather(self, *, from_hpz: bool = False) -> None:
-        """Make the parameters whole and usable."""
+    def gather(self, *, from_hpz: bool = False, used: Used | None = None) -> None:
+        """Make the parameters whole and usable; or some blocks of them, beside those that are gathered.
+
+        Args:
+            used: the blocks; None: all.
+        """
+        if not self.is_released and not self.holds(used):
+            self._complete()
+            self._release()
+            used = _union(self._gathered, used)
         if self.state is UnitState.FULL:
             return
-        self.start_gather(from_hpz=from_hpz)
+        self.start_gather(from_hpz=from_hpz, used=used)
+        self._complete()
+
+    def _complete(self) -> None:
+        """Wait for the gather under way."""
+        if self.state is UnitState.FULL:
+            return
         self._also.wait()
         self._also = CopyDone()
         for work in self._works:
@@ -218,8 +247,10 @@ class Unit:
         """
         if not self.is_sharded or self.pin_count or self.is_released:
             return
-        if self.state is UnitState.GATHERING:
-            self.gather()
+        self._complete()
+        self._release(keep_user_views=keep_user_views)
+
+    def _release(self, *, keep_user_views: bool = False) -> None:
         for group in self.groups:
             if group.buffer.is_sharded:
                 group.buffer.release(keep_user_views=keep_user_views)
@@ -281,3 +312,8 @@ class Unit:
             group.gradient.wait(at_step=at_step)
             if group.updates is not None:
                 group.updates.send_gradient(group, at_step=at_step)
+
+
+def _union(first: Used | None, second: Used | None) -> Used | None:
+    """The blocks of both; None: all."""
+    return None if first is None or second is None else tuple(map(or_, first, second))

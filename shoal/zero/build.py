@@ -22,7 +22,7 @@ from shoal.sharding.buffer import Axis
 from shoal.sharding.gradient import GradientBuffer
 from shoal.sharding.memory_model import UnitMemory
 from shoal.sharding.param_group import ParameterGroup
-from shoal.sharding.parameter_buffer import ParameterBuffer
+from shoal.sharding.parameter_buffer import ParameterBuffer, Used
 from shoal.sharding.partition import UnitSpec
 from shoal.sharding.placement import Tier
 from shoal.sharding.sparse_gradient import SparseGradient
@@ -32,7 +32,7 @@ from shoal.sharding.table import Table
 from shoal.sharding.unit import Unit
 from shoal.text import counted, listed
 from shoal.zero.buffer_formats import buffer_formats
-from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts, listed_experts
+from shoal.zero.build_plan import BuildPlan, GroupPlan, ModelParts, experts_if_used
 from shoal.zero.disk_state import Disks
 from shoal.zero.materialize import Materializer
 from shoal.zero.offload_policy import Tiers
@@ -145,13 +145,13 @@ def build(
     copies = copies_of(device) if any(found.parameter is not Tier.DEVICE for found in tiers) else None
     staging = {one.axes.shard: StagingBuffers(one.axes.comms[one.axes.shard], device) for own in planned for one in own}
     builder = _Builder(plan, device, staging, materializer, disks, copies, sparse is not None)
-    is_used = _usage(model, specs, planned)
+    used = _usage(model, specs, planned)
     filled_last = materializer.module_positions()
     built: dict[int, Unit] = {}
     try:
         for index in sorted(range(len(specs)), key=lambda i: (max(filled_last[n] for n in specs[i].parameters), i)):
             own = [builder.group(one) for one in planned[index]]
-            built[index] = Unit(specs[index].name, index, own, is_used=is_used.get(specs[index].name))
+            built[index] = Unit(specs[index].name, index, own, used=used.get(specs[index].name))
             built[index].release()
     except BaseException:
         disks.close()
@@ -178,17 +178,17 @@ def build(
 
 def _usage(
     model: nn.Module, specs: Sequence[UnitSpec], planned: Sequence[Sequence[GroupPlan]]
-) -> dict[str, Callable[[], bool | None]]:
-    """By name, of the units that are gathered if they are used: does the forward that runs use them?"""
-    found: dict[str, Callable[[], bool | None]] = {}
-    experts = listed_experts(model)
-    for held, _ in experts.values():
-        held.usage = None
+) -> dict[str, Callable[[], Used | None]]:
+    """By name, of the units that are gathered if they are used: what does the forward that runs use of them?"""
+    found: dict[str, Callable[[], Used | None]] = {}
+    experts = experts_if_used(model)
+    for own_experts in experts.values():
+        own_experts.held.usage = None
     for spec, own in zip(specs, planned, strict=True):
         if spec.is_gathered_if_used:
-            held, place = experts[spec.name]
+            held = experts[spec.name].held
             held.usage = held.usage or ExpertUsage(own[0].axes.comms[own[0].axes.shard])
-            found[spec.name] = partial(held.usage.is_used, place)
+            found[spec.name] = experts[spec.name].used
     return found
 
 

@@ -13,6 +13,7 @@ from shoal.comm.protocol import Communicator
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
+from shoal.sharding.parameter_buffer import Used
 from shoal.sharding.partition import UnitSpec, partition
 from shoal.sharding.sparse_sum import sparse_names
 from shoal.sharding.table import Row, row_of_stage
@@ -113,7 +114,9 @@ class BuildPlan:
         """The units of the model. A pipeline stage may be a function only: then there are none."""
         if not self.parameters:
             return []
-        if_used = tuple(listed_experts(model)) if self.settings.gathers_if_used else ()
+        if_used = {}
+        if self.settings.gathers_if_used:
+            if_used = {name: experts.module for name, experts in experts_if_used(model).items()}
         return partition(model, self.settings.rules, self.sizes, of_root=self.parts.tied, if_used=if_used)
 
     def is_trained(self, name: str) -> bool:
@@ -140,7 +143,7 @@ class BuildPlan:
                 spec.name,
                 shard=axes.shard,
                 replicate=axes.partial,
-                has_hpz=self.settings.has_hpz and first not in self.parts.experts,
+                has_hpz=self.settings.has_hpz and first not in self.parts.experts and not spec.is_gathered_if_used,
                 is_persistent=spec.is_persistent,
             )
             entries = {
@@ -184,16 +187,41 @@ class BuildPlan:
         return [part for parts in kinds.values() for part in parts]
 
 
-def listed_experts(model: nn.Module) -> dict[str, tuple[ExpertsHeld, int]]:
-    """By name, each expert of a list that needs no parameters for an input without rows, and its place.
+@dataclass(frozen=True)
+class ExpertsIfUsed:
+    """Experts whose parameters can be gathered if a token uses them.
+
+    Args:
+        module: the name of the module whose forward needs them.
+        place: of one expert of a list; None: they are stacked.
+    """
+
+    held: ExpertsHeld
+    module: str
+    place: int | None = None
+
+    def used(self) -> Used | None:
+        """Which of them does the forward that runs use? None: they do not run."""
+        return None if self.held.usage is None else self.held.usage.used(self.place)
+
+
+def experts_if_used(model: nn.Module) -> dict[str, ExpertsIfUsed]:
+    """By name, each expert of a list, and all experts of a stack, that need no parameters for an input without rows.
 
     Those that compute parameters from others before their forward (weight norm) need them.
     """
-    found = {}
+    found: dict[str, ExpertsIfUsed] = {}
     for name, module, held in modules_with_experts(model):
-        if held.form != "listed" or not isinstance(module, nn.ModuleList):
-            continue
-        for place, expert in enumerate(module):
-            if not any(is_parametrized(part) or part._forward_pre_hooks for part in expert.modules()):
-                found[f"{name}.{place}"] = held, place
+        if held.form == "listed" and isinstance(module, nn.ModuleList):
+            for place, expert in enumerate(module):
+                if _needs_no_parameters(expert):
+                    found[f"{name}.{place}"] = ExpertsIfUsed(held, f"{name}.{place}", place)
+        elif held.compute_name is not None and _needs_no_parameters(module):
+            num_rows = held.num_local * held.rows
+            if all(parameter.shape[:1] == (num_rows,) for parameter in module.parameters()):
+                found[name] = ExpertsIfUsed(held, ".".join(filter(None, (name, held.compute_name))))
     return found
+
+
+def _needs_no_parameters(experts: nn.Module) -> bool:
+    return not any(is_parametrized(part) or part._forward_pre_hooks for part in experts.modules())

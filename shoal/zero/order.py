@@ -79,7 +79,7 @@ class UnitOrder:
         for unit, in_backward in self._recorded[self._key][len(self._visited) :]:
             if in_backward != self._visited[-1][1]:
                 break
-            if unit.is_used is not None:
+            if unit.used is not None:
                 if not has_used and is_expected(unit, in_backward):
                     has_used = True
                     if unit.is_released and not unit.has_pending_update:
@@ -101,7 +101,7 @@ class UnitOrder:
 
         Gathering waits for the update and so blocks the host; before this unit's forward, that would idle the device.
         """
-        later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.is_used is None), None)
+        later = next((unit for unit, _ in self.upcoming() if unit.is_released and unit.used is None), None)
         if later is None or not self._prefetch_numel or live_numel + later.numel > self._max_live_numel:
             return None
         return later if later.has_pending_update else None

@@ -21,6 +21,7 @@ from shoal.device import at_end_of_backward, backward_pass, in_backward
 from shoal.errors import CommError
 from shoal.memory.stream_copies import ComputeStream
 from shoal.parallel.expert.held import modules_with_experts
+from shoal.sharding.parameter_buffer import Used
 from shoal.sharding.partition import ROOT
 from shoal.sharding.staging import StagingBuffers
 from shoal.sharding.table import Table
@@ -46,7 +47,7 @@ class _Call:
 
     forward: int  # number of the model's forward that it belongs to
     num_inputs: int  # differentiable ones that are watched
-    is_used: bool  # else nothing is gathered for its backward
+    used: Used | None  # the blocks that are gathered for its backward; None: all
     num_inputs_left: int = 0
     is_started: bool = False
     is_done: bool = False
@@ -231,7 +232,7 @@ class ShardedModel:
 
     def _read_outside(self, unit: Unit) -> None:
         reader = self._running[-1] if self._running else None
-        if reader is unit and not _is_used(unit):
+        if reader is unit and not _uses_any(_used(unit)):
             return  # its module runs without rows
         if reader is not None:
             self.add_shared(reader, unit)
@@ -290,7 +291,7 @@ class ShardedModel:
         self._running.append(unit)
         for other in unit.shared:
             self._gather(other)
-        self._gather(unit, is_used=_is_used(unit))
+        self._gather(unit, _used(unit))
 
     def after_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         if self._running and self._running[-1] is unit:
@@ -320,18 +321,18 @@ class ShardedModel:
     def live_numel(self) -> int:
         """Elements of sharded units that are gathered now, the same on every rank: without those gathered if used."""
         states = (UnitState.GATHERING, UnitState.FULL)
-        return sum(unit.numel for unit in self.sharded if unit.is_used is None and unit.state in states)
+        return sum(unit.numel for unit in self.sharded if unit.used is None and unit.state in states)
 
-    def _gather(self, unit: Unit, *, is_used: bool = True) -> None:
+    def _gather(self, unit: Unit, used: Used | None = None) -> None:
         self.order.visit(unit, in_backward=self.in_pass)
         from_hpz = self.in_pass
-        if is_used:
-            unit.start_fetch(from_hpz=from_hpz)
+        if _uses_any(used):
+            unit.start_fetch(from_hpz=from_hpz, used=used)
         self._fetch_ahead()
-        if is_used:
-            unit.gather(from_hpz=from_hpz)
+        if _uses_any(used):
+            unit.gather(from_hpz=from_hpz, used=used)
         for later in self.order.ahead(self.live_numel(), self._is_expected):
-            later.start_gather(from_hpz=from_hpz)
+            later.start_gather(from_hpz=from_hpz, used=self._next_used(later, self.in_pass))
         if self._has_host_updates and not from_hpz:
             self._gather_ahead.reserve(self.order.after_update(self.live_numel()))
 
@@ -343,15 +344,20 @@ class ShardedModel:
             if unit.state is UnitState.ON_DISK and self._is_expected(unit, is_backward):
                 if not unit.can_fetch_ahead():
                     break
-                unit.start_fetch(from_hpz=is_backward)
+                unit.start_fetch(from_hpz=is_backward, used=self._next_used(unit, is_backward))
 
     def _is_expected(self, unit: Unit, is_backward: bool) -> bool:
         """Is it known that the next use of ``unit`` gathers it?"""
-        if unit.is_used is None:
-            return True
-        if is_backward:
-            return any(call.is_used and not call.is_started for call in self._calls[unit.name].watched)
-        return unit.is_used() is True
+        return _uses_any(self._next_used(unit, is_backward))
+
+    def _next_used(self, unit: Unit, is_backward: bool) -> Used | None:
+        """The blocks that the next use of ``unit`` gathers, as far as it is known; None: all."""
+        if unit.used is None:
+            return None
+        if not is_backward:
+            return unit.used() or ()
+        coming = (call.used for call in reversed(self._calls[unit.name].watched) if not call.is_started)
+        return next(filter(_uses_any, coming), ())
 
     # backward
 
@@ -368,7 +374,7 @@ class ShardedModel:
                     self._calls[pinned.name].num_pinned += 1
             return
         received = [] if self._is_all_trained[unit.name] else [t for t in tensors_in(inputs) if t.requires_grad]
-        call = _Call(_RECOMPUTED if is_recomputing else self._num_forwards, len(received), _is_used(unit))
+        call = _Call(_RECOMPUTED if is_recomputing else self._num_forwards, len(received), _used(unit))
         calls = self._calls[unit.name]
         # A call that is only recomputed has no backward of its own where the first one's graph is still there.
         if not is_recomputing or not (self._pass and any(c.forward in self._pass.forwards for c in calls.watched)):
@@ -403,9 +409,9 @@ class ShardedModel:
             current.entered.setdefault(unit.name, unit)
             for other in unit.shared:
                 self._gather(other)
-            self._gather(unit, is_used=call.is_used)
-        elif unit.is_released:
-            self._gather(unit, is_used=call.is_used)
+            self._gather(unit, call.used)
+        elif _uses_any(call.used) and not unit.holds(call.used):
+            self._gather(unit, call.used)
 
     def _is_left(self, unit: Unit, entering: Unit, current: _Pass) -> bool:
         """Has backward left ``unit`` for good, as far as every rank can tell alike?
@@ -616,8 +622,13 @@ class ShardedModel:
             self.disks.close()
 
 
-def _is_used(unit: Unit) -> bool:
-    return unit.is_used is None or unit.is_used() is not False
+def _used(unit: Unit) -> Used | None:
+    """The blocks of a unit that the forward which runs uses; None: all."""
+    return None if unit.used is None else unit.used()
+
+
+def _uses_any(used: Used | None) -> bool:
+    return used is None or any(used)
 
 
 def _kept_on_modules(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str]]:

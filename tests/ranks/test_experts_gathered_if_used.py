@@ -161,7 +161,7 @@ def test_the_bits_are_those_of_a_run_that_gathers_every_expert(
     run = partial(train, settings, by_rank_and_step, recomputes)
     found = ranks(size, run)
     with monkeypatch.context() as patch:
-        patch.setattr(ExpertUsage, "is_used", lambda self, place: None)
+        patch.setattr(ExpertUsage, "used", lambda self, place: None)
         expected = ranks(size, run)
     for (losses, values), (other_losses, other_values) in zip(found, expected, strict=True):
         assert losses == other_losses
@@ -255,7 +255,7 @@ def test_the_experts_of_a_replaced_list_are_gathered_if_used(
     monkeypatch.setattr(ParameterBuffer, "gather", count)
     found, few = ranks(2, rank), gathered.total()
     gathered.clear()
-    monkeypatch.setattr(ExpertUsage, "is_used", lambda self, place: None)
+    monkeypatch.setattr(ExpertUsage, "used", lambda self, place: None)
     for (losses, values), (other_losses, other_values) in zip(found, ranks(2, rank), strict=True):
         assert losses == other_losses
         assert all(torch.equal(values[name], other) for name, other in other_values.items())
@@ -294,7 +294,7 @@ def test_micro_batches_of_a_pipeline_gather_what_each_of_them_uses(
         return losses
 
     found = ranks(2, rank)
-    monkeypatch.setattr(ExpertUsage, "is_used", lambda self, place: None)
+    monkeypatch.setattr(ExpertUsage, "used", lambda self, place: None)
     assert found == ranks(2, rank)
 
 

@@ -76,7 +76,12 @@ def prepare_experts(model: nn.Module, comm: Communicator | None, section: Expert
             extend(layer.block, ExpertParallelBlock, layer_names=names, returns_logits=layer.returns_logits)
     for module in found.values():
         is_before = section.score_apply == "auto" and getattr(module, "score_before", False)
-        use_experts(module, comm, replace(dispatch, score_before=True) if is_before else dispatch)
+        use_experts(
+            module,
+            comm,
+            replace(dispatch, score_before=True) if is_before else dispatch,
+            is_gathered_if_used=section.gather_if_used,
+        )
     return list(found)
 
 

@@ -134,7 +134,9 @@ def _run_divided(
     returned = []
     for chunk, ticket in zip(chunks, sent, strict=True):
         rows, arrived = _Arrive.apply(chunk, ticket)
-        returned.append(_Return.apply(chunk, arrived, compute(rows, chunk.route.counts)))
+        with held.using(chunk.route.counts, rows):
+            outputs = compute(rows, chunk.route.counts)
+        returned.append(_Return.apply(chunk, arrived, outputs))
     result: Tensor = _Combine.apply(chunks, hidden.dtype, None if score_before else weights, *returned)
     return result
 

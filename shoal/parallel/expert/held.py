@@ -69,7 +69,9 @@ class ExpertsHeld:
         is_split: each expert is split over tensor-parallel ranks.
         is_checked: a router's choices were among the layer's experts once.
         rows: of stacked experts, the elements of dim 0 that each has.
-        usage: of a list whose experts are gathered only where they are used; None: all are.
+        usage: where experts are gathered only if they are used; None: all are.
+        compute_name: of stacked experts, the module inside theirs whose forward computes rows; "": theirs itself; None:
+            no module's does.
     """
 
     num_experts: int
@@ -91,6 +93,7 @@ class ExpertsHeld:
     is_checked: bool = False
     rows: int = 1
     usage: ExpertUsage | None = None
+    compute_name: str | None = None
 
     def __post_init__(self) -> None:
         self.divide_among(self.ep_size)
@@ -149,8 +152,10 @@ class ExpertsHeld:
             )
 
     def using(self, counts: Sequence[int], rows: Tensor) -> AbstractContextManager[None]:
-        """Inside the block the experts of a list run. Args: as of ``ExpertUsage.of``; communicates as that."""
-        return nullcontext() if self.usage is None else self.usage.of(counts, rows.device)
+        """Inside the block the experts run. Args: as of ``ExpertUsage.of``; communicates as that, if none is around."""
+        if self.usage is None or self.usage.is_running:
+            return nullcontext()
+        return self.usage.of(counts, rows.device)
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""

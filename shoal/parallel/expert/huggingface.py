@@ -29,6 +29,7 @@ from shoal.parallel.expert.own_layouts import rows_per_expert
 from shoal.sharding.parameter_buffer import is_placeholder
 
 _INTERFACE = ("num_experts", "has_gate", "has_bias", "is_transposed")  # set by Transformers' decorator
+_ROWS = "compute_of_rows"
 INTERFACE = "a module with stacked parameters (gate_up_proj or up_proj, down_proj), as Transformers 5 makes them"
 
 
@@ -42,10 +43,25 @@ class ExpertParallelStack(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        compute = getattr(self, "compute_rows", None) or partial(_compute_stack, self)
+        compute = getattr(self, _ROWS, None) or _compute_of(self)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])  # those of DBRX are [batch, sequence, width]
         out = self.dispatch.run(tokens, top_k_index, top_k_weights, compute, self.experts_held)
         return out.view(hidden_states.shape)
+
+
+class StackRows(nn.Module):
+    """What computes the rows of stacked experts, as a module: their parameters may be gathered before its forward.
+
+    Args:
+        compute: the experts' own function.
+    """
+
+    def __init__(self, compute: Compute) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def forward(self, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        return self._compute(rows, counts)
 
 
 class ExpertParallelList(nn.ModuleList):
@@ -86,6 +102,11 @@ class Dispatch:
         )
 
 
+def _compute_of(experts: nn.Module) -> Compute:
+    own: Compute | None = getattr(experts, "compute_rows", None)
+    return own or partial(_compute_stack, experts)
+
+
 def _compute_stack(module: nn.Module, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     experts = cast(Any, module)  # each model's own attributes
     held: ExpertsHeld = experts.experts_held
@@ -110,8 +131,7 @@ def _linear(
 def _compute_list(experts: nn.ModuleList, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     # Every expert is called, also without rows: all ranks gather and reduce at the same places.
     parts = rows.split(list(counts))
-    with cast(ExpertsHeld, experts.experts_held).using(counts, rows):
-        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
+    return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
 
 def is_stack(module: nn.Module) -> bool:
@@ -140,8 +160,13 @@ def check_experts(name: str, experts: nn.Module, comm: Communicator | None) -> N
         )
 
 
-def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatch) -> None:
+def use_experts(
+    experts: nn.Module, comm: Communicator | None, dispatch: Dispatch, *, is_gathered_if_used: bool = False
+) -> None:
     """Let Shoal compute the experts. Stacked parameters stay whole; of a list this rank's experts are kept.
+
+    Args:
+        is_gathered_if_used: rows of stacked experts are computed by a module of its own.
 
     Memory: of a list, this rank's experts; the other modules are released.
     """
@@ -149,6 +174,9 @@ def use_experts(experts: nn.Module, comm: Communicator | None, dispatch: Dispatc
         rows = rows_per_expert(experts)
         held = ExpertsHeld(_num_experts(experts), split_dims=_split_dims(experts) if rows == 1 else {}, rows=rows)
         extend(experts, ExpertParallelStack, experts_held=held, dispatch=dispatch)
+        if is_gathered_if_used:
+            held.compute_name = _ROWS
+            setattr(experts, _ROWS, StackRows(_compute_of(experts)))
         return
     held = ExpertsHeld(len(experts), 1 if comm is None else comm.size, "listed")
     held.set_ranks(comm)

@@ -34,7 +34,9 @@ class StackedExperts(nn.Module):
     def __init__(self, num_experts: int, hidden_size: int, inner_size: int, std: float = INIT_STD) -> None:
         super().__init__()
         self.std = std
-        self.experts_held = ExpertsHeld(num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)})
+        self.experts_held = ExpertsHeld(
+            num_experts, split_dims={"up": SplitDim(2), "down": SplitDim(1)}, compute_name=""
+        )
         self.up = nn.Parameter(torch.empty(num_experts, hidden_size, inner_size))
         self.down = nn.Parameter(torch.empty(num_experts, inner_size, hidden_size))
         self.reset_parameters()

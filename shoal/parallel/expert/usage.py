@@ -1,4 +1,4 @@
-"""Which experts of a list a forward uses: the parameters of the others need not be gathered."""
+"""Which experts of a layer a forward uses: the parameters of the others need not be gathered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.device import read_vector
 
 
 class ExpertUsage:
-    """The experts of one list that got a row, on any of the ranks that gather their parameters together.
+    """The experts of one layer that got a row, on any of the ranks that gather their parameters together.
 
     Args:
         comm: the ranks that hold shards of the same experts.
@@ -20,11 +20,16 @@ class ExpertUsage:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._is_used: Sequence[bool] | None = None
+        self._used: tuple[bool, ...] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Do the experts run?"""
+        return self._used is not None
 
     @contextmanager
     def of(self, counts: Sequence[int], device: torch.device) -> Iterator[None]:
-        """Run the list inside the block.
+        """Run the experts inside the block.
 
         Args:
             counts: this rank's rows of each expert.
@@ -32,17 +37,23 @@ class ExpertUsage:
 
         Communicates: along ``comm``, an exchange of 8 bytes an expert. Order: it blocks the host.
         """
-        used = [count > 0 for count in counts]
+        used = tuple(count > 0 for count in counts)
         if self._comm.size > 1:
             mine = torch.tensor(list(counts), dtype=torch.int64, device=device)
             of_all = self._comm.exchange(mine, label="used experts").wait()
-            used = [total > 0 for total in read_vector(of_all.sum(0), when_fake=1.0)]
-        before, self._is_used = self._is_used, used
+            used = tuple(total > 0 for total in read_vector(of_all.sum(0), when_fake=1.0))
+        before, self._used = self._used, used
         try:
             yield
         finally:
-            self._is_used = before
+            self._used = before
 
-    def is_used(self, place: int) -> bool | None:
-        """Does the forward that runs use the expert at this place of the list? None: the list does not run."""
-        return None if self._is_used is None else self._is_used[place]
+    def used(self, place: int | None = None) -> tuple[bool, ...] | None:
+        """Does the forward that runs use each expert? None: the experts do not run.
+
+        Args:
+            place: of one expert, which is asked for alone; None: all of them.
+        """
+        if self._used is None or place is None:
+            return self._used
+        return (self._used[place],)

@@ -75,8 +75,7 @@ class ExpertParallel(Section):
     )
     gather_if_used: bool = key(
         False,
-        "of layers with a list of experts, with `offload_param`: read and gather only experts that some token uses"
-        " (Shoal's own key)",
+        "with `offload_param`: read and gather only experts that some token uses (Shoal's own key)",
     )
 
 
@@ -94,6 +93,9 @@ def expert_problems(experts: ExpertParallel) -> Iterator[Problem]:
         except re.error as error:
             what = f'"{pattern}" is not a regular expression: {error}.'
             yield Problem(f"expert_parallel.{name}", what, "correct the expression.")
+    if experts.gather_if_used and experts.hot_experts:
+        what = f"true, and hot_experts is {experts.hot_experts}: copies are made of experts that are gathered."
+        yield Problem("expert_parallel.gather_if_used", what, "leave out one of the two.")
     groups, limited = experts.num_expert_groups, experts.num_limited_groups
     if (groups is None) != (limited is None) or (groups is not None and limited is not None and limited > groups):
         what = f"{groups}, and num_limited_groups is {limited}: a token uses some of the groups."

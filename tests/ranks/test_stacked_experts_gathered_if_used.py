@@ -22,10 +22,12 @@ from shoal.parallel.expert.stacked import StackedExperts
 from shoal.parallel.expert.usage import ExpertUsage
 from shoal.pipeline.module import PipelineModule
 from shoal.sharding.partition import UnitRules
+from shoal.simulation.check import StreamCheck
 from tests.ranks.expert_layers import WIDTH as STACK_WIDTH
 from tests.ranks.expert_layers import Stack
 from tests.ranks.models import VOCABULARY
 from tests.ranks.test_experts_gathered_if_used import AHEAD, STEPS, Used, by_rank_and_step, settings_of
+from tests.ranks.test_experts_gathered_if_used import Model as ModelOfLists
 from tests.ranks.test_offload import make_apart
 from tests.ranks.training import BF16, adamw, batch, config, make, sgd, start_with
 
@@ -318,3 +320,37 @@ def test_stacks_on_a_disk_load_from_a_checkpoint_of_stacks_on_the_device(
     expected, found = ranks(2, save)[0], ranks(2, load)[0]
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("form", ["shoal", "plain", "list"])
+@pytest.mark.parametrize(("size", "is_on_disk"), [(1, True), (2, False), (2, True)])
+def test_the_streams_of_experts_gathered_if_used_wait_where_they_must(
+    form: str, size: int, is_on_disk: bool, ranks: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = settings_of(1, tmp_path if is_on_disk else None)
+    settings["expert_parallel"]["enabled"] = form == "plain"
+    model: Any = partial(ModelOfLists, 1) if form == "list" else partial(StackModel, form)
+
+    def rank() -> StreamCheck:
+        mine = current_world().rank
+        with shoal.check_streams(raises=False) as check:
+            engine = start_with(make(model), settings, adamw)
+            assert any(unit.used is not None for unit in engine.sharded.units)
+            for step in range(STEPS):
+                engine.backward(engine(*batch(step, mine, size), by_rank_and_step(step, mine)))
+                engine.step()
+            engine.destroy()
+        return check
+
+    assert [str(finding) for check in ranks(size, rank) for finding in check.findings] == []
+
+
+def test_a_model_without_such_experts_is_told_that_the_key_has_no_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shoal")
+    settings = settings_of(1, tmp_path, expert_parallel={"gather_if_used": True})
+    start_with(make(StackModel), settings, sgd).destroy()
+    assert "gather_if_used" not in caplog.text
+    start_with(nn.Sequential(nn.Linear(8, 8)), {**settings, "units": {}}, sgd).destroy()
+    assert "expert_parallel.gather_if_used = true: accepted, no effect: the model has no such experts." in caplog.text

@@ -57,6 +57,7 @@ def test_a_degree_of_the_models_layers_is_named_as_theirs() -> None:
         ({"preset_model": "mixtrall"}, "preset_model", "is not a preset; did you mean 'mixtral'?"),
         ({"router_pattern": "("}, "router_pattern", "is not a regular expression: "),
         ({"num_expert_groups": 4}, "num_expert_groups", "4, and num_limited_groups is None"),
+        ({"gather_if_used": True, "hot_experts": 2}, "gather_if_used", "true, and hot_experts is 2"),
         ({"num_expert_groups": 2, "num_limited_groups": 4}, "num_expert_groups", "2, and num_limited_groups is 4"),
         ({"has_shared_experts": True}, "has_shared_experts", "neither shared_experts_pattern nor preset_model"),
         ({"load_balance_coeff": -1.0}, "load_balance_coeff", "-1 is not "),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -320,10 +321,31 @@ def test_tensors_in_any_layout_get_their_gradients(score_before: bool) -> None:
 
 
 def test_a_router_that_chooses_an_expert_that_is_not_there_is_an_error() -> None:
-    for wrong in (4, -2):
-        index = torch.tensor([[0], [wrong], [-1]])
-        with pytest.raises(UsageError, match=rf"the router chose expert {wrong}, and the layer has experts 0 to 3"):
-            run_experts(torch.ones(3, 2), index, torch.ones(3, 1), lambda rows, counts: rows, ExpertsHeld(4))
+    held = ExpertsHeld(4)
+    for chosen in (3, 4, -2):  # also after a forward that was right
+        index = torch.tensor([[0], [chosen], [-1]])
+        is_wrong = chosen != 3
+        match = rf"the router chose expert {chosen}, and the layer has experts 0 to 3"
+        with pytest.raises(UsageError, match=match) if is_wrong else nullcontext():
+            run_experts(torch.ones(3, 2), index, torch.ones(3, 1), lambda rows, counts: rows, held)
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_choices_that_are_not_of_the_layer_are_found_by_the_counts_of_a_rank(
+    overlap: int, ranks: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ExpertsHeld, "check_index", lambda self, index, label: None)  # later forwards on a GPU
+
+    def rank(is_wrong: bool) -> None:
+        held = ExpertsHeld(4, 2)
+        held.set_ranks(current_world().communicator("dp", Mesh.of(2)))
+        index = torch.tensor([[0, 2], [3, 4 if is_wrong and current_world().rank else 1], [1, 2]])
+        weights = torch.ones(3, 2)
+        run_experts(torch.ones(3, 2), index, weights, lambda rows, _: rows, held, overlap=overlap, may_drop=False)
+
+    ranks(2, rank, False)
+    with pytest.raises(UsageError, match=r"1 of 6 choices of a router are none of the layer's experts 0 to 3"):
+        ranks(2, rank, True)
 
 
 def test_experts_without_ranks_say_what_to_do() -> None:

@@ -126,6 +126,9 @@ def test_used_token_of_a_gate_that_does_not_read_it_is_a_warning() -> None:
     [
         ({"num_experts": 2, "k": 3}, UsageError, "3 of 2 experts"),
         ({"num_experts": 2, "k": "2"}, UsageError, "'2' of 2 experts"),
+        ({"num_experts": 2, "k": True}, UsageError, "True of 2 experts"),
+        ({"num_experts": 2, "capacity_factor": float("inf")}, UsageError, "capacity_factor=inf is not a number"),
+        ({"num_experts": 2, "eval_capacity_factor": 0, "min_capacity": 0}, UsageError, "every token is dropped"),
         ({"num_experts": 2, "capacity_factor": -1.0}, UsageError, "capacity_factor=-1.0 is not a number from 0"),
         ({"num_experts": 2, "min_capacity": "4"}, UsageError, "min_capacity='4' is not a number from 0"),
         ({"num_experts": 2, "noisy_gate_policy": "Noise"}, AssertedUsageError, "'Noise' is not known"),

@@ -26,6 +26,7 @@ from shoal.parallel.expert.load import ExpertLoad
 from shoal.parallel.expert.router_check import RouterCheck
 from shoal.parallel.expert.usage import ExpertUsage
 from shoal.parallel.tensor.region import TensorRegion
+from shoal.streams import is_accelerator
 
 Form = Literal["stacked", "listed"]
 
@@ -67,7 +68,7 @@ class ExpertsHeld:
         tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
         region: the tensor-parallel layers around; None: there are none.
         is_split: each expert is split over tensor-parallel ranks.
-        is_checked: a router's choices were among the layer's experts once.
+        is_checked: a router's choices were found to be among the layer's experts.
         rows: of stacked experts, the elements of dim 0 that each has.
         usage: where experts are gathered only if they are used; None: all are.
         compute_name: of stacked experts, the module inside theirs whose forward computes rows; "": theirs itself; None:
@@ -130,7 +131,7 @@ class ExpertsHeld:
         self.owners = tuple(expert // self.num_local for expert in range(self.num_experts))
 
     def check_index(self, index: Tensor, label: str) -> None:
-        """Check the first choices of a router.
+        """Check a router's choices: the first ones, and those on a CPU always. ``route`` checks what it reads.
 
         Args:
             index: the experts of each token; -1: none.
@@ -138,7 +139,8 @@ class ExpertsHeld:
         Raises: UsageError: the layer has no such expert.
         Order: the first call blocks the host.
         """
-        if self.is_checked or not index.numel() or index.is_meta or is_fake(index):
+        is_known = self.is_checked and is_accelerator(index.device)
+        if is_known or not index.numel() or index.is_meta or is_fake(index):
             return
         self.is_checked = True
         low, high = (int(value) for value in read_vector(torch.stack(index.aminmax()), when_fake=0.0))

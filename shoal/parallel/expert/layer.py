@@ -11,6 +11,7 @@ MoE
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -59,7 +60,7 @@ class TopKGate(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(k, int) or not 1 <= k <= num_experts:
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= num_experts:
             raise UsageError(
                 f"a gate cannot send each token to {k!r} of {num_experts} experts.",
                 do=f"give k a whole number from 1 to {num_experts}.",
@@ -67,12 +68,18 @@ class TopKGate(nn.Module):
             )
         sizes = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
         for name, size in {**sizes, "min_capacity": min_capacity}.items():
-            if not isinstance(size, (int, float)) or not size >= 0:
+            if not isinstance(size, (int, float)) or not 0 <= size < math.inf:
                 raise UsageError(
                     f"{name}={size!r} is not a number from 0.",
                     do=f"correct {name}; to drop no token, set drop_tokens=False.",
                     code="expert-gate",
                 )
+        if drop_tokens and not min_capacity and not min(sizes.values()):
+            raise UsageError(
+                "a capacity factor and min_capacity are 0, so that every token is dropped.",
+                do="give capacity_factor and eval_capacity_factor, or min_capacity, a value above 0.",
+                code="expert-gate",
+            )
         if noisy_gate_policy not in NOISE:
             raise AssertedUsageError(
                 f"noisy_gate_policy={noisy_gate_policy!r} is not known.",

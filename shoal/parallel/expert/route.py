@@ -119,7 +119,8 @@ def route(
         may_drop: False: no index is -1.
         digest: of the routing table of which ``index`` is this rank's part; None: no other rank has the same tokens.
 
-    Raises: UsageError: ranks with the same tokens have other routing tables.
+    Raises: UsageError: ranks with the same tokens have other routing tables; an index is not of the layer's experts,
+        as far as the host reads the counts, and where none may be -1.
     Communicates: with several ranks one exchange of 8 bytes an expert and chunk, and 8 of the digest.
     Order: the host reads the counts, which blocks it: not on one rank where nothing is dropped.
     """
@@ -152,6 +153,13 @@ def route(
             del values[:: len(vector)]
         rows = [values[at : at + held.num_experts] for at in range(0, len(values), held.num_experts)]
         counts = [rows[chunk::num_chunks] for chunk in range(num_chunks)]
+        if not may_drop and (missing := index.numel() - sum(sum(of_chunk[rank]) for of_chunk in counts)):
+            raise UsageError(
+                f"{missing} of {index.numel()} choices of a router are none of the layer's experts 0 to"
+                f" {held.num_experts - 1}.",
+                do="give the router as many outputs as the layer has experts.",
+                code="expert-index",
+            )
     return [
         _route(chunk, None if counts is None else counts[at], slots, rank, index.shape[1])
         for at, chunk in enumerate(sorted_chunks)

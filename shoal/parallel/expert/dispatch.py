@@ -132,11 +132,10 @@ def _run_divided(
     if beside is not None:
         beside()
     returned = []
-    for chunk, ticket in zip(chunks, sent, strict=True):
-        rows, arrived = _Arrive.apply(chunk, ticket)
-        with held.using(chunk.route.counts, rows):
-            outputs = compute(rows, chunk.route.counts)
-        returned.append(_Return.apply(chunk, arrived, outputs))
+    with held.using([chunk.route.counts for chunk in chunks], hidden):
+        for chunk, ticket in zip(chunks, sent, strict=True):
+            rows, arrived = _Arrive.apply(chunk, ticket)
+            returned.append(_Return.apply(chunk, arrived, compute(rows, chunk.route.counts)))
     result: Tensor = _Combine.apply(chunks, hidden.dtype, None if score_before else weights, *returned)
     return result
 

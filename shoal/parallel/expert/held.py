@@ -153,11 +153,17 @@ class ExpertsHeld:
                 code="expert-index",
             )
 
-    def using(self, counts: Sequence[int], rows: Tensor) -> AbstractContextManager[None]:
-        """Inside the block the experts run. Args: as of ``ExpertUsage.of``; communicates as that, if none is around."""
+    def using(self, counts: Sequence[Sequence[int]], rows: Tensor) -> AbstractContextManager[None]:
+        """Inside the block the experts run, on several parts of the rows one after the other.
+
+        Args:
+            counts: of each part, this rank's rows of each expert.
+
+        Communicates: as ``ExpertUsage.of``, unless such a block is around.
+        """
         if self.usage is None or self.usage.is_running:
             return nullcontext()
-        return self.usage.of(counts, rows.device)
+        return self.usage.of([sum(of_expert) for of_expert in zip(*counts, strict=True)], rows.device)
 
     def enter(self, rows: Tensor) -> Tensor:
         """The rows before the first matrices of stacked experts. Communicates: in backward, an all-reduce of them."""

@@ -174,7 +174,7 @@ class Experts(nn.Module):
         """
         dim, size = (1, -(-inputs.shape[1] // self.num_local_experts)) if counts is None else (0, list(counts))
         parts = inputs.split(size, dim=dim)
-        with self.deepspeed_experts.experts_held.using([part.shape[dim] for part in parts], inputs):
+        with self.deepspeed_experts.experts_held.using([[part.shape[dim] for part in parts]], inputs):
             outputs = [expert(part) for expert, part in zip(self.deepspeed_experts, parts, strict=True)]
         return torch.cat([each[0] if isinstance(each, tuple) else each for each in outputs], dim=dim)
 

@@ -52,6 +52,7 @@ class PipelineEngine(Engine):
         mesh = self.axes.mesh
         section = self.properties.config.pipeline
         module = self.module
+        module.cast_absent(self.plan.precision.of)
         self._name = str(section.schedule)
         self._num_pipeline_ranks = mesh.pp
         self._pipeline_rank = mesh.index("pp", self.world.rank)

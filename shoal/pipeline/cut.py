@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -206,6 +206,16 @@ class CutModel(StageModule):
         self.whole_model.train(mode)
         self.training = mode
         return self
+
+    def cast_absent(self, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
+        for at, member in enumerate(self._cut_beside):
+            if isinstance(member.meta, nn.Module):
+                for parameter in member.meta.parameters():
+                    if parameter.is_meta:
+                        parameter.data = torch.empty_like(parameter, dtype=dtype_of(parameter))
+            elif member.meta is not None:
+                meta = torch.empty_like(member.meta, dtype=dtype_of(member.meta))
+                self._cut_beside[at] = replace(member, meta=meta)
 
     def forward(self, stage: int, received: Any, batch: Any, **arguments: Any) -> Any:
         if batch is None:

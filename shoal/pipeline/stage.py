@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class StageModule(nn.Module):
     def loss(self, output: Any, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch, on the last stage. Shape: []."""
         raise NotImplementedError
+
+    def cast_absent(self, dtype_of: Callable[[nn.Parameter], torch.dtype]) -> None:
+        """Other stages' parameters get these dtypes there: what this rank's stages derive from them gets them too."""
 
     def stage_parameters(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage uses; one of several stages is in each of them."""

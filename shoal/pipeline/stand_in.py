@@ -159,7 +159,7 @@ class StandIn(Delegate):
 @torch.no_grad()
 def _shapes_of(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """What a module with parameters on the meta device returns, without values."""
-    if not module._modules:
+    if not (module._modules or torch._C._is_any_autocast_enabled()):  # on meta, autocast casts nothing
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         return module(*args, **kwargs)
     # One of many parts may look at devices and, unless its tensors are fakes, at values.

@@ -133,6 +133,74 @@ def test_settings_that_the_model_cannot_follow_are_refused() -> None:
     run_ranks(2, job)
 
 
+class DtypeBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(16, 16)
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        assert hidden.dtype == scale.dtype, (hidden.dtype, scale.dtype)
+        return hidden + torch.tanh(self.linear(hidden)) * scale.to(hidden.dtype)
+
+
+class DtypeFollower(torch.nn.Module):
+    """Its blocks get a tensor in the dtype of what the module before them returns, as rotary positions are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Linear(16, 16)
+        self.scale = torch.nn.Parameter(torch.rand(16))
+        self.layers = torch.nn.ModuleList(DtypeBlock() for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.stem(inputs.to(self.scale.dtype))
+        scale = torch.linspace(0.5, 1.5, 16).to(hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, scale)
+        return (hidden.float() - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"bf16": {"enabled": True}},
+        {"fp16": {"enabled": True, "initial_scale_power": 4}},
+        {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ],
+    ids=lambda section: next(iter(section)),
+)
+@pytest.mark.parametrize("build", [lambda: gpt(tied=False), DtypeFollower], ids=["gpt", "follower"])
+def test_a_stage_derives_the_dtypes_that_one_rank_does(build: Callable[[], Any], precision: dict[str, Any]) -> None:
+    def of(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if build is DtypeFollower:
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            return torch.randn(4, 16, generator=generator), torch.randn(4, 16, generator=generator)
+        batch = tokens(10 * step + micro, 1)
+        return batch[:, :-1], batch[:, 1:]
+
+    def job(pp: int) -> list[float]:
+        settings = config(1, 1, MICRO, **precision) | {"parallel": {"pp": pp}}
+        model = make(build)
+        engine = shoal.initialize(model=model, optimizer=sgd(model.parameters()), config=settings)[0]
+        losses = []
+        for step in range(STEPS):
+            if pp > 1:
+                losses.append(float(engine.train_batch(of(step, micro) for micro in range(MICRO))))
+                continue
+            micros = []
+            for micro in range(MICRO):
+                loss = engine(*of(step, micro))
+                engine.backward(loss)
+                engine.step()
+                micros.append(float(loss.detach()))
+            losses.append(sum(micros) / MICRO)
+        return losses
+
+    alone, found = run_ranks(1, job, 1)[0], run_ranks(2, job, 2)[0]
+    assert found[0] == pytest.approx(alone[0], rel=1e-6)  # the same forward
+    assert found == pytest.approx(alone, rel=2**-6)
+
+
 class Numbered(torch.nn.Module):
     """Its forward changes the hidden state between blocks, or gives each block another number."""
 

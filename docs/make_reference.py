@@ -71,6 +71,7 @@ WORLD_ATTRIBUTES = {
     "mesh": "that of the engine that was created last",
     "is_closed": "after `close()`",
     "shared": "a dict that ranks which are threads of one process share; None for processes",
+    "stages": "in `shoal.dry_run_pipeline` what the stages share; else None",
 }
 
 

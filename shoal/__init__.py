@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from shoal.pipeline.layers import LayerSpec, TiedLayerSpec
     from shoal.pipeline.module import PipelineModule
     from shoal.simulation.check import check_streams
-    from shoal.simulation.dry_run import dry_run
+    from shoal.simulation.dry_run import dry_run, dry_run_pipeline
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "checkpointing",
     "comm",
     "dry_run",
+    "dry_run_pipeline",
     "errors",
     "init_distributed",
     "initialize",
@@ -67,6 +68,7 @@ _MODULES = {
     "attention": "shoal.parallel.sequence.attention",
     "check_streams": "shoal.simulation.check",
     "dry_run": "shoal.simulation.dry_run",
+    "dry_run_pipeline": "shoal.simulation.dry_run",
     "init_distributed": "shoal.comm.world",
     "initialize": "shoal.compat.initialize",
     "load_hf": "shoal.checkpoint.loading_hf",

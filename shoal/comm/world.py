@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.comm.environment import Launch, read_launch
 from shoal.comm.failure import ExceptHook
 from shoal.comm.fake import FakeTransport
+from shoal.comm.fake_stages import FakeStages, FakeStageTransport
 from shoal.comm.local_device import (
     accelerator,
     device_of,
@@ -92,6 +93,7 @@ class World:
         self.mesh = Mesh.of(size)  # of the engine that was made last
         self.recorder = Recorder()
         self.shared: dict[str, Any] | None = None  # by ranks that are threads
+        self.stages: FakeStages | None = None  # of a dry run of all pipeline stages
         self._transport = transport
         self._communicators: dict[tuple[str, tuple[int, ...], object], Communicator] = {}
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -368,19 +370,39 @@ def fake_world(size: int, rank: int = 0, device: torch.device | None = None) -> 
 
     Inside, ``FakeTensorMode`` may be on. A process group that is there already stays as it is.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if not 0 <= rank < size:
         raise UsageError(f"a fake world of {size} ranks has no rank {rank}", do=f"use a rank from 0 to {size - 1}.")
+    world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
+    with fake_process_group(size, rank), use_world(world):
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+@contextmanager
+def fake_stage_world(size: int, rank: int, stages: FakeStages) -> Iterator[World]:
+    """A dry run as rank ``rank``, which stands for its pipeline stage. Inside ``fake_process_group``."""
+    world = World(rank, size, rank, torch.device("cpu"), "fake", FakeStageTransport(rank, size, stages))
+    world.stages = stages
+    with use_world(world):
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+@contextmanager
+def fake_process_group(size: int, rank: int) -> Iterator[None]:
+    """``torch.distributed`` has ``size`` ranks inside the block, of which one exists. A group that is there stays."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     owns_group, hook = not _is_initialized(), sys.excepthook
     if owns_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    world = World(rank, size, rank, device or torch.device("cpu"), "fake", FakeTransport(rank))
     try:
-        with use_world(world):
-            yield world
+        yield
     finally:
-        world.close()
         if owns_group:
             dist.destroy_process_group()
             sys.excepthook = hook  # torch's own, which each new group puts another prefix before

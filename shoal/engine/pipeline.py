@@ -16,8 +16,8 @@ from torch import nn
 
 from shoal.device import is_fake
 from shoal.engine.engine import Engine
-from shoal.engine.pipeline_data import check_length, endless, labels_of, next_batches
-from shoal.errors import NoOptimizerError, NotBuiltError, UsageError
+from shoal.engine.pipeline_data import check_length, endless, exchange_rows, labels_of, next_batches
+from shoal.errors import NoOptimizerError, UsageError
 from shoal.parallel.loss import count_tokens
 from shoal.parallel.sequence.context import use_sequence_context
 from shoal.pipeline.lower import lower
@@ -42,11 +42,11 @@ class PipelineEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if any(map(is_fake, self.module.parameters())):
-            raise NotBuiltError(
-                "a dry run cannot run a model in pipeline stages: a stage learns from the previous one what it will"
-                " receive, and there is one rank.",
-                do="set pipeline.stages and parallel.pp to 1 for the dry run.",
+        if self.world.stages is None and any(map(is_fake, self.module.parameters())):
+            raise UsageError(
+                "a dry run of one rank cannot run a model in pipeline stages: a stage learns from the previous one what"
+                " it will receive.",
+                do="use shoal.dry_run_pipeline, which runs a rank of each stage.",
                 code="dry-run-pipeline",
             )
         mesh = self.axes.mesh
@@ -74,6 +74,7 @@ class PipelineEngine(Engine):
             rank_of=self._stage_ranks.__getitem__,
             is_dynamic=module.is_dynamic,
             goes_on=not has_inner_collectives and (self._compute.keeps_gathered or not self.sharded.sharded),
+            fake_stages=self.world.stages,
         )
         # A backward that is split would recompute twice.
         interval = getattr(module, "activation_checkpoint_interval", 0)
@@ -351,8 +352,8 @@ class PipelineEngine(Engine):
 
     def _share(self, failure: Failure | None, first_used: int = 0) -> int:
         """Returns: the largest ``first_used`` on this pipeline. Raises: on every rank, the first rank's failure."""
-        mine = torch.tensor([float(failure is not None), float(first_used)], device=self.device)
-        rows = self.axes.world.exchange(mine, label="pipeline status").wait().tolist()
+        mine = [float(failure is not None), float(first_used)]
+        rows = exchange_rows(mine, self.axes.world, self.device, label="pipeline status")
         if not any(failed for failed, _ in rows):
             return max(int(rows[rank][1]) for rank in self.axes.mesh.ranks_along("pp", self.world.rank))
         own = None if failure is None or failure.error is None else failure.error

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from shoal.comm.fake_stages import FakeStages
 from shoal.comm.protocol import Communicator, Work
 from shoal.errors import CommError, UsageError
 from shoal.pipeline.messages import Channel, Incoming, MessageForm, flatten, unflatten
@@ -105,6 +106,7 @@ class PipelineRun:
         rank_of: the coordinate on ``pp`` of the rank that has a stage.
         goes_on: after an error, go on with the sends and receives of the schedule, so that the other stages reach its
             end too; False: raise at once.
+        fake_stages: of a dry run.
     """
 
     def __init__(
@@ -118,10 +120,11 @@ class PipelineRun:
         rank_of: Callable[[int], int],
         is_dynamic: bool = False,
         goes_on: bool = True,
+        fake_stages: FakeStages | None = None,
     ) -> None:
         self._comm = comm
         self._compute = compute
-        self._channel = Channel(comm, device)
+        self._channel = Channel(comm, device, fake_stages)
         self._device = device
         self._stages = frozenset(stages)
         self._num_stages = num_stages

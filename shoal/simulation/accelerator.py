@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shoal.comm.fake_stages import FakeStageCommunicator
 from shoal.comm.protocol import Backend
 from shoal.simulation.accesses import Access, TrackedStorage, bytes_of
 from shoal.simulation.clocks import Clock, SimulatedEvent, SimulatedStream
@@ -27,6 +28,7 @@ from shoal.simulation.findings import FreedBytes, StreamFinding, race, reused
 from shoal.simulation.issue_order import IssuedOn, IssueOrder, Issues
 from shoal.simulation.modes import watching
 from shoal.simulation.places import place_of_call
+from shoal.simulation.stages import SimulatedStageCommunicator
 from shoal.simulation.times import COMPUTE, Cost, StreamTimes
 from shoal.streams import simulated
 
@@ -131,6 +133,8 @@ class SimulatedAccelerator:
             ranks: those along its axis.
             shared: by ranks that are threads; None: the order in which ranks issue collectives is not checked.
         """
+        if isinstance(backend, FakeStageCommunicator) and self.times is not None:
+            return SimulatedStageCommunicator(backend, self, ranks, self.times, self._new_stream)
         stream = self._new_stream(f"the stream of collectives on {backend.axis!r}")
         if shared is not None:
             self._order = shared.setdefault("issue order", IssueOrder())

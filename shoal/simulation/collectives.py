@@ -254,7 +254,7 @@ class SimulatedCommunicator:
         else:
             for tensor in tensors:
                 accelerator.label(tensor, f"memory of unit {label!r}", is_weak=True)
-            reads, writes = _accesses(source, target)
+            reads, writes = accesses(source, target)
             nbytes = max(tensor.nbytes for tensor in tensors)
             accelerator.run(
                 f"{name} {label!r}",
@@ -275,9 +275,7 @@ class SimulatedCommunicator:
         return SimulatedWork(accelerator, event, out, [*tensors, out], deliver, land)
 
 
-def _accesses(
-    source: torch.Tensor | None, target: torch.Tensor | None
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def accesses(source: torch.Tensor | None, target: torch.Tensor | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     if source is not None and target is not None and source is not target and is_same_memory(source, target):
         source = None
     return [t for t in (source,) if t is not None], [t for t in (target,) if t is not None]

@@ -13,20 +13,22 @@ print(run.report())
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shoal.comm.fake_stages import FakeStages
 from shoal.comm.recorder import Entry
-from shoal.comm.world import World, fake_world
+from shoal.comm.world import World, fake_process_group, fake_stage_world, fake_world
 from shoal.errors import UsageError
 from shoal.simulation.accelerator import SimulatedAccelerator
 from shoal.simulation.machines import GpuNode, machine_of
 from shoal.simulation.modes import watching
-from shoal.simulation.times import COMPUTE, HOST, KINDS, StreamTimes, exposed
+from shoal.simulation.times import COMPUTE, HOST, KINDS, STAGES, StreamTimes, exposed
 from shoal.streams import simulated, simulation
 from shoal.text import format_bytes, table
 
@@ -98,6 +100,7 @@ class DryRun:
                 f"{1e3 * last.busy[kind]:.1f}",
             ]
             for kind in KINDS
+            if kind != STAGES or self.world.stages is not None
         ]
         rows.append(["step", f"{1e3 * last.seconds:.1f}", "", ""])
         traffic = ", ".join(f"{op} {format_bytes(nbytes)}" for op, nbytes in last.received.items() if nbytes)
@@ -109,6 +112,10 @@ class DryRun:
 
     def write_trace(self, path: str | Path) -> Path:
         """Write all operations as a Chrome trace (chrome://tracing, ui.perfetto.dev), a row for each stream."""
+        return _write_trace(path, self.trace_events())
+
+    def trace_events(self) -> list[dict[str, object]]:
+        """The events of the trace."""
         rows: dict[str, int] = {}
         events: list[dict[str, object]] = []
         for operation in self._times.operations:
@@ -127,8 +134,50 @@ class DryRun:
         for name, row in rows.items():
             named = {"name": "thread_name", "ph": "M", "pid": self.world.rank, "tid": row, "args": {"name": name}}
             events.append(named)
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return Path(path)
+        return events
+
+
+class PipelineDryRun:
+    """A rank of each pipeline stage of a dry run.
+
+    Attributes: ``stages``: the dry run of each, in order.
+    """
+
+    def __init__(self, stages: Sequence[DryRun]) -> None:
+        self.stages = tuple(stages)
+
+    @property
+    def seconds(self) -> float:
+        """Of the last step, from the first stage's begin to the last stage's end."""
+        last = [run.steps[-1] for run in self.stages]
+        return max(step.begin + step.seconds for step in last) - min(step.begin for step in last)
+
+    def report(self) -> str:
+        """The last step as a table: of each stage, what its compute stream did, in milliseconds."""
+        if any(not run.steps for run in self.stages):
+            return "no step was measured: use `with run.step():` on every stage."
+        last = [run.steps[-1] for run in self.stages]
+        kinds = [kind for kind in KINDS if any(step.by_kind[kind] >= 5e-5 for step in last)]
+        rows = [
+            [str(number), str(run.world.rank), f"{1e3 * step.seconds:.1f}"]
+            + [f"{1e3 * step.by_kind[kind]:.1f}" for kind in kinds]
+            for number, (run, step) in enumerate(zip(self.stages, last, strict=True))
+        ]
+        first = self.stages[0]
+        heads = [kind if kind == COMPUTE else f"waits: {kind}" for kind in kinds]
+        return (
+            f"{len(self.stages)} pipeline stages on {first.world.size} ranks, {first.machine.name}, step"
+            f" {len(first.steps)}: {1e3 * self.seconds:.1f} ms\n" + table(rows, ["stage", "rank", "ms", *heads])
+        )
+
+    def write_trace(self, path: str | Path) -> Path:
+        """Write the operations of all stages as one Chrome trace, a process for each stage."""
+        return _write_trace(path, [event for run in self.stages for event in run.trace_events()])
+
+
+def _write_trace(path: str | Path, events: list[dict[str, object]]) -> Path:
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return Path(path)
 
 
 @contextmanager
@@ -143,14 +192,70 @@ def dry_run(num_ranks: int, rank: int = 0, *, machine: str | GpuNode = "h100") -
     Memory: that of the model's objects; tensors have none.
     Raises: UsageError: inside another simulation; an unknown machine or rank.
     """
+    _check_not_nested()
+    with fake_world(num_ranks, rank) as world, _simulated_rank(world, machine_of(machine)) as run:
+        yield run
+
+
+def dry_run_pipeline(
+    train: Callable[[DryRun], object], num_ranks: int, num_stages: int, *, machine: str | GpuNode = "h100"
+) -> PipelineDryRun:
+    """Run ``train(run)`` as the first rank of each of ``num_stages`` pipeline stages, on simulated GPUs.
+
+    ``train`` builds the model, initializes with ``parallel.pp`` = ``num_stages``, and calls ``engine.train_batch()`` a
+    few times, each in ``run.step()``, with the same micro-batches on every stage. It is called in threads, one of which
+    runs at a time.
+
+    Args:
+        num_ranks: of all stages together.
+        machine: as of ``dry_run``.
+
+    Memory: that of the model's objects, once for each stage.
+    Raises: UsageError: inside another simulation; an unknown machine; stages that do not divide the ranks. What
+        ``train`` raised on a stage.
+    """
+    _check_not_nested()
+    if num_stages < 1 or num_ranks % num_stages:
+        raise UsageError(
+            f"{num_ranks} ranks cannot be divided among {num_stages} pipeline stages.",
+            do="give a number of stages that divides the number of ranks.",
+            code="dry-run-pipeline",
+        )
+    node = machine_of(machine)
+    stages = FakeStages(range(0, num_ranks, num_ranks // num_stages))
+    runs: dict[int, DryRun] = {}
+
+    def of_stage(rank: int) -> None:
+        with suppress(BaseException), stages.running(rank):  # ``stages`` keeps the first error
+            with fake_stage_world(num_ranks, rank, stages) as world, _simulated_rank(world, node) as run:
+                runs[rank] = run
+                train(run)
+
+    with fake_process_group(num_ranks, 0):
+        threads = [
+            threading.Thread(target=of_stage, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in stages.ranks
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    if stages.error is not None:
+        raise stages.error
+    return PipelineDryRun([runs[rank] for rank in stages.ranks])
+
+
+def _check_not_nested() -> None:
     if simulation() is not None:
         raise UsageError(
             "a dry run simulates an accelerator, and there is a simulated one already.",
             do="do not nest dry_run and check_streams.",
             code="stream-check",
         )
-    times = StreamTimes(machine_of(machine), num_ranks)
+
+
+@contextmanager
+def _simulated_rank(world: World, machine: GpuNode) -> Iterator[DryRun]:
+    times = StreamTimes(machine, world.size)
     accelerator = SimulatedAccelerator(times)
-    with fake_world(num_ranks, rank) as world, FakeTensorMode(allow_non_fake_inputs=True):
-        with simulated(accelerator), watching(accelerator):
-            yield DryRun(world, accelerator, times)
+    with FakeTensorMode(allow_non_fake_inputs=True), simulated(accelerator), watching(accelerator):
+        yield DryRun(world, accelerator, times)

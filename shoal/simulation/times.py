@@ -13,15 +13,16 @@ from torch.utils.flop_counter import flop_registry
 from shoal.simulation.clocks import SimulatedStream, TimedOperation
 from shoal.simulation.machines import GpuNode
 
-COMPUTE, COMMUNICATION, COPY, HOST, UPDATE, DISK = (
+COMPUTE, COMMUNICATION, STAGES, COPY, HOST, UPDATE, DISK = (
     "compute",
     "communication",
+    "other stages",
     "copies",
     "host",
     "host updates",
     "disk",
 )
-KINDS = (COMPUTE, COMMUNICATION, COPY, UPDATE, DISK, HOST)
+KINDS = (COMPUTE, COMMUNICATION, STAGES, COPY, UPDATE, DISK, HOST)
 _TO_DEVICE, _TO_HOST = "bus to the device", "bus to the host"
 
 
@@ -53,6 +54,18 @@ class StreamTimes:
         made = TimedOperation(stream, name, cost.kind, start, start + cost.seconds, before)
         stream.clock.last = made
         self.operations.append(made)
+
+    def add_received(self, stream: SimulatedStream, name: str, sent: float, cost: Cost) -> None:
+        """A message arrives on ``stream``, which waits until another stage has sent it.
+
+        Args:
+            sent: when that stage began to send, in seconds.
+        """
+        if sent > stream.clock.seconds:
+            stream.tick()
+            self.add(stream, f"waiting for {name}", Cost(STAGES, sent - stream.clock.seconds))
+        stream.tick()
+        self.add(stream, name, cost)
 
     def _occupy(self, way: str, start: float, seconds: float) -> float:
         """The first time from ``start`` on at which ``way`` is free for so long."""

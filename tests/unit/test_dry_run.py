@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shoal
-from shoal.errors import NotBuiltError, OutOfMemoryError, UsageError
+from shoal.errors import OutOfMemoryError, UsageError
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.stacked import ExpertFeedForward
 from shoal.simulation.clocks import SimulatedStream
@@ -180,11 +180,11 @@ def test_parameters_on_a_disk_are_read_for_forward_and_backward(tmp_path: Path) 
     assert on_disk.seconds > on_host.seconds
 
 
-def test_pipeline_stages_are_refused() -> None:
+def test_one_rank_of_pipeline_stages_is_refused() -> None:
     made = config(1, pipeline={"stages": 2}, optimizer=ADAM)
     with shoal.dry_run(2):
         model = Tower()
-        with pytest.raises(NotBuiltError, match="dry run cannot run a model in pipeline stages"):
+        with pytest.raises(UsageError, match="dry run of one rank cannot run a model in pipeline stages"):
             shoal.initialize(model=model, config=made)
 
 

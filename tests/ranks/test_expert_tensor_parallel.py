@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,11 +51,15 @@ class Residual(nn.Module):
 
 
 class Listed(nn.Module):
-    """DeepSpeed's MoE layer: experts with two linears, and ones with three that a rule names."""
+    """DeepSpeed's MoE layer: experts with two linears, and ones with three that a rule names.
 
-    def __init__(self, ep_size: int, *, drops: bool = True) -> None:
+    Args:
+        asks: for experts that are split over all tensor-parallel ranks.
+    """
+
+    def __init__(self, ep_size: int, *, drops: bool = True, asks: bool = True) -> None:
         super().__init__()
-        options: dict[str, Any] = {"top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": True}
+        options: dict[str, Any] = {"top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": asks}
         options["drop_tokens"] = drops
         gated = Gated(("gate_proj", "down_proj", "up_proj"))
         self.layers = nn.ModuleList(
@@ -69,9 +74,13 @@ class Listed(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Stacked experts of Transformers' interface: with biases, transposed and interleaved; and as most have them."""
+    """Stacked experts of Transformers' interface: with biases, transposed and interleaved; and as most have them.
 
-    def __init__(self) -> None:
+    Args:
+        has_dense: a feed-forward layer comes first, which the plan splits.
+    """
+
+    def __init__(self, *, has_dense: bool = False) -> None:
         super().__init__()
         settings = [{"is_transposed": True, "has_gate": True}, {"is_transposed": False, "has_gate": False}]
         self.layers = nn.ModuleList(Block("mlp", StackLayer(SimpleNamespace(**each))) for each in settings)
@@ -79,6 +88,8 @@ class Stacked(nn.Module):
             layer.mlp.experts.is_concatenated = False
             for parameter in layer.mlp.experts.parameters():
                 nn.init.normal_(parameter, std=0.3)
+        if has_dense:
+            self.layers.insert(0, Block("dense", FeedForward()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -87,10 +98,13 @@ class Stacked(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, form: str, ep_size: int = 1, *, drops: bool = True) -> None:
+    def __init__(
+        self, form: str, ep_size: int = 1, *, drops: bool = True, asks: bool = True, has_dense: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.experts = Listed(ep_size, drops=drops) if form == "listed" else Stacked()
+        listed = form == "listed"
+        self.experts = Listed(ep_size, drops=drops, asks=asks) if listed else Stacked(has_dense=has_dense)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,6 +116,7 @@ class Model(nn.Module):
 UNITS = {"names": ["experts.layers.*"]}
 PLAN = {"head": "vocab_head", "embedding": "vocab"}
 STACKED_PLAN = {**PLAN, "experts.layers.*.mlp.router": "replicate"}
+DENSE_PLAN = {**STACKED_PLAN, "experts.layers.0.dense.one": "column", "experts.layers.0.dense.two": "row"}
 
 
 def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
@@ -110,16 +125,32 @@ def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
     return config(stage, gradient_clipping=0.1, parallel=parallel, expert_parallel=experts, units=UNITS, **more)
 
 
+def folded(form: str, stage: int, ep: int, *, tp: int = 4, etp: int = 2, dense: bool = False) -> dict[str, Any]:
+    """Of ``tp`` tensor-parallel ranks, groups of ``etp`` hold different experts."""
+    made = settings(form, stage, ep)
+    made["parallel"].update({"tp": tp, **({"tp_plan": DENSE_PLAN} if dense else {})})
+    made["expert_parallel"]["expert_tensor_parallel_size"] = etp
+    return made
+
+
 def alone(
-    form: str, num_batch_ranks: int, steps: int = STEPS, *, drops: bool = True, length: int | None = None
+    form: str,
+    num_batch_ranks: int,
+    steps: int = STEPS,
+    *,
+    drops: bool = True,
+    length: int | None = None,
+    accumulation: int = 1,
+    has_dense: bool = False,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """One process with all experts, which routes each rank's tokens by themselves."""
-    model = make(partial(Model, form, drops=drops))
+    model = make(partial(Model, form, drops=drops, has_dense=has_dense))
     stepped = sgd(model.parameters())
     norm = 0.0
     for step in range(steps):
-        for rank in range(num_batch_ranks):
-            (model(*tokens_of(step, rank, num_batch_ranks, length)) / num_batch_ranks).backward()
+        for micro, rank in itertools.product(range(accumulation), range(num_batch_ranks)):
+            tokens = tokens_of(step * accumulation + micro, rank, num_batch_ranks, length)
+            (model(*tokens) / (num_batch_ranks * accumulation)).backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         stepped.step()
         stepped.zero_grad()
@@ -132,8 +163,8 @@ def tokens_of(step: int, rank: int, size: int, length: int | None) -> tuple[torc
 
 
 def train(engine: Any, steps: range, length: int | None = None) -> None:
-    ranks = engine.axes.batch
-    for step in steps:
+    ranks, each = engine.axes.batch, engine.gradient_accumulation_steps()
+    for step in range(steps.start * each, steps.stop * each):
         engine.backward(engine(*tokens_of(step, ranks.rank, ranks.size, length)))
         engine.step()
 
@@ -207,6 +238,88 @@ def test_a_sequence_that_is_split_over_the_same_ranks_gives_the_parameters_of_on
         of_hidden = dict.fromkeys(("experts tokens", "experts outputs backward"), tokens * WIDTH * 4)
         assert found == {**of_pairs, **of_hidden}
         assert len([label for label, _ in sent if label in found]) == 4 * 2 * STEPS  # in each of two layers
+
+
+@pytest.mark.parametrize("form", ["listed", "stacked"])
+@pytest.mark.parametrize(
+    ("size", "tp", "etp", "ep", "stage", "accumulation", "more"),
+    [
+        (4, 4, 2, 1, 0, 1, {}),
+        (4, 4, 2, 2, 1, 2, {}),
+        (8, 4, 2, 1, 3, 2, {}),
+        (8, 4, 2, 2, 0, 1, {}),
+        (8, 4, 2, 4, 2, 2, {}),
+        (8, 4, 2, 2, 3, 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+        (8, 4, 2, 2, 1, 1, {"parallel": {"dp_replicate": 2}}),
+        (8, 8, 4, 2, 2, 1, {}),
+        (8, 8, 2, 4, 3, 1, {}),
+        (8, 8, 2, 2, 3, 1, {}),
+    ],
+)
+def test_experts_split_over_some_tensor_parallel_ranks_end_where_one_process_ends(
+    form: str,
+    size: int,
+    tp: int,
+    etp: int,
+    ep: int,
+    stage: int,
+    accumulation: int,
+    more: dict[str, Any],
+    ranks: Callable[..., Any],
+) -> None:
+    expected, norm = alone(form, size // tp, accumulation=accumulation)
+
+    def rank() -> tuple[dict[str, Any], float, dict[str, tuple[int, ...]]]:
+        made = folded(form, stage, ep, tp=tp, etp=etp) | {"gradient_accumulation_steps": accumulation}
+        for section, keys in more.items():
+            made[section].update(keys)
+        engine = start_with(make(partial(Model, form, ep, asks=False)), made)
+        shapes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
+        train(engine, range(STEPS))
+        return engine.module_state_dict(), engine.get_global_grad_norm(), shapes
+
+    for values, found_norm, shapes in ranks(size, rank):
+        assert_close(values, expected)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        if form == "listed":
+            of_expert = "experts.layers.1.moe.deepspeed_moe.experts.deepspeed_experts.0."
+            assert shapes[f"{of_expert}gate_proj.weight"] == (20 // etp, WIDTH)
+            assert shapes[f"{of_expert}down_proj.weight"] == (WIDTH, 20 // etp)
+        else:
+            assert shapes["experts.layers.0.mlp.experts.gate_up_proj"] == (4 // ep, WIDTH, 40 // etp)
+            assert shapes["experts.layers.1.mlp.experts.down_proj"] == (4 // ep, WIDTH, 20 // etp)
+            assert shapes["experts.layers.0.mlp.experts.down_proj_bias"] == (4 // ep, WIDTH)
+
+
+@pytest.mark.parametrize("form", ["listed", "stacked"])
+@pytest.mark.parametrize(
+    ("size", "ep", "stage", "accumulation"), [(4, 1, 0, 1), (4, 2, 2, 2), (8, 1, 3, 2), (8, 1, 1, 1), (8, 4, 3, 1)]
+)
+def test_experts_split_over_some_ranks_of_a_split_sequence_end_where_one_process_ends(
+    form: str, size: int, ep: int, stage: int, accumulation: int, ranks: Callable[..., Any]
+) -> None:
+    """Each group gathers its own tokens only."""
+    options = {"drops": False, "has_dense": form == "stacked"}
+    expected, norm = alone(form, size // 4, length=4, accumulation=accumulation, **options)
+
+    def rank() -> tuple[dict[str, Any], float, list[tuple[str, str, int]]]:
+        made = folded(form, stage, ep, dense=form == "stacked") | {"gradient_accumulation_steps": accumulation}
+        made["parallel"]["tp_sequence_parallel"] = True
+        engine = start_with(make(partial(Model, form, ep, asks=False, **options)), made)
+        with current_world().recorder.recording() as entries:
+            train(engine, range(STEPS), length=4)
+        sent = [(entry.axis, entry.label, entry.nbytes) for entry in entries if entry.label.startswith("experts ")]
+        return engine.module_state_dict(), engine.get_global_grad_norm(), sent
+
+    for values, found_norm, sent in ranks(size, rank):
+        assert_close(values, expected)
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        tokens = tokens_of(0, 0, size // 4, 4)[0].numel() // 4  # of each rank
+        labels = ("experts experts of tokens", "experts weights", "experts tokens", "experts outputs backward")
+        of_pair = [(axis, label, nbytes) for axis, label, nbytes in sent if label in labels]
+        sizes = (tokens * 2 * 8, tokens * 2 * 4, tokens * WIDTH * 4, tokens * WIDTH * 4)
+        assert set(of_pair) == {("etp", label, nbytes) for label, nbytes in zip(labels, sizes, strict=True)}
+        assert len(of_pair) == 4 * 2 * STEPS * accumulation  # in each of two layers
 
 
 @pytest.mark.parametrize(
@@ -294,7 +407,7 @@ def test_experts_of_shoals_gpt_are_split_and_train_as_whole_ones(ranks: Callable
         (
             {"expert_parallel": {"expert_tensor_parallel_size": 4}},
             ConfigError,
-            "tensor_parallel_size: 4, and there are 2",
+            "tensor_parallel_size: 4 does not divide the 2 tensor-parallel ranks(.|\n)*write 1 or 2",
         ),
         ({"parallel": {"tp_grid": "2d"}}, ConfigError, "does not go with parallel.tp_grid"),
         ({"expert_parallel": {"autoep_size": 4}}, ConfigError, "4 does not divide the 2 ranks among which experts"),

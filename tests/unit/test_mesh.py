@@ -17,7 +17,7 @@ AXES = get_args(Axis)
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(shoal.mesh)
-    assert result.attempted == 12
+    assert result.attempted == 16
     assert result.failed == 0
 
 

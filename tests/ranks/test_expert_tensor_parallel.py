@@ -125,14 +125,6 @@ def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
     return config(stage, gradient_clipping=0.1, parallel=parallel, expert_parallel=experts, units=UNITS, **more)
 
 
-def folded(form: str, stage: int, ep: int, *, tp: int = 4, etp: int = 2, dense: bool = False) -> dict[str, Any]:
-    """Of ``tp`` tensor-parallel ranks, groups of ``etp`` hold different experts."""
-    made = settings(form, stage, ep)
-    made["parallel"].update({"tp": tp, **({"tp_plan": DENSE_PLAN} if dense else {})})
-    made["expert_parallel"]["expert_tensor_parallel_size"] = etp
-    return made
-
-
 def alone(
     form: str,
     num_batch_ranks: int,
@@ -238,88 +230,6 @@ def test_a_sequence_that_is_split_over_the_same_ranks_gives_the_parameters_of_on
         of_hidden = dict.fromkeys(("experts tokens", "experts outputs backward"), tokens * WIDTH * 4)
         assert found == {**of_pairs, **of_hidden}
         assert len([label for label, _ in sent if label in found]) == 4 * 2 * STEPS  # in each of two layers
-
-
-@pytest.mark.parametrize("form", ["listed", "stacked"])
-@pytest.mark.parametrize(
-    ("size", "tp", "etp", "ep", "stage", "accumulation", "more"),
-    [
-        (4, 4, 2, 1, 0, 1, {}),
-        (4, 4, 2, 2, 1, 2, {}),
-        (8, 4, 2, 1, 3, 2, {}),
-        (8, 4, 2, 2, 0, 1, {}),
-        (8, 4, 2, 4, 2, 2, {}),
-        (8, 4, 2, 2, 3, 1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-        (8, 4, 2, 2, 1, 1, {"parallel": {"dp_replicate": 2}}),
-        (8, 8, 4, 2, 2, 1, {}),
-        (8, 8, 2, 4, 3, 1, {}),
-        (8, 8, 2, 2, 3, 1, {}),
-    ],
-)
-def test_experts_split_over_some_tensor_parallel_ranks_end_where_one_process_ends(
-    form: str,
-    size: int,
-    tp: int,
-    etp: int,
-    ep: int,
-    stage: int,
-    accumulation: int,
-    more: dict[str, Any],
-    ranks: Callable[..., Any],
-) -> None:
-    expected, norm = alone(form, size // tp, accumulation=accumulation)
-
-    def rank() -> tuple[dict[str, Any], float, dict[str, tuple[int, ...]]]:
-        made = folded(form, stage, ep, tp=tp, etp=etp) | {"gradient_accumulation_steps": accumulation}
-        for section, keys in more.items():
-            made[section].update(keys)
-        engine = start_with(make(partial(Model, form, ep, asks=False)), made)
-        shapes = {name: tuple(parameter.shape) for name, parameter in engine.module.named_parameters()}
-        train(engine, range(STEPS))
-        return engine.module_state_dict(), engine.get_global_grad_norm(), shapes
-
-    for values, found_norm, shapes in ranks(size, rank):
-        assert_close(values, expected)
-        assert found_norm == pytest.approx(norm, rel=1e-6)
-        if form == "listed":
-            of_expert = "experts.layers.1.moe.deepspeed_moe.experts.deepspeed_experts.0."
-            assert shapes[f"{of_expert}gate_proj.weight"] == (20 // etp, WIDTH)
-            assert shapes[f"{of_expert}down_proj.weight"] == (WIDTH, 20 // etp)
-        else:
-            assert shapes["experts.layers.0.mlp.experts.gate_up_proj"] == (4 // ep, WIDTH, 40 // etp)
-            assert shapes["experts.layers.1.mlp.experts.down_proj"] == (4 // ep, WIDTH, 20 // etp)
-            assert shapes["experts.layers.0.mlp.experts.down_proj_bias"] == (4 // ep, WIDTH)
-
-
-@pytest.mark.parametrize("form", ["listed", "stacked"])
-@pytest.mark.parametrize(
-    ("size", "ep", "stage", "accumulation"), [(4, 1, 0, 1), (4, 2, 2, 2), (8, 1, 3, 2), (8, 1, 1, 1), (8, 4, 3, 1)]
-)
-def test_experts_split_over_some_ranks_of_a_split_sequence_end_where_one_process_ends(
-    form: str, size: int, ep: int, stage: int, accumulation: int, ranks: Callable[..., Any]
-) -> None:
-    """Each group gathers its own tokens only."""
-    options = {"drops": False, "has_dense": form == "stacked"}
-    expected, norm = alone(form, size // 4, length=4, accumulation=accumulation, **options)
-
-    def rank() -> tuple[dict[str, Any], float, list[tuple[str, str, int]]]:
-        made = folded(form, stage, ep, dense=form == "stacked") | {"gradient_accumulation_steps": accumulation}
-        made["parallel"]["tp_sequence_parallel"] = True
-        engine = start_with(make(partial(Model, form, ep, asks=False, **options)), made)
-        with current_world().recorder.recording() as entries:
-            train(engine, range(STEPS), length=4)
-        sent = [(entry.axis, entry.label, entry.nbytes) for entry in entries if entry.label.startswith("experts ")]
-        return engine.module_state_dict(), engine.get_global_grad_norm(), sent
-
-    for values, found_norm, sent in ranks(size, rank):
-        assert_close(values, expected)
-        assert found_norm == pytest.approx(norm, rel=1e-6)
-        tokens = tokens_of(0, 0, size // 4, 4)[0].numel() // 4  # of each rank
-        labels = ("experts experts of tokens", "experts weights", "experts tokens", "experts outputs backward")
-        of_pair = [(axis, label, nbytes) for axis, label, nbytes in sent if label in labels]
-        sizes = (tokens * 2 * 8, tokens * 2 * 4, tokens * WIDTH * 4, tokens * WIDTH * 4)
-        assert set(of_pair) == {("etp", label, nbytes) for label, nbytes in zip(labels, sizes, strict=True)}
-        assert len(of_pair) == 4 * 2 * STEPS * accumulation  # in each of two layers
 
 
 @pytest.mark.parametrize(

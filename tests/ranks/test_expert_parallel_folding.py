@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shoal
 from shoal.comm.world import current_world
@@ -21,6 +22,8 @@ from shoal.mesh import Mesh
 from shoal.models import GPT, GPTConfig
 from shoal.parallel.expert.held import modules_with_experts
 from shoal.parallel.expert.stacked import ExpertFeedForward
+from shoal.sharding.layout import ParameterSpec
+from shoal.zero.build_plan import ModelParts
 from tests.ranks.expert_layers import TOP_K, WIDTH
 from tests.ranks.models import VOCABULARY
 from tests.ranks.test_expert_tensor_parallel import (
@@ -131,10 +134,8 @@ def test_experts_split_over_some_ranks_of_a_split_sequence_end_where_one_process
 
 
 @pytest.mark.parametrize("ep", [1, 2])
-def test_a_sum_of_ranks_that_do_not_divide_an_expert_evenly_is_that_of_one_process(
-    ep: int, ranks: Callable[..., Any]
-) -> None:
-    """20 and 16 inner elements over 3 ranks. Rounds of the tensor-parallel plan's matrix products run in chunks."""
+def test_linears_of_experts_in_lists_need_not_divide_evenly_by_the_size(ep: int, ranks: Callable[..., Any]) -> None:
+    """20 and 16 inner elements over 3 ranks, with ``tp_overlap_comm``."""
     expected, norm = alone("listed", 1)
 
     def rank() -> tuple[dict[str, Any], float]:
@@ -455,3 +456,29 @@ def test_a_layer_that_asks_for_split_experts_means_all_tensor_parallel_ranks(ran
         return tuple(engine.module.get_parameter(f"experts.layers.1.moe.{OF_EXPERT}0.gate_proj.weight").shape)
 
     assert ranks(4, rank) == [(5, WIDTH)] * 4
+
+
+def test_divided_lists_start_with_the_values_of_the_first_rank_of_each_group(ranks: Callable[..., Any]) -> None:
+    def rank() -> dict[str, Any]:
+        mesh, own = Mesh.of(4, tp=4, ep=2, etp=2), current_world().rank
+        model = make(partial(Model, "listed", 2, asks=False))
+        for name, parameter in model.named_parameters():
+            if OF_EXPERT in name:
+                place = int(name.partition(OF_EXPERT)[2].partition(".")[0])
+                nn.init.constant_(parameter, 2 * mesh.index("ep", own) + place + 0.5 * mesh.index("etp", own))
+        return start_with(model, folded("listed", 1, 2)).module_state_dict()
+
+    for values in ranks(4, rank):
+        for name, value in values.items():
+            if OF_EXPERT in name:
+                expert = int(name.partition(OF_EXPERT)[2].partition(".")[0])
+                assert torch.equal(value, torch.full_like(value, expert)), name
+
+
+def test_units_are_made_of_the_mean_size_of_the_parts_on_every_rank() -> None:
+    """Ranks hold 2, 2 and 1 rows of 5; the sizes by which units are cut are the same on all."""
+    parameters = {name: nn.Parameter(torch.empty(2, 8)) for name in ("dense", "folded", "expert", "whole")}
+    local = {name: ParameterSpec.along(name, (5, 8), 0, ((0, 2),)) for name in ("dense", "folded", "expert")}
+    parts = ModelParts(local, experts={"expert": "etp"}, folded=frozenset({"folded", "expert"}))
+    sizes = parts.sizes(parameters, Mesh.of(6, tp=6, ep=2, etp=3))
+    assert [sizes[id(parameter)] for parameter in parameters.values()] == [7, 14, 14, 16]

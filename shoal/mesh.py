@@ -18,8 +18,10 @@ parts of these:
     sequence      cp x sp                         see other parts of the same samples
     pipeline_stage  all but pp                    hold the same layers
     model         pp x tp                         hold other parts of one copy of the model
-    ep            runs of ep of fsdp x tp         hold different experts
-    expert_dp     every ep-th rank of fsdp x tp   shard one expert: fsdp x tp = expert_dp x ep
+    etp           runs of etp of tp               hold other parts of one expert: tp = tp_fold x etp
+    tp_fold       every etp-th rank of tp         take other tokens to the experts
+    ep            runs of ep of fsdp x tp_fold    hold different experts
+    expert_dp     every ep-th of fsdp x tp_fold   shard one expert: fsdp x tp_fold = expert_dp x ep
     expert_model  ep x etp                        hold other parts of one copy of a layer's experts
     expert_data   dp_replicate x expert_dp        hold the same experts
     tied:0,3      stages 0 and 3 of pp            hold copies of one tied weight
@@ -28,7 +30,7 @@ parts of these:
 
 With ``etp`` 1 experts are not split over ``tp``: its ranks take different tokens to them (Megatron-LM's parallel
 folding). With ``etp = tp`` each rank of ``tp`` holds a part of each expert, and ``ep`` and ``expert_dp`` are made of
-``fsdp`` alone.
+``fsdp`` alone. In between, each expert is split over ``etp`` neighbours, and each run of them takes different tokens.
 
 A group's first rank is the first member of its axis; every group is that rank plus fixed offsets.
 
@@ -45,6 +47,11 @@ A group's first rank is the first member of its axis; every group is that rank p
     >>> mesh.groups("ep"), mesh.groups("expert_dp")
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2, 4, 6), (1, 3, 5, 7)))
     >>> mesh = Mesh.of(8, tp=2, ep=2, etp=2)
+    >>> mesh.groups("ep"), mesh.groups("expert_dp")
+    (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
+    >>> mesh = Mesh.of(8, tp=4, ep=2, etp=2)
+    >>> mesh.groups("etp"), mesh.groups("tp_fold")
+    (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
     >>> mesh.groups("ep"), mesh.groups("expert_dp")
     (((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)))
     >>> Mesh.of(8, tp=8).groups(factor_axis("tp", (2, 4), (0,)))
@@ -64,8 +71,8 @@ from shoal.errors import ConfigError
 
 Axis = Literal[
     "pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep",
-    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "expert_dp", "expert_data", "expert_model",
-    "world",
+    "fsdp", "dp", "batch", "loss", "sequence", "model", "pipeline_stage", "etp", "tp_fold", "expert_dp", "expert_data",
+    "expert_model", "world",
 ]  # fmt: skip
 
 _SLOWEST_FIRST = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -127,10 +134,10 @@ class Mesh:
     """The degree of each axis; see the module.
 
     Args:
-        etp: the ranks over which one expert is split: 1, or all of ``tp``.
+        etp: the ranks over which one expert is split. It divides ``tp``.
 
-    Raises: ConfigError: a degree below 1, or an ``ep`` that does not divide
-        ``dp_shard x cp x sp x tp / etp``; another ``etp``.
+    Raises: ConfigError: a degree below 1, an ``etp`` that does not divide ``tp``, or an ``ep`` that does not divide
+        ``dp_shard x cp x sp x tp / etp``.
     """
 
     pp: int = 1
@@ -143,7 +150,7 @@ class Mesh:
     etp: int = field(default=1, repr=False)
 
     def __post_init__(self) -> None:
-        for axis in (*_SLOWEST_FIRST, "ep"):
+        for axis in (*_SLOWEST_FIRST, "ep", "etp"):
             if self._degree(axis) < 1:
                 raise ConfigError(
                     f"the mesh axis {axis!r} has degree {self._degree(axis)}",
@@ -151,18 +158,17 @@ class Mesh:
                     do=f"give {axis!r} a degree of 1 or more.",
                     code="mesh-degree",
                 )
-        if self.etp not in (1, self.tp):
+        if self.tp % self.etp:
             raise ConfigError(
-                f"one expert is split over {self.etp} ranks, and tp is {self.tp}",
+                f"one expert is split over {self.etp} ranks, which does not divide tp={self.tp}",
                 where=repr(self),
-                do=f"split experts over {' or '.join(map(str, sorted({1, self.tp})))} ranks"
-                " (expert_parallel.expert_tensor_parallel_size).",
+                do=f"split experts over {divisors_text(self.tp)} ranks (expert_parallel.expert_tensor_parallel_size).",
                 code="mesh-size",
             )
         if self.expert_ranks % self.ep:
-            product, degrees = "dp_shard x cp x sp x tp", f"{self.dp_shard} x {self.cp} x {self.sp} x {self.tp}"
-            if self.etp > 1:
-                product, degrees = product.removesuffix(" x tp"), degrees.removesuffix(f" x {self.tp}")
+            product = degrees = expert_ranks_text(self.tp, self.etp)
+            for axis in ("dp_shard", "cp", "sp", "tp"):
+                degrees = degrees.replace(axis, str(self._degree(axis)))
             raise ConfigError(
                 f"ep={self.ep} does not divide {product} = {degrees} = {self.expert_ranks}",
                 where=repr(self),
@@ -239,9 +245,13 @@ class Mesh:
         return self.dp_shard * self.cp * self.sp
 
     @property
+    def tp_fold(self) -> int:
+        return self.tp // self.etp
+
+    @property
     def expert_ranks(self) -> int:
         """The ranks that divide and shard a layer's experts, of each coordinate on ``etp``."""
-        return self.fsdp * self.tp // self.etp
+        return self.fsdp * self.tp_fold
 
     def size(self, axis: Axis | str) -> int:
         """How many ranks lie along ``axis``. Of a tied axis: the ranks of the stages that it names."""
@@ -324,6 +334,8 @@ class Mesh:
                 return self.tp
             case "ep":
                 return self.ep
+            case "etp":
+                return self.etp
         raise ConfigError(
             f"the mesh has no axis {axis!r}",
             do=f"use one of {', '.join(get_args(Axis))}, tied_axis(pipeline stages) or factor_axis(...).",
@@ -336,10 +348,15 @@ class Mesh:
 
     def _extents(self, axis: str) -> tuple[_Extent, ...]:
         """The axis as nested runs of ranks, the slowest first. ``dp_shard``, ``cp`` and ``sp`` are neighbours."""
-        if axis == "ep":
-            return (_Extent(self.etp, self.ep),)
-        if axis == "expert_model":
-            return (_Extent(1, self.ep * self.etp),)
+        match axis:
+            case "etp":
+                return (_Extent(1, self.etp),)
+            case "tp_fold":
+                return (_Extent(self.etp, self.tp_fold),)
+            case "ep":
+                return (_Extent(self.etp, self.ep),)
+            case "expert_model":
+                return (_Extent(1, self.ep * self.etp),)
         if axis in ("expert_dp", "expert_data"):
             shard = _Extent(self.ep * self.etp, self.expert_ranks // self.ep)
             return (shard,) if axis == "expert_dp" else (*self._extents("dp_replicate"), shard)
@@ -406,6 +423,21 @@ def _groups(mesh: Mesh, axis: str) -> tuple[tuple[int, ...], ...]:
         for first in range(mesh.world_size)
         if all(first // stride % degree == 0 for stride, degree in extents)
     )
+
+
+def expert_ranks_text(tp: int, etp: int) -> str:
+    """What the ranks that divide a layer's experts are made of."""
+    return "dp_shard x cp x sp" + (" x tp" if etp == 1 else "" if etp == tp else f" x tp / {etp}")
+
+
+def divisors_text(number: int) -> str:
+    """What divides a number, in words.
+
+    >>> divisors_text(4), divisors_text(2), divisors_text(1)
+    ('1, 2 or 4', '1 or 2', '1')
+    """
+    *first, last = [str(value) for value in range(1, number + 1) if number % value == 0]
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _product_text(degrees: dict[str, int]) -> str:

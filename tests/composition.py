@@ -32,8 +32,8 @@ def _run(**fields: Any) -> dict[str, Any]:
     return {"run": fields}
 
 
-def _tp(**keys: Any) -> dict[str, Any]:
-    return {"parallel": {"tp": 2, "tp_plan": _PLAN, **keys}, **_run(tp=2)}
+def _tp(size: int = 2, **keys: Any) -> dict[str, Any]:
+    return {"parallel": {"tp": size, "tp_plan": _PLAN, **keys}, **_run(tp=size)}
 
 
 def _experts(ep: int, **keys: Any) -> dict[str, Any]:
@@ -154,6 +154,14 @@ AXES: dict[str, Values] = {
         "unused": {"parallel": {"tp_plan": {"spare": "replicate"}}, **_run(spare="unused")},
         "frozen": _run(spare="frozen"),
     },
+}
+
+# Each expert is split over two of four tensor-parallel ranks.
+FOLDED: dict[str, Values] = {
+    **AXES,
+    "heads": {"8": _run(heads=8)},
+    "tp": {"4": _tp(4), "4 split": _tp(4, tp_sequence_parallel=True, tp_loss_parallel=True)},
+    "experts": {f"ep {ep}": _experts(ep, expert_tensor_parallel_size=2) for ep in (1, 2, 4)},
 }
 
 

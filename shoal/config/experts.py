@@ -25,7 +25,7 @@ class ExpertParallel(Section):
     enabled: bool = key(False, "divide the experts of the model's mixture-of-experts layers among ranks")
     autoep_size: int = key(1, "expert-parallel ranks", ge=1)
     expert_tensor_parallel_size: int = key(
-        1, "ranks over which each expert is split: 1, or all tensor-parallel ranks", ge=1
+        1, "tensor-parallel ranks over which each expert is split; a divisor of their number", ge=1
     )
     preset_model: str | None = key(
         None, f"names of a model family's layers: {', '.join(PRESETS)}; null: found from the model"

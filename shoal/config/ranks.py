@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shoal.config.problems import Problem
 from shoal.config.schema import Schema
 from shoal.errors import ConfigError
-from shoal.mesh import Mesh
+from shoal.mesh import Mesh, divisors_text, expert_ranks_text
 
 HPZ = "zero_optimization.zero_hpz_partition_size"
 MODEL_AXES = ("pp", "cp", "sp", "tp")  # along which ranks see the same samples
@@ -119,12 +119,14 @@ def _shard_problems(config: Schema, dp: int) -> Iterator[Problem]:
         yield Problem(HPZ, what, "set one of them.", code="mesh")
     ep = max(_asked(config)["ep"].values(), default=1)
     split, tp = config.expert_parallel.expert_tensor_parallel_size, degrees.get("tp", 1)
-    if split not in (1, tp):
-        what = f"{split}, and there are {tp} tensor-parallel ranks: an expert is split over all of them, or over none."
-        do = f"write {' or '.join(map(str, sorted({1, tp})))}."
+    if tp % split:
+        what = f"{split} does not divide the {tp} tensor-parallel ranks, over groups of which an expert is split."
+        if tp == 1:
+            what = f"{split}, and there is 1 tensor-parallel rank."
+        do = f"write {divisors_text(tp)}."
         yield Problem("expert_parallel.expert_tensor_parallel_size", what, do, code="mesh")
         return
-    holders, product = fsdp * tp // split, "dp_shard x cp x sp" + (" x tp" if split == 1 else "")
+    holders, product = fsdp * tp // split, expert_ranks_text(tp, split)
     if not groups and holders % ep:
         fits = ", ".join(str(each) for each in range(1, holders + 1) if holders % each == 0)
         what = f"{ep} does not divide the {holders} ranks among which experts are divided ({product})."

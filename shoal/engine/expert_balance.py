@@ -115,9 +115,8 @@ class ExpertBalance:
 
     def _copies(self, layer: _BalancedLayer) -> int:
         """How many ranks have counted the same tokens."""
-        tp, held = self._axes.tp, layer.held
-        has_own = held.same_tokens is not None or (held.has_split_sequence and not held.is_split)
-        return 1 if tp is None or has_own else tp.size
+        held, mesh = layer.held, self._axes.mesh
+        return mesh.etp if held.same_tokens is not None or held.has_split_sequence else mesh.tp
 
     def _by_layer(self, loads: torch.Tensor) -> list[torch.Tensor]:
         return list(loads.split([layer.held.num_experts for layer in self._layers]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -14,9 +14,9 @@ from shoal.comm.world import current_world
 from shoal.config import Config
 from shoal.config.parallel import PartitionConfig
 from shoal.errors import ConfigError, ModelError
-from shoal.mesh import Mesh, factor_axis
+from shoal.mesh import factor_axis
 from shoal.parallel.expert.divide import divide
-from shoal.parallel.expert.held import modules_with_experts
+from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.parallel.expert.tensor import complete_plan, split_stacks, without_experts
 from shoal.parallel.tensor.apply import parallelize
 from shoal.parallel.tensor.grid import Grid
@@ -37,7 +37,7 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
     comm = axes.tp
     if comm is None:
         return ModelParts()
-    declared = declared_parts(model, comm)
+    declared, etp = declared_parts(model, comm), axes.etp
     owners = {name: OWNERS.get(parameter) for name, parameter in model.named_parameters()}
     lost = [
         name
@@ -52,11 +52,11 @@ def parts_of(model: nn.Module, axes: Axes, config: Config, device: torch.device)
             do="hand over a model that zero.Init has sharded whole, over all ranks; initialize() splits it.",
             code="tensor-parallel-init",
         )
-    synchronize_whole(model, declared, comm, device, splits_experts=axes.mesh.etp > 1)
-    parts = declared if declared.local else split(model, comm, axes.mesh, config)
-    if axes.mesh.etp == 1:
-        return parts
-    return replace(parts, local={**parts.local, **split_stacks(model, comm)})
+    synchronize_whole(model, declared, comm, device, etp)
+    if etp is not None and etp is not comm:
+        _check_declared(model, declared, etp)
+    parts = declared if declared.local else split(model, axes, config)
+    return parts if etp is None else replace(parts, local={**parts.local, **split_stacks(model, etp)})
 
 
 def with_experts(
@@ -70,13 +70,13 @@ def with_experts(
     Returns: ``parts`` with those of the experts; the axes, with the ranks that hold parameters of other names.
     Raises: ModelError, ConfigError: the model has no experts to divide, or they do not fit the ranks.
     """
-    same_tokens = None if axes.mesh.etp > 1 else axes.tp
-    specs = divide(model, axes.ep, same_tokens, axes.pp, parts.local)
+    specs = divide(model, axes.ep, axes.tp_fold, axes.pp, parts.local)
     experts: dict[str, ExpertAxis] = dict.fromkeys(specs, "ep")
-    for prefix, module, held in modules_with_experts(model):
-        for name in (f"{prefix}.{inner}" for inner, _ in module.named_parameters()):
-            if name in specs and name in parts.local:
-                experts[name] = "tp" if held.form == "listed" else "expert_model"
+    for name, held in _parameters_of_experts(model):
+        if name in specs and name in parts.local:
+            experts[name] = "etp" if held.form == "listed" else "expert_model"
+    is_folded = axes.etp is not None and axes.tp_fold is not None
+    folded = frozenset(name for name, _ in _parameters_of_experts(model) if is_folded)
     if axes.mesh.etp == 1 and (split := [name for name in experts if experts[name] != "ep"]):
         raise ModelError(
             f"{split[0]} is of one expert, and is split over {axes.tp.size if axes.tp else 1} tensor-parallel ranks,"
@@ -89,7 +89,14 @@ def with_experts(
     hierarchy = _two_steps(axes, config.expert_parallel.ranks_per_node, hosts) if specs else None
     for _, _, held in modules_with_experts(model):
         held.hierarchy = hierarchy if held.ep_size > 1 else None
-    return replace(parts, local={**parts.local, **specs}, experts=experts), named
+    return replace(parts, local={**parts.local, **specs}, experts=experts, folded=folded), named
+
+
+def _parameters_of_experts(model: nn.Module) -> Iterator[tuple[str, ExpertsHeld]]:
+    """By name, in this rank's model."""
+    for prefix, module, held in modules_with_experts(model):
+        for name, _ in module.named_parameters():
+            yield f"{prefix}.{name}", held
 
 
 def _two_steps(
@@ -125,15 +132,17 @@ def _two_steps(
     return local, node
 
 
-def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> ModelParts:
+def split(model: nn.Module, axes: Axes, config: Config) -> ModelParts:
     """Split a model by the config's plan, or by the model's own."""
+    comm, etp, mesh = axes.tp, axes.etp, axes.mesh
+    assert comm is not None
     asked, partition = config.parallel, config.tensor_parallel.partition_config or PartitionConfig()
     plan = asked.tp_plan
     if plan == "auto":
         specs = [spec.model_dump() for spec in partition.layer_specs]
-        keep = partial(without_experts, model) if mesh.etp == 1 else dict
+        keep = partial(without_experts, model) if etp is None else dict
         plan = plan_for(model, layer_specs=specs, use_default_specs=partition.use_default_specs, keep=keep)
-    if mesh.etp > 1:
+    if etp is not None:
         _check_expert_split(config)
         plan = complete_plan(model, plan)
     if asked.tp_grid != "1d":
@@ -154,12 +163,27 @@ def split(model: nn.Module, comm: Communicator, mesh: Mesh, config: Config) -> M
         loss_parallel=asked.tp_loss_parallel,
         strict=partition.strict_mode,
         overlap=config.tensor_parallel.tp_overlap_comm,
-        whole_inputs=[name for name, _, _ in modules_with_experts(model)] if mesh.etp > 1 else [],
+        inner={} if etp is None else {name: etp for name, _, _ in modules_with_experts(model)},
     )
     for name, _, held in modules_with_experts(model):
         held.region = None if found.region_of is None else found.region_of(name)
-        held.is_split = mesh.etp > 1
-    return ModelParts(found.parts, found.partial)
+        held.etp = etp
+    # Ranks along ``tp_fold`` have other tokens; those along ``etp`` have gathered theirs.
+    folded = etp is not None and axes.tp_fold is not None
+    own = {name for name, held in _parameters_of_experts(model) if folded and held.has_split_sequence}
+    return ModelParts(found.parts, found.partial | own)
+
+
+def _check_declared(model: nn.Module, declared: ModelParts, etp: Communicator) -> None:
+    """Raises: ModelError: experts are split over all tensor-parallel ranks already."""
+    found = next((name for name, _ in _parameters_of_experts(model) if name in declared.local), None)
+    if found is not None:
+        raise ModelError(
+            f"{found} is split over all tensor-parallel ranks already, and expert_tensor_parallel_size is {etp.size}.",
+            do="set expert_parallel.expert_tensor_parallel_size to the number of these ranks; or hand over a model"
+            " whose experts are whole.",
+            code="tensor-parallel-plan",
+        )
 
 
 def _check_expert_split(config: Config) -> None:
@@ -217,28 +241,27 @@ def _part(name: str, parameter: nn.Parameter, shapes: list[list[int]], comm: Com
 
 
 def synchronize_whole(
-    model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device, *, splits_experts: bool = False
+    model: nn.Module, parts: ModelParts, comm: Communicator, device: torch.device, etp: Communicator | None
 ) -> None:
     """Give the buffers, the parameters that are not split and the default random numbers the first rank's values.
 
     Dropout on activations that all tensor-parallel ranks hold must be the same on all of them.
 
-    Communicates: a broadcast of each over the tensor-parallel axis.
+    Args:
+        etp: the ranks that hold the same experts, where others hold other ones; None: there is one.
+
+    Communicates: a broadcast of each over the tensor-parallel axis; of divided experts over ``etp``.
     """
-    experts = {
-        f"{prefix}.{name}"
-        for prefix, m, held in modules_with_experts(model)
-        if held.ep_size > 1 and not splits_experts
-        for name, _ in m.named_parameters()
-    }
+    divided = {name for name, held in _parameters_of_experts(model) if held.ep_size > 1}
     # zero.Init's are rank 0's
-    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None and name not in experts]
+    named = [(name, p) for name, p in model.named_parameters() if OWNERS.get(p) is None]
     tensors = {name: p.data for name, p in named if name not in parts.local}
     with torch.no_grad():
         for name, tensor in [*tensors.items(), *model.named_buffers()]:
-            if not tensor.is_meta and tensor.numel():
+            ranks = etp if name in divided else comm
+            if ranks is not None and not tensor.is_meta and tensor.numel():
                 flat = tensor.detach().to(device).reshape(-1).clone()
-                comm.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name).drain()
+                ranks.broadcast(flat.view(torch.uint8) if flat.dtype == torch.bool else flat, 0, label=name).drain()
                 tensor.copy_(flat.view(tensor.shape))
     seeds = comm.gather_objects(torch.initial_seed(), label="seed")
     if comm.rank:

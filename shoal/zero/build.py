@@ -238,8 +238,8 @@ class _Builder:
             disk=self.disks.parameters if is_on_disk else None,
             copies=self.copies,
         )
-        tp = next((comm for comm in axes.replicas if comm is self.plan.axes.tp), None)
-        values = _fill(buffer, planned.names, self.materializer, axes.data, tp)
+        same = self.plan.axes.same_in(axes.replicas)
+        values = _fill(buffer, planned.names, self.materializer, axes.data, same)
         if not planned.is_trained:
             buffer.unpin_shard()
             return ParameterGroup(row, buffer, replicas=axes.replicas, parts=axes.parts)
@@ -296,18 +296,18 @@ def _fill(
     names: Sequence[str],
     materializer: Materializer,
     data: Communicator,
-    tp: Communicator | None,
+    same: Communicator | None,
 ) -> torch.Tensor:
     """Move the parameters' values into the buffer.
 
     Args:
         names: of the parameters, in this rank's model.
         data: the ranks that hold the same parameters.
-        tp: the tensor-parallel ranks, where all of them hold these parameters. They have the same values, except of
-            parameters that came from the meta device, which each rank has initialized.
+        same: the tensor-parallel ranks that hold these parameters too; None: there are none. They have the same values,
+            except of parameters that came from the meta device, which each rank has initialized.
 
     Communicates: a broadcast of the first rank's values over ``data``; none where all of them were put together from
-        the ranks' shards. Over ``tp``, one of parameters that came from the meta device.
+        the ranks' shards. Over ``same``, one of parameters that came from the meta device.
     Returns: the whole buffer in the widest dtype that a parameter came in, for the main parameters.
     """
     widest = buffer.dtype
@@ -323,8 +323,8 @@ def _fill(
     buffer.attach_views()  # frees the model's own copy
     if not are_alike:
         materializer.transfer_over(data).broadcast(values, buffer.label)
-    if tp is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
-        tp.broadcast(values, 0, label=buffer.label).drain()
+    if same is not None and any(id(parameter) in materializer.came_as_meta for parameter in buffer.parameters):
+        same.broadcast(values, 0, label=buffer.label).drain()
     if values is not buffer.full:
         buffer.full.copy_(values)
     if buffer.is_sharded:

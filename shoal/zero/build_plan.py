@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from shoal.comm.protocol import Communicator
+from shoal.mesh import Mesh
 from shoal.parallel.expert.held import ExpertsHeld, modules_with_experts
 from shoal.sharding.layout import BufferLayout, ParameterSpec, lay_out
 from shoal.sharding.memory_model import GroupMemory
@@ -29,6 +30,8 @@ class ModelParts:
             that have another name in the whole model.
         experts: by name, the parameters of experts, and the axis along which ranks hold parts of one tensor: each
             rank along ``ep`` holds other experts.
+        folded: names of parameters of experts that are split over ``etp``, a part of ``tp``: of those that are not
+            divided, ranks along ``tp_fold`` hold the same.
         partial: names of parameters that all of them hold, and of whose gradient each has a summand.
         tied: by name, the pipeline stages that hold copies of a parameter, each with a summand of its gradient.
         whole: the modules of the whole model, of which this is a pipeline stage.
@@ -37,17 +40,20 @@ class ModelParts:
     local: Mapping[str, ParameterSpec] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     experts: Mapping[str, ExpertAxis] = field(default_factory=dict)
+    folded: frozenset[str] = frozenset()
     tied: Mapping[str, Communicator] = field(default_factory=dict)
     whole: Sequence[tuple[str, nn.Module]] = ()
 
-    def sizes(self, parameters: Mapping[str, nn.Parameter], num_ranks: int) -> dict[int, int]:
+    def sizes(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> dict[int, int]:
         """The elements of each parameter by ``id``; of a part, the mean over the ranks, which is the same on all.
 
         Ranks whose parts differ in size so get the same units and groups: groups of whole parameters communicate over
         the axis.
         """
-        split = {name: spec for name, spec in self.local.items() if name not in self.experts}
-        means = {name: -(-spec.global_numel // num_ranks) for name, spec in split.items()}
+        split = {name: spec for name, spec in self.local.items() if self.experts.get(name, "etp") == "etp"}
+        of_experts = self.folded | self.experts.keys()
+        ranks = {name: mesh.etp if name in of_experts else mesh.tp for name in split}
+        means = {name: -(-spec.global_numel // ranks[name]) for name, spec in split.items()}
         return {id(parameter): means.get(name, parameter.numel()) for name, parameter in parameters.items()}
 
 
@@ -105,7 +111,7 @@ class BuildPlan:
     ) -> BuildPlan:
         """The plan of a model. Args: as of ``build``; ``group_of``: the optimizer's group by ``id`` of a parameter."""
         parameters = dict(model.named_parameters())
-        sizes = parts.sizes(parameters, 1 if axes.tp is None else axes.tp.size)
+        sizes = parts.sizes(parameters, axes.mesh)
         keeps_rows = frozenset(name for name, p in parameters.items() if p.dim() == 2 and id(p) in (sparse or ()))
         sends_rows = sparse_names(model, takes_all=settings.sparse_gradients) | keeps_rows
         return cls(parameters, group_of, settings, precision, axes, parts, sizes, sends_rows, keeps_rows)
@@ -137,6 +143,7 @@ class BuildPlan:
                 is_state_sharded=self.settings.stage > 0,
                 tied=self.parts.tied.get(first),
                 expert=self.parts.experts.get(first),
+                is_folded=first in self.parts.folded,
             )
             row = row_of_stage(
                 self.settings.stage,
@@ -178,7 +185,8 @@ class BuildPlan:
             parameter, is_trained = self.parameters[name], self.is_trained(name)
             sent = self.precision.reduce_dtypes.get(name) if is_trained else None
             own = name if name in self.parts.tied or (is_trained and name in self.sends_rows) else None
-            axes = name in self.parts.local, name in self.parts.partial, self.parts.experts.get(name)
+            names = self.parts.local, self.parts.partial, self.parts.folded
+            axes = self.parts.experts.get(name), *(name in each for each in names)
             parts = kinds.setdefault((self.precision.of(parameter), is_trained, sent, own, axes), [[]])
             numel = sum(self.sizes[id(self.parameters[member])] for member in parts[-1])
             if parts[-1] and limit is not None and numel + self.sizes[id(parameter)] > limit:

@@ -92,8 +92,8 @@ class EngineParameters(ParameterOwner):
             axes.expert_data.broadcast(value, place, label=buffer.label).drain()
         else:
             axes.data.broadcast(value, axes.mesh.index("loss", source), label=buffer.label).drain()
-        if axes.tp is not None and axes.tp in group.replicas:
-            axes.tp.broadcast(value, axes.mesh.index("tp", source), label=buffer.label).drain()
+        if (same := axes.same_in(group.replicas)) is not None:
+            same.broadcast(value, axes.mesh.index(same.axis, source), label=buffer.label).drain()
         buffer.comm.drain()
         if part is None:
             return

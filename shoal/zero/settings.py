@@ -17,7 +17,7 @@ from shoal.sharding.placement import Tier
 from shoal.streams import is_accelerator
 from shoal.zero.offload_policy import Tiers, from_config
 
-ExpertAxis = Literal["ep", "tp", "expert_model"]
+ExpertAxis = Literal["ep", "etp", "expert_model"]
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,8 @@ class Axes:
         ep: the ranks that hold different experts; None: there is one.
         expert_dp: the ranks that hold different shards of the same experts. With ``expert_data``, where ``ep`` is.
         expert_data: the ranks that hold the same experts.
+        etp: the ranks over which each expert is split; None: experts are whole.
+        tp_fold: the tensor-parallel ranks that hold the same parts of experts, or of other experts; None: there is one.
         expert_model: the ranks that hold other parts of one copy of a layer's experts, where each expert is split.
         names: the ranks that hold parameters of other names; None: all hold the same.
     """
@@ -164,6 +166,8 @@ class Axes:
     ep: Communicator | None = None
     expert_dp: Communicator | None = None
     expert_data: Communicator | None = None
+    etp: Communicator | None = None
+    tp_fold: Communicator | None = None
     expert_model: Communicator | None = None
     names: Communicator | None = None
     _pipeline_stage: Communicator | None = None  # None: the world
@@ -189,7 +193,7 @@ class Axes:
         world = data if mesh.world_size == data.size else open_axis("world")
         is_data_only = mesh.world_size == data.size * mesh.pp
         expert_dp = open_axis("expert_dp") if mesh.ep > 1 else None
-        pp = beside("pp")
+        pp, tp = beside("pp"), beside("tp")
         return cls(
             mesh,
             world,
@@ -198,13 +202,15 @@ class Axes:
             data if mesh.fsdp == data.size else open_axis("dp_shard" if mesh.fsdp == mesh.dp_shard else "fsdp"),
             beside("dp_replicate"),
             hpz,
-            beside("tp"),
+            tp,
             beside("sp"),
             beside("cp"),
             pp,
             beside("ep"),
             expert_dp,
             expert_dp if mesh.dp_replicate == 1 or expert_dp is None else open_axis("expert_data"),
+            tp if mesh.etp == mesh.tp else beside("etp"),
+            tp if mesh.etp == 1 else beside("tp_fold"),
             open_axis("expert_model") if mesh.ep > 1 and mesh.etp > 1 else None,
             pp,
             None if mesh.pp == 1 else data if is_data_only else open_axis("pipeline_stage"),
@@ -218,6 +224,7 @@ class Axes:
         is_state_sharded: bool,
         tied: Communicator | None = None,
         expert: ExpertAxis | None = None,
+        is_folded: bool = False,
     ) -> GroupAxes:
         """The axes of a group of parameters.
 
@@ -225,12 +232,19 @@ class Axes:
             expert: each expert-parallel rank holds other experts; along this axis, the parts of each tensor.
             is_split: each tensor-parallel rank holds another part of them.
             is_partial: the tensor-parallel ranks hold the same, and each has a summand of the gradient.
+            is_folded: of experts that are not divided: ``etp`` stands for ``tp`` in ``is_split``, and ``tp_fold`` in
+                ``is_partial``.
             tied: the pipeline stages that hold copies of them, each with a summand of the gradient; None: one does.
         """
         shard = "dp_shard" if self.mesh.fsdp == self.mesh.dp_shard else "fsdp"
         data, parts, comms = self.data, self.tp if is_split else None, {shard: self.shard}
+        same, summed = None if is_split else self.tp, self.tp if is_partial and not is_split else None
+        if is_folded:
+            parts, same = (self.etp, self.tp_fold) if is_split else (None, self.tp)
+            summed = self.tp_fold if is_partial else None
         if expert is not None and self.expert_dp is not None and self.expert_data is not None:
-            parts = {"ep": self.ep, "tp": self.tp, "expert_model": self.expert_model}[expert]
+            parts = {"ep": self.ep, "etp": self.etp, "expert_model": self.expert_model}[expert]
+            same, summed = self.etp if expert == "ep" else None, None
             shard, data, comms = "expert_dp", self.expert_data, {"expert_dp": self.expert_dp}
         if not is_state_sharded:
             comms = {shard: data}
@@ -238,22 +252,23 @@ class Axes:
         if is_state_sharded and self.replicate is not None:
             comms["dp_replicate"] = self.replicate
             replicas.append(self.replicate)
-        if shard == "expert_dp":
-            if self.mesh.etp > 1 and expert == "ep" and self.tp is not None:
-                replicas.append(self.tp)
-        elif self.tp is not None and not is_split:
-            replicas.append(self.tp)
-            if is_partial:
-                comms["tp"] = self.tp
+        if same is not None:
+            replicas.append(same)
+        if summed is not None:
+            comms[summed.axis] = summed
         if tied is not None:
             replicas.append(tied)
             comms[tied.axis] = tied
         return GroupAxes(shard, data, comms, tuple(replicas), parts)
 
+    def same_in(self, replicas: Sequence[Communicator]) -> Communicator | None:
+        """The tensor-parallel ranks among the replicas of a group: they hold the same; None: there are none."""
+        return next((comm for comm in replicas if comm in (self.tp, self.etp, self.tp_fold)), None)
+
     def distinct(self) -> list[Communicator]:
         """Each communicator of parameters, gradients and status once."""
         found = [self.world, self.data, self.shard, self.replicate, self.hpz, self.tp, self._pipeline_stage]
-        found += [self.ep, self.expert_dp, self.expert_data, self.expert_model]
+        found += [self.ep, self.expert_dp, self.expert_data, self.etp, self.tp_fold, self.expert_model]
         return list({id(comm): comm for comm in found if comm is not None}.values())
 
     def map(self, change: Callable[[Communicator], Communicator]) -> Axes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from shoal.errors import ShoalError
-from tests.composition import AXES, REFUSALS, Combination, covering, is_allowed, named, refused, settings_of
-from tests.composition_runs import check, train
+from tests.composition import AXES, FOLDED, REFUSALS, Combination, covering, is_allowed, named, refused, settings_of
+from tests.composition_runs import check, check_run, train
 
 PAIRS = covering(2)
 
@@ -31,6 +31,27 @@ VIRTUAL = {**{axis: next(iter(values)) for axis, values in AXES.items()}, "pp": 
 def test_gradients_reduced_between_passes_of_virtual_stages_are_summed_once_over_other_axes(more: Combination) -> None:
     """Three settings, of which pairs find no fault."""
     check({**VIRTUAL, **more})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stage": "1", "ranks": "1", "pp": "2", "schedule": "zbv", "tp": "4 split", "experts": "ep 2"},
+        {"stage": "2", "ranks": "1", "pp": "2", "tp": "4", "experts": "ep 1", "optimizer": "momentum"},
+        {"stage": "3", "ranks": "2", "tp": "4", "experts": "ep 4", "built": "zero.Init", "between": "resume"},
+        {"stage": "3", "ranks": "2", "tp": "4 split", "experts": "ep 1", "built": "zero.Init", "hybrid": "hpz"},
+        {"stage": "3", "ranks": "2", "tp": "4 split", "experts": "ep 2", "parameters": "host", "gathering": "late"},
+        {"stage": "2", "ranks": "2", "tp": "4 split", "experts": "ep 1", "hybrid": "replicas", "loss": "token"},
+        {"stage": "1", "ranks": "2", "tp": "4 split", "experts": "ep 2", "hybrid": "mics", "buckets": "narrow"},
+        {"stage": "3", "ranks": "1", "sp": "2", "tp": "4 split", "experts": "ep 2", "recompute": "blocks"},
+        {"stage": "0", "ranks": "1", "cp": "2", "tp": "4", "experts": "ep 4", "backward": "loss"},
+        {"stage": "2", "ranks": "2", "tp": "4 split", "experts": "ep 4", "precision": "bf16", "state": "host"},
+    ],
+    ids=str,
+)
+def test_experts_split_over_some_tensor_parallel_ranks_go_with_the_other_axes(more: Combination) -> None:
+    plain = {axis: next(iter(values)) for axis, values in FOLDED.items()}
+    check_run(*settings_of({**plain, "clipping": "yes", "accumulation": "2", **more}, FOLDED))
 
 
 @pytest.mark.parametrize(("combination", "code"), [pytest.param(c, code, id=named(c)) for c, code in refused()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -50,11 +51,15 @@ class Residual(nn.Module):
 
 
 class Listed(nn.Module):
-    """DeepSpeed's MoE layer: experts with two linears, and ones with three that a rule names."""
+    """DeepSpeed's MoE layer: experts with two linears, and ones with three that a rule names.
 
-    def __init__(self, ep_size: int, *, drops: bool = True) -> None:
+    Args:
+        asks: for experts that are split over all tensor-parallel ranks.
+    """
+
+    def __init__(self, ep_size: int, *, drops: bool = True, asks: bool = True) -> None:
         super().__init__()
-        options: dict[str, Any] = {"top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": True}
+        options: dict[str, Any] = {"top2_2nd_expert_sampling": False, "enable_expert_tensor_parallelism": asks}
         options["drop_tokens"] = drops
         gated = Gated(("gate_proj", "down_proj", "up_proj"))
         self.layers = nn.ModuleList(
@@ -69,9 +74,13 @@ class Listed(nn.Module):
 
 
 class Stacked(nn.Module):
-    """Stacked experts of Transformers' interface: with biases, transposed and interleaved; and as most have them."""
+    """Stacked experts of Transformers' interface: with biases, transposed and interleaved; and as most have them.
 
-    def __init__(self) -> None:
+    Args:
+        has_dense: a feed-forward layer comes first, which the plan splits.
+    """
+
+    def __init__(self, *, has_dense: bool = False) -> None:
         super().__init__()
         settings = [{"is_transposed": True, "has_gate": True}, {"is_transposed": False, "has_gate": False}]
         self.layers = nn.ModuleList(Block("mlp", StackLayer(SimpleNamespace(**each))) for each in settings)
@@ -79,6 +88,8 @@ class Stacked(nn.Module):
             layer.mlp.experts.is_concatenated = False
             for parameter in layer.mlp.experts.parameters():
                 nn.init.normal_(parameter, std=0.3)
+        if has_dense:
+            self.layers.insert(0, Block("dense", FeedForward()))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -87,10 +98,13 @@ class Stacked(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, form: str, ep_size: int = 1, *, drops: bool = True) -> None:
+    def __init__(
+        self, form: str, ep_size: int = 1, *, drops: bool = True, asks: bool = True, has_dense: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.experts = Listed(ep_size, drops=drops) if form == "listed" else Stacked()
+        listed = form == "listed"
+        self.experts = Listed(ep_size, drops=drops, asks=asks) if listed else Stacked(has_dense=has_dense)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -102,6 +116,7 @@ class Model(nn.Module):
 UNITS = {"names": ["experts.layers.*"]}
 PLAN = {"head": "vocab_head", "embedding": "vocab"}
 STACKED_PLAN = {**PLAN, "experts.layers.*.mlp.router": "replicate"}
+DENSE_PLAN = {**STACKED_PLAN, "experts.layers.0.dense.one": "column", "experts.layers.0.dense.two": "row"}
 
 
 def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
@@ -111,15 +126,23 @@ def settings(form: str, stage: int, ep: int, **more: Any) -> dict[str, Any]:
 
 
 def alone(
-    form: str, num_batch_ranks: int, steps: int = STEPS, *, drops: bool = True, length: int | None = None
+    form: str,
+    num_batch_ranks: int,
+    steps: int = STEPS,
+    *,
+    drops: bool = True,
+    length: int | None = None,
+    accumulation: int = 1,
+    has_dense: bool = False,
 ) -> tuple[dict[str, torch.Tensor], float]:
     """One process with all experts, which routes each rank's tokens by themselves."""
-    model = make(partial(Model, form, drops=drops))
+    model = make(partial(Model, form, drops=drops, has_dense=has_dense))
     stepped = sgd(model.parameters())
     norm = 0.0
     for step in range(steps):
-        for rank in range(num_batch_ranks):
-            (model(*tokens_of(step, rank, num_batch_ranks, length)) / num_batch_ranks).backward()
+        for micro, rank in itertools.product(range(accumulation), range(num_batch_ranks)):
+            tokens = tokens_of(step * accumulation + micro, rank, num_batch_ranks, length)
+            (model(*tokens) / (num_batch_ranks * accumulation)).backward()
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
         stepped.step()
         stepped.zero_grad()
@@ -132,8 +155,8 @@ def tokens_of(step: int, rank: int, size: int, length: int | None) -> tuple[torc
 
 
 def train(engine: Any, steps: range, length: int | None = None) -> None:
-    ranks = engine.axes.batch
-    for step in steps:
+    ranks, each = engine.axes.batch, engine.gradient_accumulation_steps()
+    for step in range(steps.start * each, steps.stop * each):
         engine.backward(engine(*tokens_of(step, ranks.rank, ranks.size, length)))
         engine.step()
 
@@ -294,7 +317,7 @@ def test_experts_of_shoals_gpt_are_split_and_train_as_whole_ones(ranks: Callable
         (
             {"expert_parallel": {"expert_tensor_parallel_size": 4}},
             ConfigError,
-            "tensor_parallel_size: 4, and there are 2",
+            "tensor_parallel_size: 4 does not divide the 2 tensor-parallel ranks(.|\n)*write 1 or 2",
         ),
         ({"parallel": {"tp_grid": "2d"}}, ConfigError, "does not go with parallel.tp_grid"),
         ({"expert_parallel": {"autoep_size": 4}}, ConfigError, "4 does not divide the 2 ranks among which experts"),

@@ -17,7 +17,7 @@ AXES = get_args(Axis)
 
 def test_the_examples_in_the_docstring_hold() -> None:
     result = doctest.testmod(shoal.mesh)
-    assert result.attempted == 12
+    assert result.attempted == 16
     assert result.failed == 0
 
 
@@ -138,6 +138,16 @@ def test_a_size_that_does_not_multiply_up_names_the_sizes_that_do() -> None:
         Mesh.of(12, dp_replicate=2, dp_shard=3)
     with pytest.raises(ConfigError, match="start 8 ranks"):
         Mesh.of(3, tp=8)
+
+
+def test_experts_split_over_ranks_that_do_not_fit_tensor_parallel_ones_name_what_does() -> None:
+    with pytest.raises(ConfigError, match="split over 3 ranks, which does not divide tp=4") as error:
+        Mesh.of(8, tp=4, etp=3)
+    assert "over 1, 2 or 4 ranks" in str(error.value)
+    with pytest.raises(ConfigError, match=r"ep=8 does not divide .* x tp / 2 = 2 x 1 x 1 x 4 / 2 = 4"):
+        Mesh.of(8, tp=4, ep=8, etp=2)
+    with pytest.raises(ConfigError, match="'etp' has degree 0"):
+        Mesh(etp=0)
 
 
 def test_expert_parallel_that_does_not_divide_names_what_does() -> None:

@@ -72,8 +72,8 @@ def run_experts(
     Communicates: along ``held.comm``: one exchange of the counts; for each part of the tokens 2 all-to-alls, which move
         a row for each pair whose expert is on another rank; 2 in backward. With one rank nothing. Experts of which
         every rank has a copy: see ``ExpertCopies.gather``.
-        Where ranks of tensor parallelism have other tokens and a part of each expert: an all-gather of ``hidden``, of
-        ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
+        Along ``held.gathers_tokens``, ranks that have other tokens and a part of each expert: an all-gather of
+        ``hidden``, of ``expert_index`` and of ``weights``; in backward one of the outputs' gradients.
     Memory: until backward the rows of the experts' outputs (``score_before``: ``hidden``), if ``weights`` needs
         a gradient.
     """

@@ -56,7 +56,7 @@ class ExpertsHeld:
             is a list of the local experts, each a module.
         comm: the ranks of expert parallelism, in order; None: before the engine has set them, or one rank has all.
         ids: the experts that this rank holds, in the order of its parameters.
-        same_tokens: the tensor-parallel ranks, where they hold the same tokens; None: each rank has its own.
+        same_tokens: the tensor-parallel ranks that hold the same tokens and other experts; None: each rank has its own.
         owners: by expert, the coordinate along ``comm`` of the rank that holds it.
         hierarchy: two axes that ``comm`` is the product of: the ranks of a node, and those of one coordinate on the
             nodes. Rows are then sent in two steps; see ``hierarchical``.
@@ -67,7 +67,7 @@ class ExpertsHeld:
         wants_split: the layer was built for experts that are split over the tensor-parallel ranks.
         tp: the ranks that hold other parts of each stacked expert; None: experts are whole, or split their own layers.
         region: the tensor-parallel layers around; None: there are none.
-        is_split: each expert is split over tensor-parallel ranks.
+        etp: the ranks over which each expert of this model is split; None: experts are whole.
         is_checked: a router's choices were found to be among the layer's experts.
         rows: of stacked experts, the elements of dim 0 that each has.
         usage: where experts are gathered only if they are used; None: all are.
@@ -90,7 +90,7 @@ class ExpertsHeld:
     wants_split: bool = False
     tp: Communicator | None = None
     region: TensorRegion | None = None
-    is_split: bool = False
+    etp: Communicator | None = None
     is_checked: bool = False
     rows: int = 1
     usage: ExpertUsage | None = None
@@ -180,8 +180,8 @@ class ExpertsHeld:
 
     @property
     def gathers_tokens(self) -> Communicator | None:
-        """The tensor-parallel ranks whose tokens each of them needs: each has a part of every expert."""
-        return self.region.comm if self.region is not None and self.is_split and self.has_split_sequence else None
+        """The ranks whose tokens each of them needs: each has a part of every expert."""
+        return self.etp if self.has_split_sequence else None
 
     def place(self, placement: Sequence[Sequence[int]]) -> None:
         """Say where the experts are now.

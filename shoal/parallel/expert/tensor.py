@@ -1,8 +1,8 @@
-"""Experts whose own matrices are split over the tensor-parallel ranks: the first by columns, the second by rows.
+"""Experts whose own matrices are split over tensor-parallel ranks: the first by columns, the second by rows.
 
-    rows -> first matrices [.., I / tp] -> second matrix [I / tp, ..] -> all-reduce over tp -> + bias
+    rows -> first matrices [.., I / etp] -> second matrix [I / etp, ..] -> all-reduce over etp -> + bias
 
-Every tensor-parallel rank sends all of its tokens along ``ep``, to the ranks that hold the same part of other experts.
+The ranks along ``etp`` send the same tokens along ``ep``, to the ranks that hold the same part of other experts.
 Stacked parameters are split here; linears of experts in a list by the tensor-parallel plan, which this file completes.
 """
 
@@ -27,6 +27,9 @@ from shoal.sharding.parts import cut
 def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpec]:
     """Keep this rank's part of each expert in stacked parameters, in place.
 
+    Args:
+        comm: the ranks over which each expert is split.
+
     Returns: by name, the part of each parameter that is split.
     Raises: ModelError: nothing says which dims are split, or they do not divide.
     """
@@ -47,7 +50,7 @@ def split_stacks(model: nn.Module, comm: Communicator) -> dict[str, ParameterSpe
                 raise ModelError(
                     f"{prefix}.{name} of shape {shape} has {size // split.fused} elements in dim {split.dim}, which"
                     f" {comm.size} tensor-parallel ranks do not divide.",
-                    do="set expert_parallel.expert_tensor_parallel_size to 1.",
+                    do="set expert_parallel.expert_tensor_parallel_size to 1, or to another divisor of tp.",
                     code="expert-parallel-size",
                 )
             blocks = (size,) if split.is_interleaved else (size // split.fused,) * split.fused

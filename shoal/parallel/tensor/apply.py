@@ -10,7 +10,7 @@ inputs must be the same too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -69,7 +69,7 @@ def parallelize(
     loss_parallel: bool = False,
     strict: bool = True,
     overlap: bool = False,
-    whole_inputs: Sequence[str] = (),
+    inner: Mapping[str, Communicator] | None = None,
 ) -> TensorParallelModel:
     """Split ``model`` over the ranks of ``comm``, in place.
 
@@ -80,14 +80,15 @@ def parallelize(
             Off: the head gathers the logits.
         strict: a linear layer that the plan does not name is an error.
         overlap: communicate beside the matrix products, in chunks, where possible (``shoal.parallel.tensor.overlap``).
-        whole_inputs: names of modules. What is inside them has whole inputs, also under ``sequence_parallel``.
+        inner: by name, modules (of experts) inside of which layers are split over these ranks instead. Their inputs are
+            whole, also under ``sequence_parallel``.
 
     Raises: ModelError: a plan that does not fit the model, before anything is changed.
     Communicates: nothing.
     Memory: this rank's parts; the memory of the whole parameters is released.
     """
     plan = plan_for(model) if plan is None else plan
-    splitter = _Splitter(model, comm, plan, sequence_parallel, strict, whole_inputs)
+    splitter = _Splitter(model, comm, plan, sequence_parallel, strict, inner or {})
     loss = splitter.find_loss() if loss_parallel else None
     splitter.prepare(gathers_logits=not loss_parallel, overlaps=overlap)
     if comm.size == 1:
@@ -119,10 +120,10 @@ class _Splitter:
         plan: Plan,
         sequence: bool,
         strict: bool,
-        whole_inputs: Sequence[str],
+        inner: Mapping[str, Communicator],
     ) -> None:
         self.model, self.comm = model, comm
-        self.whole_inputs = tuple(f"{name}." for name in whole_inputs)
+        self.inner = {f"{name}.": TensorRegion(ranks) for name, ranks in inner.items()}
         self.modules = dict(model.named_modules(remove_duplicate=False))
         keys = match(plan, list(self.modules))
         self.plan = {name: plan[key] for name, key in keys.items()}
@@ -183,11 +184,12 @@ class _Splitter:
 
     def region_of(self, name: str) -> TensorRegion:
         """The region of a module: sequence parallel between the first and the last layer of a stack."""
-        return self.stack_region if self._has_split_sequence(name) else self.plain
+        inner = next((region for prefix, region in self.inner.items() if name.startswith(prefix)), self.plain)
+        return self.stack_region if self._has_split_sequence(name) else inner
 
     def _has_split_sequence(self, name: str) -> bool:
         """Whether the activations around a module or parameter are split along the sequence."""
-        return any(stack.contains(name) for stack in self.stacks) and not name.startswith(self.whole_inputs)
+        return any(stack.contains(name) for stack in self.stacks) and not name.startswith(tuple(self.inner))
 
     def find_loss(self) -> tuple[nn.Module, VocabParallelLoss]:
         """The module with the loss function that a vocabulary parallel head needs, and the function.
@@ -216,7 +218,8 @@ class _Splitter:
         overlaps: bool,
     ) -> None:
         module = _linear(self.modules[name])
-        weight, comm, kind = getattr(module, "weight", None), self.comm, style.kind
+        region = self.region_of(name)
+        weight, comm, kind = getattr(module, "weight", None), region.comm, style.kind
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             raise _misfit(name, style, f"{type(module).__name__} has no weight of two dims")
         if isinstance(module, nn.Embedding) != (kind == "vocab"):
@@ -227,7 +230,7 @@ class _Splitter:
         blocks = style.block_sizes(numel) if kind == "column" else (numel,)
         if given is None and (not blocks or min(blocks) < comm.size):
             raise _misfit(name, style, f"the weight {tuple(weight.shape)} has {numel} elements on dim {dim}")
-        if kind in ("column_gather_output", "row_split_input") and self.region_of(name) is not self.plain:
+        if kind in ("column_gather_output", "row_split_input") and self._has_split_sequence(name):
             raise _misfit(name, style, "sequence parallelism needs outputs that stay split up to a row layer")
         ranges, of_shared = given if given is not None else (even_ranges(blocks, comm.size, comm.rank), ())
         if of_shared and length(of_shared) < comm.size:
@@ -239,11 +242,11 @@ class _Splitter:
             raise _misfit(name, style, "the heads of this attention are split, so that its outputs stay split")
         layer.split = LayerSplit(
             self._path(name),
-            self.region_of(name),
+            region,
             is_transposed=is_transposed,
             communicates=not self._is_prepared(name),
             shared=shared,
-            widths=self._widths(blocks) if gathers else None,
+            widths=_widths(blocks, comm.size) if gathers else None,
             own_input=ranges if kind == "row_split_input" else None,
             own_tokens=even_range(numel, comm.size, comm.rank) if kind == "vocab" else (0, 0),
             forks=any(name.startswith(f"{parent}.") and self._forks(parent) for parent in self.prepared),
@@ -260,9 +263,6 @@ class _Splitter:
         if around is None:
             return None
         return self.columns.setdefault(around, InputColumns(around, self.region_of(around)))
-
-    def _widths(self, blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(length(even_ranges(blocks, self.comm.size, rank)) for rank in range(self.comm.size))
 
     def _add(self, name: str, layer: _Layer) -> None:
         self.layers[name] = layer
@@ -331,7 +331,7 @@ class _Splitter:
 
     def _forks(self, name: str) -> bool:
         """Whether random numbers are drawn in a prepared module, on activations that are split nowhere else."""
-        return self.region_of(name) is self.plain and has_dropout(self.modules[name])
+        return not self._has_split_sequence(name) and has_dropout(self.modules[name])
 
     def _path(self, name: str) -> str:
         return join(name, "base_layer") if hasattr(self.modules[name], "base_layer") else name
@@ -392,6 +392,11 @@ def has_dropout(module: nn.Module) -> bool:
         if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(inner).items()):
             return True
     return False
+
+
+def _widths(blocks: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The elements of each of ``size`` ranks."""
+    return tuple(length(even_ranges(blocks, size, rank)) for rank in range(size))
 
 
 def _linear(module: nn.Module) -> nn.Module:
